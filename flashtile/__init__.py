@@ -1,0 +1,28 @@
+"""flashtile: exact, IO-aware attention in pure Python."""
+
+from flashtile.dispatch import Explanation, explain
+from flashtile.functional import (
+    attention,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from flashtile.merge import merge_states
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Explanation",
+    "attention",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "merge_states",
+]

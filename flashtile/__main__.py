@@ -1,0 +1,3 @@
+from flashtile.cli import main
+
+main()

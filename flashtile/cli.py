@@ -1,0 +1,28 @@
+"""The ``flashtile`` command line."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; without its extras, say how to install them."""
+    try:
+        import typer
+
+        from flashtile.commands.bench import bench
+        from flashtile.commands.demo import demo
+        from flashtile.commands.explain import explain
+        from flashtile.commands.info import info
+        from flashtile.commands.inspect import inspect
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
+            raise
+        sys.exit(f"flashtile: the command line needs {error.name}: pip install 'flashtile[cli]'")
+
+    app = typer.Typer(
+        help="Exact, IO-aware attention in pure Python.", no_args_is_help=True, pretty_exceptions_enable=False
+    )
+    for command in (info, demo, bench, inspect, explain):
+        app.command()(command)
+    app()

@@ -1,0 +1,121 @@
+"""Which backend serves a problem, with which configuration, and why not the others."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from flashtile.problem import Options, Problem
+
+PREFERENCE = ("portable", "cpu")
+"""Backends in the order in which they are asked. An explicit ``backend=`` never falls back."""
+
+
+class Backend(Protocol):
+    """What a package under ``flashtile.backends`` offers. Its launches validate nothing."""
+
+    NAME: str
+
+    def reason_against(self, problem: Problem, explicit: bool) -> str | None:
+        """Why this backend does not serve the problem; None if it does. ``explicit``: it was asked for by name."""
+
+    def configure(self, problem: Problem) -> Any:
+        """The frozen configuration that the problem gets."""
+
+    def prepare_forward(self, problem: Problem, config: Any) -> Any:
+        """A launch ``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)``."""
+
+    def prepare_backward(self, problem: Problem, config: Any) -> Any:
+        """A launch ``(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (dq, dk, dv)``,
+        dout and dlse contiguous, dlse or None."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    backend: Backend
+    config: Any
+    reasons_against: dict[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would get: the backend, its configuration, and each other backend's reason against.
+
+    ``backend`` is None where no backend serves the call; ``str()`` gives a readable text.
+    """
+
+    problem: Problem
+    backend: str | None
+    config: Any
+    reasons_against: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend}", f"config: {self.config}"]
+        lines += [f"not {name}: {reason}" for name, reason in self.reasons_against.items()]
+        return "\n".join([*lines, f"problem: {self.problem}"])
+
+
+def load_backend(name: str) -> Backend:
+    """Import a backend by name (they import triton, which ``import flashtile`` must not)."""
+    return cast(Backend, importlib.import_module(f"flashtile.backends.{name}"))
+
+
+def select(problem: Problem, name: str | None = None) -> Selection:
+    """The first backend in order of preference that serves ``problem``, or ``name`` and no other.
+
+    Raises:
+        ValueError: ``name`` is not a backend.
+        NotImplementedError: no backend (or not the named one) serves the problem, with the reasons.
+    """
+    if name is not None and name not in PREFERENCE:
+        raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {name!r}")
+    reasons: dict[str, str] = {}
+    for candidate in PREFERENCE if name is None else (name,):
+        backend = load_backend(candidate)
+        reason = backend.reason_against(problem, explicit=name is not None)
+        if reason is None:
+            return Selection(backend, backend.configure(problem), reasons)
+        reasons[candidate] = reason
+    listed = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+    asked = "no backend serves this call" if name is None else f"backend={name!r} does not serve this call"
+    raise NotImplementedError(f"{asked} ({listed})")
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """Say which backend and configuration :func:`flashtile.attention` would use for these arguments, and why.
+
+    Nothing is launched and no data is read. The arguments are those of :func:`flashtile.attention`, and so are
+    the errors for arguments that no backend could take.
+    """
+    options = Options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, deterministic, backend
+    )
+    problem = Problem.from_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+    try:
+        selection = select(problem, backend)
+    except NotImplementedError:
+        chosen, config = None, None
+    else:
+        chosen, config = selection.backend.NAME, selection.config
+    others = {name: load_backend(name).reason_against(problem, explicit=False) for name in PREFERENCE if name != chosen}
+    fallback = f"would serve it, after {chosen} in order of preference"
+    return Explanation(problem, chosen, config, {name: reason or fallback for name, reason in others.items()})

@@ -1,0 +1,312 @@
+"""The front door: FlashAttention-2's functions by name, argument order and defaults, and :func:`attention`.
+
+Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever storing
+the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import operators
+from flashtile.problem import Options
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention, differentiable in q, k and v (and through lse).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
+            float16, bfloat16, float32, or float64 (CPU only). Any strides whose last is 1.
+        k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple of
+            heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
+        v: as k, its head_dim may differ. Every head_dim is from 1 to 256.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0. Tokens
+            after the last offset belong to no sequence: their out and gradients are 0, their lse is -inf.
+        max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
+        softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
+        causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
+            ``i + seqlen_k - seqlen_q``.
+        window_size: (left, right) keys that a query sees beside its own position, inclusive; -1 is unlimited.
+            ``causal`` makes right 0.
+        softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
+        deterministic: gradients bitwise reproducible from run to run.
+        return_lse: also return the log-sum-exp of the scores of each row.
+        backend: "portable" or "cpu" to insist on one; None lets dispatch choose (see ``flashtile.explain``).
+
+    Returns:
+        out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse), lse in
+        natural log, float32, (batch, heads_q, seqlen_q) or (heads_q, total_q), -inf for a row that sees no key.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+    """
+    out, lse = _call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, backend,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """FlashAttention-2's ``flash_attn_func``: q (batch, seqlen_q, heads_q, head_dim), k and v
+    (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
+
+    Returns:
+        out; (out, lse) with ``return_lse``; (out, lse, None) with ``return_attn_probs`` (the third is
+        FlashAttention-2's dropout debugging output, which it too leaves empty without dropout).
+
+    Raises:
+        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+    """
+    _refuse_dropout(dropout_p)
+    out, lse = _call(
+        q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, backend,
+    )  # fmt: skip
+    return _result(out, lse, return_attn_probs, return_lse)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_func` with k and v in one tensor, kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
+    k, v = _unpack("kv", kv, 5, 2, "(batch, seqlen_k, 2, heads_kv, head_dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_func` with q, k and v in one tensor, qkv (batch, seqlen, 3, heads, head_dim)."""
+    q, k, v = _unpack("qkv", qkv, 5, 3, "(batch, seqlen, 3, heads, head_dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """FlashAttention-2's ``flash_attn_varlen_func``: sequences of different lengths behind one another.
+
+    q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim); sequence b is rows
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those of
+    :func:`attention`; the results those of :func:`flash_attn_func`, lse (heads_q, total_q).
+
+    Raises:
+        NotImplementedError: ``block_table`` (paged keys and values) or ``dropout_p``, and as :func:`attention`.
+    """
+    _refuse_dropout(dropout_p)
+    if block_table is not None:
+        raise NotImplementedError("block_table (paged keys and values) is not implemented yet: pass None")
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu_seqlens is None:
+            raise TypeError(f"{name} must be an int32 torch.Tensor, got None: flash_attn_func takes dense batches")
+    out, lse = _call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, backend,
+    )  # fmt: skip
+    return _result(out, lse, return_attn_probs, return_lse)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_varlen_func` with k and v in one tensor, kv (total_k, 2, heads_kv, head_dim)."""
+    k, v = _unpack("kv", kv, 4, 2, "(total_k, 2, heads_kv, head_dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, heads, head_dim)."""
+    q, k, v = _unpack("qkv", qkv, 4, 3, "(total, 3, heads, head_dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be a pair (left, right) of ints, got {window_size!r}") from None
+    if type(left) is not int or type(right) is not int:
+        left, right = _as_int("window_size[0]", left), _as_int("window_size[1]", right)
+    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
+        max_seqlen_q = _as_int("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
+        max_seqlen_k = _as_int("max_seqlen_k", max_seqlen_k)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (q, k, v))
+    options = Options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend
+    )
+    return operators.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+
+
+def _as_int(name: str, value: Any) -> Any:
+    """An int from anything that is one (numpy integers, one-element integer tensors), symbolic ints as they are."""
+    if isinstance(value, torch.SymInt):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
+
+
+def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:
+    """Views of the parts of a packed tensor; their gradients are written into one tensor."""
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
+    if packed.dim() != rank or packed.shape[-3] != parts:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _result(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool) -> Any:
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out

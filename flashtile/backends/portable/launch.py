@@ -1,0 +1,227 @@
+"""Launchers: from tensors to kernel arguments, and compiled kernels kept after their first launch.
+
+Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not (7 us).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.portable.backward import delta_kernel, dkdv_kernel, dq_kernel
+from flashtile.backends.portable.config import Config, KernelConfig, padded
+from flashtile.backends.portable.forward import forward_kernel
+from flashtile.problem import LOG2_E, UNLIMITED, Problem
+
+DELTA_BLOCK_M = 64
+DELTA_NUM_WARPS = 4
+
+
+class KeptKernel:
+    """One kernel at one grid with fixed scalar arguments; tensors of one signature come with each call.
+
+    Constants are the kernel's last parameters, in its order.
+    """
+
+    def __init__(self, kernel: Any, grid: int, scalars: tuple, constants: tuple, config: KernelConfig | None) -> None:
+        self._kernel = kernel
+        self._grid = (grid, 1, 1)
+        self._fixed = (*scalars, *constants)
+        self._options: dict[str, Any] = {"num_warps": DELTA_NUM_WARPS}
+        if config is not None:
+            self._options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        self._run: Any = None
+
+    def __call__(self, device: torch.device, *tensors: Tensor | None) -> None:
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    def _launch(self, tensors: tuple[Tensor | None, ...]) -> None:
+        if self._run is not None:
+            self._run(*tensors, *self._fixed)
+            return
+        compiled = self._kernel[self._grid](*tensors, *self._fixed, enable_fp_fusion=True, **self._options)
+        if compiled is not None:  # None from the interpreter
+            self._run = compiled[self._grid]
+
+
+def window_limits(problem: Problem) -> tuple[int, int]:
+    """The window's sides; -1 where a side hides no key at these lengths, so that it costs no mask."""
+    left, right = problem.window_left, problem.window_right
+    if left >= problem.seqlen_k - 1:
+        left = UNLIMITED
+    if right >= problem.seqlen_q - 1:
+        right = UNLIMITED
+    return left, right
+
+
+def constants(problem: Problem, config: KernelConfig, precision: str, wide: bool) -> dict[str, Any]:
+    """The constexpr arguments that the three attention kernels share, in their order."""
+    left, right = window_limits(problem)
+    has_softcap = problem.softcap > 0
+    return {
+        "VARLEN": problem.varlen,
+        "HAS_LEFT": left != UNLIMITED,
+        "HAS_RIGHT": right != UNLIMITED,
+        "HAS_SOFTCAP": has_softcap,
+        "HAS_ALIBI": problem.alibi,
+        # The maximum of raw products is that of the scores only for a positive scale.
+        "BENT": has_softcap or problem.alibi or problem.softmax_scale <= 0,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "WIDE": wide,
+        "PRECISION": precision,
+    }
+
+
+def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> tuple:
+    """The scalar arguments that the three attention kernels share, in their order."""
+    strides: list[int] = []
+    for tensor in (q, k, v):
+        batch = () if problem.varlen else (tensor.stride(0),)
+        strides += [*(batch or (0,)), tensor.stride(-3), tensor.stride(-2)]
+    left, right = window_limits(problem)
+    return (
+        *strides,
+        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        problem.num_heads_q,
+        problem.group_size,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.total_q,
+        problem.total_k,
+        left,
+        right,
+        problem.softmax_scale,
+        problem.softmax_scale * LOG2_E,
+        problem.softcap,
+    )
+
+
+def _attention_kernel(
+    kernel: Any,
+    programs: int,
+    problem: Problem,
+    config: KernelConfig,
+    precision: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+) -> KeptKernel:
+    block = max(config.BLOCK_M, config.BLOCK_N)
+    wide = any(block * tensor.stride(-3) >= 2**31 for tensor in (q, k, v))
+    fixed = constants(problem, config, precision, wide)
+    return KeptKernel(
+        kernel, programs, _scalars(problem, q, k, v, alibi_slopes), tuple(fixed.values()), config
+    )
+
+
+class ForwardLaunch:
+    """``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)`` for tensors of one signature."""
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        self._problem = problem
+        self._config = config
+        self._out_shape = problem.out_shape
+        self._lse_shape = problem.lse_shape
+        self._kernel: KeptKernel | None = None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if cu_seqlens_q is None:
+            out = q.new_empty(self._out_shape)
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        else:  # tokens that belong to no sequence are written by no program
+            out = q.new_zeros(self._out_shape)
+            lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+        kernel = self._kernel
+        if kernel is None:
+            problem, config = self._problem, self._config.forward
+            if out.numel() == 0:
+                return out, lse
+            programs = triton.cdiv(problem.seqlen_q, config.BLOCK_M) * problem.num_heads_q * problem.batch
+            if programs == 0:
+                return out, lse
+            kernel = self._kernel = _attention_kernel(
+                forward_kernel, programs, problem, config, self._config.precision, q, k, v, alibi_slopes
+            )
+        kernel(q.device, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        return out, lse
+
+
+class BackwardLaunch:
+    """``(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (dq, dk, dv)``."""
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        self._problem = problem
+        self._config = config
+        self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        problem = self._problem
+        no_rows = problem.batch * problem.seqlen_q == 0
+        no_keys = problem.batch * problem.seqlen_k == 0
+        # Tokens that belong to no sequence are written by no program, nor is anything without rows or keys.
+        allocate = torch.zeros if problem.varlen or no_rows or no_keys else torch.empty
+        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        if no_rows or no_keys:
+            return dq, dk, dv
+        if self._kernels is None:
+            self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
+        prepare_delta, compute_dkdv, compute_dq = self._kernels
+        device = q.device
+        delta = torch.empty_like(lse)
+        prepare_delta(device, out, dout, lse, dlse, delta, cu_seqlens_q)
+        compute_dkdv(device, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        compute_dq(device, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        return dq, dk, dv
+
+    def _prepare(
+        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+    ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
+        problem, config = self._problem, self._config
+        heads = problem.num_heads_q * problem.batch
+        delta = KeptKernel(
+            delta_kernel,
+            triton.cdiv(problem.seqlen_q, DELTA_BLOCK_M) * heads,
+            (problem.num_heads_q, problem.seqlen_q, problem.total_q),
+            (problem.varlen, dlse is not None, problem.head_dim_v, padded(problem.head_dim_v), DELTA_BLOCK_M),
+            None,
+        )
+        programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
+        dkdv = _attention_kernel(
+            dkdv_kernel, programs, problem, config.dkdv, config.precision, q, k, v, alibi_slopes
+        )
+        programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * heads
+        dq = _attention_kernel(dq_kernel, programs, problem, config.dq, config.precision, q, k, v, alibi_slopes)
+        return delta, dkdv, dq

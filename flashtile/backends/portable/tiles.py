@@ -1,0 +1,167 @@
+"""Step functions that the forward and backward kernels share: which blocks, which sequence, scores, masks.
+
+A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q`` aligns
+them at the bottom right: row ``i`` stands at key ``i + offset``.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+RUNTIME_INTEGERS = (
+    "num_heads_q",
+    "group_size",
+    "seqlen_q",
+    "seqlen_k",
+    "total_q",
+    "total_k",
+    "window_left",
+    "window_right",
+    "alibi_stride_b",
+)
+"""Arguments whose value must not lead to another compilation (only strides decide how wide loads can be)."""
+
+
+@triton.jit
+def block_range(
+    start, end, offset, length, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Blocks of the other sequence that positions ``start <= i < end`` reach, in three runs.
+
+    Position ``i`` reaches from ``i + offset - back`` to ``i + offset + ahead`` of a sequence of ``length``. Returns
+    block numbers ``first <= full_first <= full_last <= last``: blocks [full_first, full_last) are reached whole by
+    every position and lie within the sequence; the rest of [first, last) needs a mask. Plain integers in, plain
+    integers out: Python calls it as ``block_range.fn``.
+    """
+    reach_start = 0
+    full_start = 0
+    reach_end = length
+    full_end = length
+    if HAS_BACK:
+        reach_start = max(0, start + offset - back)
+        full_start = max(0, end - 1 + offset - back)
+    if HAS_AHEAD:
+        reach_end = min(length, max(0, end + offset + ahead))
+        full_end = min(length, max(0, start + offset + ahead + 1))
+    last = (reach_end + BLOCK - 1) // BLOCK
+    full_first = min((full_start + BLOCK - 1) // BLOCK, last)
+    first = min(reach_start // BLOCK, full_first)
+    full_last = min(max(full_end // BLOCK, full_first), last)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
+    """(first row in memory, length) of sequence ``b``; within the tensor whatever ``cu_seqlens`` says."""
+    if VARLEN:
+        start = min(max(tl.load(cu_seqlens + b), 0), total)
+        end = min(max(tl.load(cu_seqlens + b + 1), start), total)
+        return start.to(tl.int64), end - start
+    else:
+        return tl.zeros([], tl.int64), seqlen
+
+
+@triton.jit
+def tile_index(BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Row numbers within a tile; 64-bit where a tile's own extent in memory does not fit 32 bits."""
+    index = tl.arange(0, BLOCK)
+    if WIDE:
+        index = index.to(tl.int64)
+    return index
+
+
+@triton.jit
+def load_tile(
+    base,
+    start,
+    length,
+    stride,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past ``length`` (if MASKED) and past HEAD_DIM."""
+    rows = tile_index(BLOCK, WIDE)
+    columns = tl.arange(0, BLOCK_D)
+    pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    if MASKED:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers, mask=(start + rows < length)[:, None], other=0.0)
+        else:
+            inside = (start + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
+            return tl.load(pointers, mask=inside, other=0.0)
+    else:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(
+    base,
+    start,
+    length,
+    stride,
+    tile,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the rows of [BLOCK, BLOCK_D] that lie before ``length`` to a contiguous output."""
+    rows = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    inside = (start + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x):
+    # Near zero 1 - 2 / (1 + e^2x) cancels; the series is exact to fp32 there.
+    square = x * x
+    series = x * (1 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397)))
+    # e^2x may overflow to inf, which gives 1, or underflow to 0, which gives -1.
+    return tl.where(square < 0.0121, series, 1 - 2 / (1 + tl.exp2(x * (2 * LOG2_E))))
+
+
+@triton.jit
+def bend_scores(
+    scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
+):
+    """Raw products -> (scores in log2 units, d bent / d scaled) with soft-cap and ALiBi.
+
+    ``distance`` is key minus row position in the orientation of ``scores``.
+    """
+    scores = scores * softmax_scale
+    if HAS_SOFTCAP:
+        capped = tanh(scores / softcap)
+        scores = softcap * capped
+        slack = 1 - capped * capped
+    else:
+        slack = tl.full([], 1.0, tl.float32)
+    if HAS_ALIBI:
+        scores = scores - slope * tl.abs(distance).to(tl.float32)
+    return scores * LOG2_E, slack
+
+
+@triton.jit
+def visible(distance, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr, inside):
+    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance``, for keys ``inside``."""
+    if HAS_BACK:
+        inside = inside & (distance >= -back)
+    if HAS_AHEAD:
+        inside = inside & (distance <= ahead)
+    return inside
+
+
+@triton.jit
+def load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI: tl.constexpr):
+    if HAS_ALIBI:
+        return tl.load(alibi_slopes + b * alibi_stride_b + head)
+    else:
+        return 0.0

@@ -1,0 +1,365 @@
+"""Is attention right on this machine? The error rule, random inputs in hard memory layouts, poisoned outputs.
+
+    from flashtile import testing
+    q, k, v = (testing.random_tensor((2, 1024, 8, 64), torch.bfloat16, "cuda", seed=i) for i in range(3))
+    print(testing.check(q, k, v, causal=True))
+
+The rule is FlashAttention's: an implementation may be at most a small factor further from an exact reference
+than plain PyTorch in the same dtype is. The reference is standard attention in float64. The rule is applied
+to the largest error and, since a few large rows can hide a wrong remainder, to the root mean square as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import functional, reference
+
+FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
+"""How much further from the reference than plain PyTorch each result may be."""
+
+FLOAT64_UNITS = 64.0
+"""Rounding units allowed for float64, where the reference is plain PyTorch itself."""
+
+NOISE_UNITS = 2.0
+"""Rounding units of the accumulator (float32, or float64) allowed where terms cancel."""
+
+LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded")
+"""Memory layouts of :func:`random_tensor`."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One norm of an error and what it may be: ``factor`` times plain PyTorch's, plus a rounding unit."""
+
+    norm: str
+    error: float
+    plain_error: float
+    factor: float
+    unit: float
+
+    @property
+    def allowed(self) -> float:
+        return self.factor * self.plain_error + self.unit
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.norm} error {self.error:.3g}, allowed {self.allowed:.3g} "
+            f"(= {self.factor:g} x plain PyTorch's {self.plain_error:.3g} + rounding {self.unit:.3g})"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One result against the reference: its bounds, and the element that is furthest off."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bounds: tuple[Bound, ...]
+    worst: str
+
+    @property
+    def holds(self) -> bool:
+        return all(bound.holds for bound in self.bounds)
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.holds else "WRONG"
+        bounds = "; ".join(map(str, self.bounds))
+        return f"{self.name} {self.shape} {self.dtype}: {verdict}: {bounds}; worst at {self.worst}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every comparison of one call; ``str()`` states every number."""
+
+    call: str
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def holds(self) -> bool:
+        return all(comparison.holds for comparison in self.comparisons)
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.call, *map(str, self.comparisons)])
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Report:
+    """Raise AssertionError unless the call meets the error rule; the arguments are those of :func:`measure`.
+
+    The message of the error, and ``str()`` of the returned report, state every number of every comparison.
+    """
+    report = measure(q, k, v, **arguments)
+    if not report.holds:
+        raise AssertionError(str(report))
+    return report
+
+
+def measure(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    gradients: bool = True,
+    poison: bool = True,
+    function: Callable[..., tuple[Tensor, Tensor]] = functional.attention,
+    **arguments: Any,
+) -> Report:
+    """Errors of out, lse, dq, dk and dv of one call against the reference, beside what the rule allows.
+
+    out and the gradients are held against plain PyTorch in the dtype of q, lse against plain PyTorch in the
+    dtype of lse (float32), because it is not rounded to the dtype of q.
+
+    Args:
+        q, k, v: as for :func:`flashtile.attention`, on any device; neither changed nor given gradients.
+        dout: gradient of out, in its shape and dtype. If neither it nor dlse is given, both are random.
+        dlse: gradient of lse, likewise.
+        gradients: whether dq, dk and dv are computed and compared.
+        poison: run the call under :func:`poisoned_memory`.
+        function: what is measured; called like :func:`flashtile.attention` with ``return_lse=True``.
+        arguments: the other arguments of :func:`flashtile.attention`, handed to ``function``; the reference
+            gets those that decide the result (all but ``deterministic`` and ``backend``).
+
+    Costs the memory of standard attention in float64: 8 bytes a score (batch * heads * seqlen_q * seqlen_k),
+    several times.
+    """
+    defining = {name: a for name, a in arguments.items() if name not in ("deterministic", "backend")}
+    q, k, v = q.detach(), k.detach(), v.detach()
+    if gradients and dout is None and dlse is None:
+        dout, dlse = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)
+    upstream = (dout, dlse)
+    with poisoned_memory() if poison else nullcontext():
+        ours = _run(lambda *qkv: function(*qkv, return_lse=True, **arguments), (q, k, v), upstream, gradients)
+    wide = (q.double(), k.double(), v.double())
+    exact = _run(lambda *qkv: reference.attention(*qkv, **defining), wide, upstream, gradients)
+    plain = _run(lambda *qkv: reference.attention(*qkv, **defining), (q, k, v), upstream, gradients)
+    with torch.no_grad():
+        plain[1] = reference.attention(q, k, v, upcast=ours[1].dtype, **defining)[1]
+
+    noise = _accumulation_noise(q, k, v, dout, arguments.get("softmax_scale"))
+    comparisons = [
+        compare(name, *results, factor=FACTORS[name], noise=noise[name])
+        for name, *results in zip(FACTORS, ours, exact, plain, strict=False)
+    ]
+    return Report(_describe(q, k, v, arguments), tuple(comparisons))
+
+
+def compare(
+    name: str,
+    actual: Tensor,
+    exact: Tensor,
+    plain: Tensor,
+    *,
+    factor: float = 2.0,
+    noise: tuple[float, float] = (0.0, 0.0),
+) -> Comparison:
+    """Apply the error rule to one result.
+
+    Args:
+        name: what the result is called in the report.
+        actual: the result to judge, in any shape and floating dtype.
+        exact: the same from the reference, usually float64.
+        plain: the same from plain PyTorch in the dtype of ``actual``.
+        factor: how many times the error of ``plain`` is allowed.
+        noise: errors (largest, rms) that are allowed besides one rounding unit of the result.
+
+    An infinity must be met exactly, and NaN never is.
+
+    Raises:
+        AssertionError: ``actual`` has another shape than ``exact``.
+    """
+    if actual.shape != exact.shape:
+        raise AssertionError(f"{name} has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
+    exact = exact.double()
+    error, plain_error = _difference(actual, exact), _difference(plain, exact)
+    size = exact.abs().masked_fill(exact.isinf(), 0.0)
+    eps = torch.finfo(actual.dtype).eps
+    units = FLOAT64_UNITS if actual.dtype == torch.float64 else 1.0
+    bounds = tuple(
+        Bound(norm, of(error), of(plain_error), factor, units * (eps * of(size) + more))
+        for norm, of, more in (("largest", _largest, noise[0]), ("rms", _rms, noise[1]))
+    )
+    return Comparison(name, tuple(actual.shape), actual.dtype, bounds, _worst(error, actual, exact, plain))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill everything that ``torch.empty`` and its kin return with NaN (integers: their largest value).
+
+    An output element that is never written then shows. torch does this itself in its deterministic mode,
+    switched on inside and put back after; operations without a deterministic form only warn.
+    """
+    deterministic: Any = torch.utils.deterministic
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = fill
+
+
+def random_tensor(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    layout: str = "contiguous",
+) -> Tensor:
+    """Standard normal numbers in a chosen memory layout, whose gaps hold NaN.
+
+    Args:
+        shape: any; for layouts other than "contiguous" (batch, seqlen, heads, head_dim) or
+            (total, heads, head_dim).
+        dtype: a floating dtype.
+        device: where; the numbers depend on the device type.
+        seed: of the numbers.
+        layout: "contiguous"; "packed": some heads of a larger tensor, as in packed q, k and v; "transposed":
+            heads before seqlen in memory; "offset": some columns of a larger head_dim, so that rows are not
+            aligned; "expanded": one head in memory, seen as all heads (stride 0).
+
+    Raises:
+        ValueError: an unknown layout.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        drawn = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.randn(size, generator=generator, dtype=drawn, device=device).to(dtype)
+
+    if layout == "contiguous":
+        return normal(*shape)
+    *rows, heads, head_dim = shape
+    if layout == "packed":
+        storage = torch.full((*rows, heads + 3, head_dim), torch.nan, dtype=dtype, device=device)
+        return storage[..., 1 : 1 + heads, :].copy_(normal(*shape))
+    if layout == "transposed":
+        return normal(*rows[:-1], heads, rows[-1], head_dim).transpose(-2, -3)
+    if layout == "offset":
+        storage = torch.full((*rows, heads, head_dim + 3), torch.nan, dtype=dtype, device=device)
+        return storage[..., 1 : 1 + head_dim].copy_(normal(*shape))
+    if layout == "expanded":
+        return normal(*rows, 1, head_dim).expand(*shape)
+    raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+def random_gradients(q: Tensor, v: Tensor, *, varlen: bool = False, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Standard normal (dout, dlse) for a call with these q and v, in the shapes and dtypes of out and lse."""
+    *rows, heads, _ = q.shape
+    lse_shape = (heads, *rows) if varlen else (rows[0], heads, rows[1])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dout = random_tensor((*rows, heads, v.shape[-1]), q.dtype, q.device, seed=2 * seed)
+    return dout, random_tensor(lse_shape, lse_dtype, q.device, seed=2 * seed + 1)
+
+
+def random_alibi_slopes(shape: Sequence[int], device: torch.device | str, *, seed: int = 0) -> Tensor:
+    """Slopes in [0, 1) of eight bits, float32, so that slope times distance is exact in every wider dtype."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randint(0, 256, tuple(shape), generator=generator, device=device).float() / 256
+
+
+def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    """(len(lengths) + 1,) int32: 0 and the running sums of ``lengths``."""
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+
+
+def _run(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    qkv: Sequence[Tensor],
+    upstream: Sequence[Tensor | None],
+    gradients: bool,
+) -> list[Tensor]:
+    """[out, lse], and with ``gradients`` dq, dk, dv behind them, 0 where a result does not depend on them."""
+    leaves = [t.detach().requires_grad_(gradients) for t in qkv]
+    results = attend(*leaves)
+    detached = [result.detach() for result in results]
+    if not gradients:
+        return detached
+    pairs = [
+        (result, gradient.to(result.dtype))
+        for result, gradient in zip(results, upstream, strict=True)
+        if gradient is not None and result.requires_grad
+    ]
+    if not pairs:
+        return detached + [torch.zeros_like(leaf) for leaf in leaves]
+    outputs, received = zip(*pairs, strict=True)
+    return detached + list(
+        torch.autograd.grad(outputs, leaves, received, allow_unused=True, materialize_grads=True)
+    )
+
+
+def _accumulation_noise(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, softmax_scale: float | None
+) -> dict[str, tuple[float, float]]:
+    """By result: what rounding in the accumulator may leave (largest, rms) where the exact terms cancel.
+
+    A score is a sum of products of q and k. A gradient of a score is ``P (dP - delta)``, the difference of
+    two sums of products of dout and v: where a query sees one key it is 0, and plain PyTorch happens to find
+    that exactly. A key gathers these differences from its share of the queries.
+    """
+    eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
+    scale = abs(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    queries_per_key = q[..., 0].numel() / max(k[..., 0].numel(), 1)
+    lse, dq, dk = [], [], []
+    for of in (_largest, _rms):
+        q_element, k_element, v_element = (_element(t, of) for t in (q, k, v))
+        dout_element = 0.0 if dout is None else _element(dout, of)
+        score_gradient = eps * scale * dout_element * v_element * v.shape[-1] ** 0.5
+        lse.append(eps * scale * q_element * k_element * q.shape[-1] ** 0.5)
+        dq.append(score_gradient * k_element)
+        dk.append(score_gradient * q_element * max(queries_per_key, 1.0) ** 0.5)
+    none = (0.0, 0.0)
+    noise = {"out": none, "lse": tuple(lse), "dq": tuple(dq), "dk": tuple(dk), "dv": none}
+    return {name: (NOISE_UNITS * largest, NOISE_UNITS * rms) for name, (largest, rms) in noise.items()}
+
+
+def _element(tensor: Tensor, of: Callable[[Tensor], float]) -> float:
+    """The size of an element, from the norms of the rows; rows that hold NaN are not part of the call."""
+    rows = torch.linalg.vector_norm(tensor.detach().double(), dim=-1) / tensor.shape[-1] ** 0.5
+    return of(rows[~rows.isnan()])
+
+
+def _difference(actual: Tensor, exact: Tensor) -> Tensor:
+    """|actual - exact|, 0 where both are the same infinity."""
+    actual = actual.double()
+    return torch.where(actual == exact, 0.0, actual - exact).abs()
+
+
+def _largest(values: Tensor) -> float:
+    return values.max().item() if values.numel() else 0.0
+
+
+def _rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item() if values.numel() else 0.0
+
+
+def _worst(error: Tensor, actual: Tensor, exact: Tensor, plain: Tensor) -> str:
+    if not error.numel():
+        return "no element"
+    flat = int(torch.nan_to_num(error, nan=torch.inf).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+    got, expected, theirs = (t[index].item() for t in (actual, exact, plain))
+    return f"{index}: got {got:.6g}, exact {expected:.6g}, plain PyTorch {theirs:.6g}"
+
+
+def _describe(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> str:
+    tensors = [f"{name}: {tuple(t.shape)} strides {t.stride()}" for name, t in (("q", q), ("k", k), ("v", v))]
+    options = [f"{name}={a.tolist() if isinstance(a, Tensor) else a!r}" for name, a in arguments.items()]
+    return f"attention({', '.join(tensors + options)}) in {q.dtype} on {q.device}"

@@ -173,7 +173,7 @@ class BackwardLaunch:
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
         self._config = config
-        self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+        self.kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
         self,
@@ -196,9 +196,9 @@ class BackwardLaunch:
         dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         if no_rows or no_keys:
             return dq, dk, dv
-        if self._kernels is None:
-            self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
-        prepare_delta, compute_dkdv, compute_dq = self._kernels
+        if self.kernels is None:
+            self.kernels = self.prepare(dlse, q, k, v, alibi_slopes)
+        prepare_delta, compute_dkdv, compute_dq = self.kernels
         device = q.device
         delta = torch.empty_like(lse)
         prepare_delta(device, out, dout, lse, dlse, delta, cu_seqlens_q)
@@ -206,7 +206,7 @@ class BackwardLaunch:
         compute_dq(device, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
         return dq, dk, dv
 
-    def _prepare(
+    def prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config

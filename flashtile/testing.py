@@ -149,7 +149,7 @@ def measure(
     with torch.no_grad():
         plain[1] = reference.attention(q, k, v, upcast=ours[1].dtype, **defining)[1]
 
-    noise = _accumulation_noise(q, k, v, dout, arguments.get("softmax_scale"))
+    noise = _accumulation_noise(q, k, v, dout, arguments.get("softmax_scale"), exact)
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
         for name, *results in zip(FACTORS, ours, exact, plain, strict=False)
@@ -185,7 +185,7 @@ def compare(
         raise AssertionError(f"{name} has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
     exact = exact.double()
     error, plain_error = _difference(actual, exact), _difference(plain, exact)
-    size = exact.abs().masked_fill(exact.isinf(), 0.0)
+    size = _finite(exact)
     eps = torch.finfo(actual.dtype).eps
     units = FLOAT64_UNITS if actual.dtype == torch.float64 else 1.0
     bounds = tuple(
@@ -306,34 +306,47 @@ def _run(
 
 
 def _accumulation_noise(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, softmax_scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, softmax_scale: float | None, exact: Sequence[Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """By result: what rounding in the accumulator may leave (largest, rms) where the exact terms cancel.
+    """By result: what rounding in the accumulator may leave, (largest, rms), however plain PyTorch fares.
 
-    A score is a sum of products of q and k. A gradient of a score is ``P (dP - delta)``, the difference of
+    A score is a sum of products of q and k. Its rounding, and in the backward pass that of lse, is a relative
+    error of P and of all that is made of P. A gradient of a score is ``P (dP - delta)``, the difference of
     two sums of products of dout and v: where a query sees one key it is 0, and plain PyTorch happens to find
     that exactly. A key gathers these differences from its share of the queries.
     """
     eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
     scale = abs(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     queries_per_key = q[..., 0].numel() / max(k[..., 0].numel(), 1)
-    lse, dq, dk = [], [], []
-    for of in (_largest, _rms):
+
+    def noise(of: Callable[[Tensor], float]) -> dict[str, float]:
         q_element, k_element, v_element = (_element(t, of) for t in (q, k, v))
         dout_element = 0.0 if dout is None else _element(dout, of)
-        score_gradient = eps * scale * dout_element * v_element * v.shape[-1] ** 0.5
-        lse.append(eps * scale * q_element * k_element * q.shape[-1] ** 0.5)
-        dq.append(score_gradient * k_element)
-        dk.append(score_gradient * q_element * max(queries_per_key, 1.0) ** 0.5)
-    none = (0.0, 0.0)
-    noise = {"out": none, "lse": tuple(lse), "dq": tuple(dq), "dk": tuple(dk), "dv": none}
-    return {name: (NOISE_UNITS * largest, NOISE_UNITS * rms) for name, (largest, rms) in noise.items()}
+        score = scale * q_element * k_element * q.shape[-1] ** 0.5
+        score_gradient = scale * dout_element * v_element * v.shape[-1] ** 0.5
+        cancelled = {
+            "dq": score_gradient * k_element,
+            "dk": score_gradient * q_element * max(queries_per_key, 1.0) ** 0.5,
+        }
+        sizes = {name: of(_finite(result)) for name, result in zip(FACTORS, exact, strict=False)}
+        relative = score + sizes["lse"]
+        units = {name: relative * size + cancelled.get(name, 0.0) for name, size in sizes.items()}
+        units["lse"] = score
+        return {name: NOISE_UNITS * eps * unit for name, unit in units.items()}
+
+    largest, rms = noise(_largest), noise(_rms)
+    return {name: (largest[name], rms[name]) for name in largest}
 
 
 def _element(tensor: Tensor, of: Callable[[Tensor], float]) -> float:
     """The size of an element, from the norms of the rows; rows that hold NaN are not part of the call."""
     rows = torch.linalg.vector_norm(tensor.detach().double(), dim=-1) / tensor.shape[-1] ** 0.5
     return of(rows[~rows.isnan()])
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Sizes of the values, 0 for an infinity."""
+    return values.abs().masked_fill(values.isinf(), 0.0)
 
 
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:

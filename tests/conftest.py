@@ -1,0 +1,85 @@
+"""One suite for every backend: which targets exist here, and which cases each is held to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import CASES, Case
+from hypothesis import HealthCheck, settings
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+settings.register_profile(
+    "flashtile",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("flashtile")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend on a device, and how much it is asked."""
+
+    name: str
+    backend: str
+    device: str
+    sizes: tuple[str, ...]
+    float64: bool = False
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    available: bool = True
+
+    def takes(self, case: Case) -> bool:
+        return case.size in self.sizes and (self.float64 or case.dtype != torch.float64)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        narrow = (torch.float16, torch.bfloat16, torch.float32)
+        return (*narrow, torch.float64) if self.float64 else narrow
+
+
+ALL_SIZES = ("tiny", "medium", "large")
+CUDA = torch.cuda.is_available() and not INTERPRETING
+INTERPRETER = (pytest.mark.interpreter,)
+GPU = (pytest.mark.gpu,)
+TARGETS = (
+    Target("cpu", "cpu", "cpu", ("tiny", "medium"), float64=True),
+    Target("interpreter", "portable", "cpu", ("tiny",), marks=INTERPRETER, available=INTERPRETING),
+    Target("portable", "portable", "cuda", ALL_SIZES, marks=GPU, available=CUDA),
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes ``target`` runs on every target here; with ``case`` too, on every case of each."""
+    targets = [target for target in TARGETS if target.available]
+    if "target" in metafunc.fixturenames and "case" in metafunc.fixturenames:
+        pairs = [
+            pytest.param(target, case, id=f"{target.name}-{case.name}", marks=target.marks)
+            for target in targets
+            for case in CASES
+            if target.takes(case)
+        ]
+        metafunc.parametrize(("target", "case"), pairs)
+    elif "target" in metafunc.fixturenames:
+        metafunc.parametrize("target", [pytest.param(t, id=t.name, marks=t.marks) for t in targets])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked ``gpu`` is skipped where there is none."""
+    if CUDA:
+        return
+    skip = pytest.mark.skip(reason="no CUDA device (or TRITON_INTERPRET=1)")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _exact_matmuls() -> None:
+    """The yardstick must not use TF32, whatever another test left behind."""
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,0 +1,85 @@
+"""Every backend, every case, forward and backward, by the error rule, into poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CASES, Case, Inputs
+from conftest import Target
+
+import flashtile
+from flashtile import testing
+
+FEATURES = ("causal", "softcap", "alibi", "lengths", "unused_tail", "softmax_scale", "head_dim_v")
+MIXED = Case(
+    name="mixed",
+    lengths=((7, 13), (0, 4), (5, 0), (20, 9), (16, 33)),
+    unused_tail=3,
+    heads_q=2,
+    heads_kv=1,
+    head_dim=24,
+    causal=True,
+    layout="offset",
+)
+
+
+def test_case(target: Target, case: Case) -> None:
+    case.inputs(target.device).check(backend=target.backend)
+
+
+def test_every_feature_is_asked_for(target: Target) -> None:
+    """A filter that dropped the cases of a target would pass silently."""
+    taken = [case for case in CASES if target.takes(case)]
+    assert len(taken) > 130
+    assert {case.dtype for case in taken} == set(target.dtypes)
+    assert {case.layout for case in taken} == set(testing.LAYOUTS)
+    for feature in FEATURES:
+        assert sum(bool(getattr(case, feature)) for case in taken) >= 8, feature
+
+
+@pytest.mark.parametrize("case", [MIXED, Case(name="dense", seqlen_q=17, seqlen_k=40)], ids=lambda case: case.name)
+class TestAnyGradientMode:
+    """The same call gives the same bits however much of it autograd follows."""
+
+    def test_forward_alone(self, target: Target, case: Case) -> None:
+        inputs = case.inputs(target.device)
+        followed = _attend(target, inputs, "qkv")
+        with torch.no_grad():
+            alone = _attend(target, inputs, "qkv")
+        _assert_same_bits(alone, followed)
+        _assert_same_bits(_attend(target, inputs, ""), followed)
+
+    @pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "kv"])
+    def test_some_gradients(self, target: Target, case: Case, asked: str) -> None:
+        inputs = case.inputs(target.device)
+        every = dict(zip("qkv", _gradients(target, inputs, "qkv"), strict=True))
+        for name, gradient in zip(asked, _gradients(target, inputs, asked), strict=True):
+            _assert_same_bits([gradient], [every[name]])
+
+    def test_inputs_are_not_written(self, target: Target, case: Case) -> None:
+        inputs = case.inputs(target.device)
+        tensors = [t for t in (*inputs[:3], *inputs.arguments.values(), *inputs[4:]) if isinstance(t, torch.Tensor)]
+        before = [t.clone() for t in tensors]
+        _gradients(target, inputs, "qkv")
+        _assert_same_bits(tensors, before)
+
+
+def _leaves(inputs: Inputs, asked: str) -> list[torch.Tensor]:
+    return [t.detach().requires_grad_(name in asked) for name, t in zip("qkv", inputs.qkv, strict=True)]
+
+
+def _attend(target: Target, inputs: Inputs, asked: str) -> tuple[torch.Tensor, torch.Tensor]:
+    leaves = _leaves(inputs, asked)
+    return flashtile.attention(*leaves, return_lse=True, backend=target.backend, **inputs.arguments)
+
+
+def _gradients(target: Target, inputs: Inputs, asked: str) -> tuple[torch.Tensor, ...]:
+    leaves = _leaves(inputs, asked)
+    results = flashtile.attention(*leaves, return_lse=True, backend=target.backend, **inputs.arguments)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return torch.autograd.grad(results, wanted, (inputs.dout, inputs.dlse))
+
+
+def _assert_same_bits(got, expected) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

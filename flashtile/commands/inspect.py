@@ -1,0 +1,82 @@
+"""``flashtile inspect``: what the compiler makes of every kernel configuration, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from flashtile.compile_report import ARCHITECTURES, CompileReport, architecture, every_case, reports
+
+_ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: this GPU's, else sm_90a."
+
+
+def inspect(
+    arch: Annotated[list[str] | None, typer.Option(help=_ARCH_HELP)] = None,
+    kernel: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cases compiled at a time. Default: the CPU cores.")
+    ] = None,
+) -> None:
+    """Compile every kernel configuration ahead of time and tabulate what it uses. Needs no GPU.
+
+    Exits with 1 if a configuration spills more than its budget, needs more shared memory than there is, or
+    should use tensor cores and does not.
+    """
+    console = Console()
+    try:
+        names = [architecture(name).name for name in arch or [_default_arch()]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--arch") from None
+    found: list[CompileReport] = []
+    for name in names:
+        cases = [case for case in every_case(name) if kernel in case.name]
+        if not cases:
+            raise typer.BadParameter(f"no case of {name} has {kernel!r} in its name", param_hint="--kernel")
+        ready = reports(cases, name, jobs)
+        progress = Console(stderr=True)
+        done = list(track(ready, f"compiling for {name}", len(cases), console=progress, transient=True))
+        console.print(_table(name, done))
+        found += done
+    if json_file is not None:
+        rows = [asdict(report) | {"violations": report.violations} for report in found]
+        json_file.write_text(json.dumps(rows, indent=1) + "\n")
+    unsound = [report for report in found if report.violations]
+    for report in unsound:
+        console.print(f"[red]{report.arch} {report.name}: {'; '.join(report.violations)}[/]", soft_wrap=True)
+    console.print(f"{len(found)} configurations, {len(unsound)} beyond their limits")
+    if unsound:
+        raise typer.Exit(1)
+
+
+def _default_arch() -> str:
+    import torch
+
+    if torch.cuda.is_available() and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability()
+        if any(known.capability == major * 10 + minor for known in ARCHITECTURES.values()):
+            return f"sm_{major}{minor}"
+    return "sm_90a"
+
+
+def _table(arch: str, found: list[CompileReport]) -> Table:
+    limit = ARCHITECTURES[arch].shared_limit
+    table = Table(title=f"{arch}: {limit} bytes of shared memory a block", title_justify="left")
+    table.add_column("kernel", overflow="fold")
+    for column in ("threads", "registers", "spill stores", "loads", "budget", "stack", "shared"):
+        table.add_column(column, justify="right")
+    table.add_column("tensor core")
+    table.add_column("seconds", justify="right")
+    for r in found:
+        numbers = (r.threads, r.registers, r.spill_stores, r.spill_loads, r.spill_budget, r.stack, r.shared)
+        instructions = " ".join(f"{name} {count}" for name, count in r.tensor_core.items())
+        style = "red" if r.violations else None
+        table.add_row(r.name, *map(str, numbers), instructions, f"{r.seconds:.1f}", style=style)
+    return table

@@ -1,0 +1,263 @@
+"""What ahead-of-time compilation says about a kernel: registers, spills, shared memory, tensor-core use.
+
+Works on any machine, with the compiler that Triton brings. Every number is read from the very binary that a
+launch would load (Triton keeps it in its disk cache), not from a second compilation.
+
+Spills are counted as ptxas counts them: the bytes that instructions to and from local memory move, once each.
+A kernel that indexes a local array would count it, too; attention kernels have none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An NVIDIA architecture: its name for ptxas, compute capability, and shared bytes a block may use."""
+
+    name: str
+    capability: int
+    shared_limit: int
+
+
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture("sm_80", 80, 163 * KIB),
+        Architecture("sm_86", 86, 99 * KIB),
+        Architecture("sm_87", 87, 163 * KIB),
+        Architecture("sm_89", 89, 99 * KIB),
+        Architecture("sm_90a", 90, 227 * KIB),
+        Architecture("sm_100a", 100, 227 * KIB),
+        Architecture("sm_103a", 103, 227 * KIB),
+        Architecture("sm_120a", 120, 99 * KIB),
+    )
+}
+
+
+def architecture(name: str) -> Architecture:
+    """The architecture called ``name``, such as "sm_90a" ("sm_90" is the same to Triton).
+
+    Raises:
+        ValueError: it is not one of :data:`ARCHITECTURES`.
+    """
+    for candidate in (name, f"{name}a"):
+        if candidate in ARCHITECTURES:
+            return ARCHITECTURES[candidate]
+    raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One kernel with all that decides its binary.
+
+    Args:
+        name: of the kernel and its configuration, unique among the cases.
+        kernel: a ``@triton.jit`` or Gluon function.
+        signature: Triton's type ("*bf16", "i32", "fp32", a tensor descriptor's) of each argument that is no
+            constant. Pointers are taken to be aligned to 16 bytes, as torch's allocations are.
+        constants: value of each ``tl.constexpr`` argument and of each pointer that is None.
+        divisible_by_16: integer arguments that a launch specialises as multiples of 16.
+        options: further compiler options, such as ``maxnreg``.
+        spill_budget: bytes of spill stores that were measured and accepted for this configuration.
+        tensor_cores: whether its products must run on the tensor cores.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any] = field(default_factory=dict)
+    divisible_by_16: frozenset[str] = frozenset()
+    num_warps: int = 4
+    num_stages: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+    spill_budget: int = 0
+    tensor_cores: bool = True
+
+    def compile(self, target: Architecture) -> Any:
+        """Compile for an architecture (from Triton's disk cache if it is there).
+
+        Raises:
+            TypeError: ``kernel`` is no Triton kernel (TRITON_INTERPRET=1 makes them interpreted functions).
+            ValueError: ``signature`` and ``constants`` do not name the kernel's arguments, each once.
+        """
+        from flashtile.backends import compat
+
+        if not compat.is_compilable(self.kernel):
+            raise TypeError(
+                f"{self.name}: kernel must be a triton.jit function, got {type(self.kernel).__name__}; "
+                "with TRITON_INTERPRET=1 there is nothing to compile"
+            )
+        names = list(self.kernel.arg_names)
+        if sorted(names) != sorted([*self.signature, *self.constants]):
+            differing = sorted(set(names) ^ {*self.signature, *self.constants}) or sorted(
+                {*self.signature} & {*self.constants}
+            )
+            raise ValueError(
+                f"{self.name}: signature and constants must name each argument of the kernel once; "
+                f"they differ in {', '.join(differing)}"
+            )
+        signature = {name: self.signature.get(name, "constexpr") for name in names}
+        aligned = {name for name, kind in signature.items() if kind.startswith("*")} | self.divisible_by_16
+        attributes: dict[tuple[int, ...], list] = {
+            (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned
+        }
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages} | self.options
+        return compat.compile_for(
+            target.capability, self.kernel, signature, self.constants, attributes, options
+        )
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What a compiled case uses. Bytes, except ``registers`` and ``threads``; ``threads`` is of one block."""
+
+    name: str
+    arch: str
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+    threads: int
+    tensor_core: dict[str, int]
+    """Tensor-core instructions in the binary by name: HMMA, HGMMA (wgmma), QGMMA (fp8), UTCHMMA (tcgen05)."""
+    spill_budget: int
+    shared_limit: int
+    expects_tensor_cores: bool
+    seconds: float
+    """Time to compile, or to load from Triton's disk cache."""
+
+    @property
+    def violations(self) -> list[str]:
+        """What is beyond the configuration's or the architecture's limits; empty if it is sound."""
+        found = []
+        if self.spill_stores > self.spill_budget:
+            found.append(f"{self.spill_stores} bytes of spill stores, budget {self.spill_budget}")
+        if self.shared > self.shared_limit:
+            found.append(f"{self.shared} bytes of shared memory, {self.arch} has {self.shared_limit}")
+        if self.expects_tensor_cores and not self.tensor_core:
+            found.append("no tensor-core instruction")
+        return found
+
+
+def every_case(arch: str) -> list[CompileCase]:
+    """The cases of every backend: what the function ``compile_cases(arch)`` gives in each module with one."""
+    import flashtile.backends
+
+    cases: list[CompileCase] = []
+    for module in pkgutil.walk_packages(flashtile.backends.__path__, "flashtile.backends."):
+        compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
+        if compile_cases is not None:
+            cases += compile_cases(architecture(arch).name)
+    return cases
+
+
+def report(case: CompileCase, arch: str) -> CompileReport:
+    """Compile one case for ``arch`` ("sm_90a") and read its binary.
+
+    Raises:
+        ValueError: ``arch`` is unknown, or the case does not fit its kernel.
+        RuntimeError: the disassembler failed.
+    """
+    target = architecture(arch)
+    begin = time.perf_counter()
+    compiled = case.compile(target)
+    seconds = time.perf_counter() - begin
+    usage, sass = _disassemble(compiled.asm["cubin"])
+    opcodes = Counter(_opcodes(sass))
+    return CompileReport(
+        name=case.name,
+        arch=target.name,
+        registers=_largest(r"\bREG:(\d+)", usage),
+        spill_stores=_local_bytes("STL", opcodes),
+        spill_loads=_local_bytes("LDL", opcodes),
+        stack=_largest(r"\bSTACK:(\d+)", usage),
+        shared=compiled.metadata.shared,
+        threads=_largest(r"\.(?:req|max)ntid\s+(\d+)", compiled.asm["ptx"]),
+        tensor_core=_tensor_core(opcodes),
+        spill_budget=case.spill_budget,
+        shared_limit=target.shared_limit,
+        expects_tensor_cores=case.tensor_cores,
+        seconds=seconds,
+    )
+
+
+def reports(cases: Iterable[CompileCase], arch: str, jobs: int | None = None) -> Iterator[CompileReport]:
+    """Report every case, in order, as they get ready.
+
+    Threads suffice: Triton's passes, LLVM and ptxas run without Python's lock.
+
+    Args:
+        jobs: cases compiled at a time; None is the number of CPU cores.
+    """
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        yield from pool.map(lambda case: report(case, arch), cases)
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """(resource usage, SASS) of a binary."""
+    from flashtile.backends import compat
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        tool = compat.cuobjdump_path()
+        return _cuobjdump(tool, "-res-usage", path), _cuobjdump(tool, "-sass", path)
+
+
+def _cuobjdump(tool: str, option: str, path: Path) -> str:
+    done = subprocess.run([tool, option, str(path)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{tool} {option} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _opcodes(sass: str) -> Iterator[str]:
+    """Each instruction's opcode with its modifiers: ``HGMMA.64x128x16.F32.BF16``."""
+    for match in re.finditer(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE):
+        yield match[1]
+
+
+_BYTES_OF_WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+
+
+def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
+    """Bytes moved by the instructions ``opcode`` (STL or LDL), 4 each unless a modifier says otherwise."""
+    total = 0
+    for full, count in opcodes.items():
+        base, *modifiers = full.split(".")
+        if base == opcode:
+            total += count * next((_BYTES_OF_WIDTH[m] for m in modifiers if m in _BYTES_OF_WIDTH), 4)
+    return total
+
+
+def _tensor_core(opcodes: Counter[str]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for full, count in opcodes.items():
+        base = full.split(".")[0]
+        if re.fullmatch(r"(UTC)?[A-Z]G?MMA", base):
+            counts[base] += count
+    return dict(sorted(counts.items()))
+
+
+def _largest(pattern: str, text: str) -> int:
+    values = [int(value) for value in re.findall(pattern, text)]
+    if not values:
+        raise RuntimeError(f"no match of {pattern} in the disassembler's output: {text[:200]!r}")
+    return max(values)

@@ -1,0 +1,45 @@
+"""Every kernel configuration, compiled ahead of time, is within its limits."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels have nothing to compile", allow_module_level=True)
+
+from flashtile.compile_report import every_case, report
+
+pytestmark = pytest.mark.compile
+
+TENSOR_CORE = {"sm_80": "HMMA", "sm_90a": "HGMMA"}
+
+
+def every_configuration() -> list:
+    return [
+        pytest.param(arch, case, id=f"{arch}-{case.name}")
+        for arch in TENSOR_CORE
+        for case in every_case(arch)
+    ]
+
+
+@pytest.mark.parametrize(("arch", "case"), every_configuration())
+def test_every_configuration_is_within_its_limits(arch, case):
+    found = report(case, arch)
+    assert found.violations == []
+    if case.tensor_cores:
+        assert TENSOR_CORE[arch] in found.tensor_core
+
+
+@pytest.mark.parametrize("arch", TENSOR_CORE)
+def test_every_kernel_has_cases(arch):
+    """The list that the test above walks is whole: unique names, and 16-bit products held to the tensor cores."""
+    cases = every_case(arch)
+    assert len({case.name for case in cases}) == len(cases)
+    kernels = {case.kernel.fn.__name__ for case in cases}
+    assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= kernels
+    for case in cases:
+        if case.signature.get("q_ptr") in ("*bf16", "*fp16"):
+            assert case.tensor_cores, case.name

@@ -1,0 +1,179 @@
+"""The ahead-of-time compilation report, on small kernels with known properties."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels have nothing to compile", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from flashtile import compile_report  # noqa: E402
+from flashtile.compile_report import ARCHITECTURES, CompileCase, report, reports  # noqa: E402
+
+pytestmark = pytest.mark.compile
+
+TESTED_ARCHITECTURES = ("sm_80", "sm_90a")
+TENSOR_CORE = {"sm_80": "HMMA", "sm_90a": "HGMMA"}
+
+
+@triton.jit
+def product_kernel(a_ptr, b_ptr, c_ptr, bias_ptr, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """c [M, N] = a [M, k] @ b [k, N] (+ bias)."""
+    rows, columns, inner = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, k, K):
+        a = tl.load(a_ptr + rows[:, None] * k + (start + inner)[None, :])
+        b = tl.load(b_ptr + (start + inner)[:, None] * N + columns[None, :])
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns)[None, :]
+    tl.store(c_ptr + rows[:, None] * N + columns[None, :], total.to(c_ptr.dtype.element_ty))
+
+
+def product(dtype: str = "bf16", m: int = 64, n: int = 64, **changes) -> CompileCase:
+    signature = {"a_ptr": f"*{dtype}", "b_ptr": f"*{dtype}", "c_ptr": f"*{dtype}", "k": "i32"}
+    constants = {"bias_ptr": None, "M": m, "N": n, "K": 64}
+    case = {
+        "name": f"product {dtype} {m}x{n}",
+        "kernel": product_kernel,
+        "signature": signature,
+        "constants": constants,
+        "divisible_by_16": frozenset({"k"}),
+    }
+    return CompileCase(**(case | changes))
+
+
+def spilling(budget: int = 0) -> CompileCase:
+    """A 128 x 256 accumulator in 128 threads is 256 registers of each, one more than there are."""
+    return product(m=128, n=256, spill_budget=budget)
+
+
+@pytest.mark.parametrize("arch", TESTED_ARCHITECTURES)
+def test_sixteen_bit_products_run_on_tensor_cores(arch):
+    found = report(product(), arch)
+    assert set(found.tensor_core) == {TENSOR_CORE[arch]}
+    assert found.violations == []
+    assert (found.spill_stores, found.spill_loads, found.stack) == (0, 0, 0)
+    assert 0 < found.registers <= 255
+    assert found.threads == 128
+    # At least both operands of one step lie in shared memory.
+    assert found.shared >= 2 * 64 * 64 * 2
+
+
+def test_exact_float32_products_do_not():
+    assert report(product("fp32", tensor_cores=False), "sm_90a").tensor_core == {}
+    assert report(product("fp32"), "sm_90a").violations == ["no tensor-core instruction"]
+
+
+def test_threads_follow_warps():
+    assert report(product(num_warps=8), "sm_90a").threads == 256
+
+
+@pytest.mark.parametrize("arch", TESTED_ARCHITECTURES)
+def test_spills_are_those_that_ptxas_reports(arch, tmp_path):
+    from triton import knobs
+
+    case = spilling()
+    found = report(case, arch)
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(case.compile(ARCHITECTURES[arch]).asm["ptx"])
+    options = ["-v", "-lineinfo", "--gpu-name", arch, "-o", tmp_path / "kernel.cubin"]
+    command = [knobs.nvidia.ptxas.path, *options, ptx]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stores, loads = (int(re.findall(rf"(\d+) bytes spill {kind}", log)[0]) for kind in ("stores", "loads"))
+    assert stores > 0
+    # Triton's own call of ptxas has options that move a few registers.
+    assert found.spill_stores == pytest.approx(stores, rel=0.1)
+    assert found.spill_loads == pytest.approx(loads, rel=0.1)
+
+
+def test_a_spill_above_the_budget_is_a_violation():
+    spilled = report(spilling(), "sm_90a").spill_stores
+    assert report(spilling(), "sm_90a").violations == [f"{spilled} bytes of spill stores, budget 0"]
+    assert report(spilling(budget=spilled), "sm_90a").violations == []
+    assert report(spilling(budget=spilled - 1), "sm_90a").violations != []
+
+
+def test_shared_memory_above_the_limit_is_a_violation():
+    deep = product(m=128, n=128, num_stages=6)
+    assert report(deep, "sm_90a").violations == []
+    (violation,) = report(deep, "sm_89").violations
+    assert "shared memory" in violation
+    assert str(99 * 1024) in violation
+
+
+def test_reports_keep_the_order_of_cases():
+    cases = [product(m=m) for m in (128, 64, 32)]
+    assert [found.name for found in reports(cases, "sm_80", jobs=2)] == [case.name for case in cases]
+
+
+def test_architectures_are_named_as_ptxas_does():
+    assert compile_report.architecture("sm_90") == compile_report.architecture("sm_90a")
+    with pytest.raises(ValueError, match=r"arch must be one of sm_80.*got 'sm_12'"):
+        compile_report.architecture("sm_12")
+
+
+def test_a_case_must_name_every_argument_once():
+    with pytest.raises(ValueError, match=r"differ in k$"):
+        report(product(signature={"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16"}), "sm_80")
+    twice = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "k": "i32", "K": "i32"}
+    with pytest.raises(ValueError, match=r"differ in K$"):
+        report(product(signature=twice), "sm_80")
+
+
+def test_what_is_no_kernel_is_refused():
+    with pytest.raises(TypeError, match=r"kernel must be a triton\.jit function, got function"):
+        report(product(kernel=print_nothing), "sm_80")
+
+
+def print_nothing() -> None:
+    """No kernel."""
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Run ``flashtile inspect`` on given cases."""
+    import typer
+
+    from flashtile.commands import inspect as module
+
+    def run(cases: list[CompileCase], *arguments: str):
+        monkeypatch.setattr(module, "every_case", lambda arch: cases)
+        app = typer.Typer()
+        app.command()(module.inspect)
+        return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+    return run
+
+
+def test_inspect_tabulates_and_writes_json(command, tmp_path: Path):
+    path = tmp_path / "report.json"
+    result = command([product()], "--arch", "sm_80", "--arch", "sm_90a", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "HGMMA" in result.output
+    assert "product bf16 64x64" in result.output
+    rows = json.loads(path.read_text())
+    assert [row["arch"] for row in rows] == ["sm_80", "sm_90a"]
+    assert all(row["violations"] == [] and row["registers"] > 0 for row in rows)
+
+
+def test_inspect_fails_above_the_budget(command):
+    result = command([product(), spilling()], "--arch", "sm_90a")
+    assert result.exit_code == 1
+    assert "2 configurations, 1 beyond their limits" in result.output
+    assert command([product(), spilling()], "--arch", "sm_90a", "--kernel", "64x64").exit_code == 0
+
+
+def test_inspect_names_bad_arguments(command):
+    assert "sm_90a" in command([product()], "--arch", "sm_1").output
+    assert command([product()], "--kernel", "nothing").exit_code == 2

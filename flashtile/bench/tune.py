@@ -84,13 +84,15 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     if candidate.kernel == "forward":
         return lambda: forward(q, k, v, None, None, None)
     out, lse = forward(q, k, v, None, None, None)
-    delta = torch.empty_like(lse)
-    prepare_delta, dkdv, dq = launch.BackwardLaunch(problem, config).prepare(None, q, k, v, None)
-    prepare_delta(q.device, out, dout, lse, None, delta, None)
+    backward = launch.BackwardLaunch(problem, config)
+    prepare, dkdv, dq = backward.prepare(None, q, k, v, None)
+    statistics = torch.empty((2, *backward.statistics_shape), device=q.device).unbind()
+    prepare(q.device, out, dout, lse, None, *statistics, None)
+    inputs = (q.device, q, k, v, dout, *statistics)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":
-        return lambda: dkdv(q.device, q, k, v, dout, lse, delta, grads[1], grads[2], None, None, None)
-    return lambda: dq(q.device, q, k, v, dout, lse, delta, grads[0], None, None, None)
+        return lambda: dkdv(*inputs, grads[1], grads[2], None, None, None)
+    return lambda: dq(*inputs, grads[0], None, None, None)
 
 
 def _compile(candidate: Candidate) -> str | None:

@@ -56,7 +56,7 @@ def attend_blocks(
     last,
     row_start,
     offset,
-    seqlen_k,
+    len_k,
     window_left,
     window_right,
     slope,
@@ -68,6 +68,7 @@ def attend_blocks(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     BENT: tl.constexpr,
+    EVEN_N: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -81,23 +82,26 @@ def attend_blocks(
     """Key blocks ``first`` to ``last`` (exclusive) into the running (accumulator, maximum, sum) of each row."""
     for n in range(first, last):
         start = n * BLOCK_N
-        k = load_tile(k_base, start, seqlen_k, k_stride, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
+        PAST_END: tl.constexpr = MASKED and not EVEN_N
+        k = load_tile(k_base, start, len_k, k_stride, BLOCK_N, HEAD_DIM, BLOCK_D, PAST_END, WIDE)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if BENT or MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             rows = row_start + tl.arange(0, BLOCK_M)
             distance = keys[None, :] - (rows + offset)[:, None]
             if BENT:
-                scores, _ = bend_scores(scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
-            if MASKED:
-                seen = visible(
-                    distance, window_left, window_right, HAS_LEFT, HAS_RIGHT, (keys < seqlen_k)[None, :]
+                scores, _ = bend_scores(
+                    scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI
                 )
+            if MASKED:
+                seen = visible(distance, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                if PAST_END:
+                    seen = seen & (keys < len_k)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
         p, row_max, alpha = softmax_step(scores, row_max, scale_log2, BENT, MASKED)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = load_tile(v_base, start, seqlen_k, v_stride, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
+        v = load_tile(v_base, start, len_k, v_stride, BLOCK_N, HEAD_DIM_V, BLOCK_DV, PAST_END, WIDE)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_max, row_sum
 
@@ -139,6 +143,8 @@ def forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     BENT: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -176,7 +182,7 @@ def forward_kernel(
     v_base = v_ptr + b64 * v_stride_b + start_k * v_stride_s + head_kv.to(tl.int64) * v_stride_h
     slope = load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI)
 
-    q = load_tile(q_base, row_start, len_q, q_stride_s, BLOCK_M, HEAD_DIM, BLOCK_D, True, WIDE)
+    q = load_tile(q_base, row_start, len_q, q_stride_s, BLOCK_M, HEAD_DIM, BLOCK_D, not EVEN_M, WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -185,25 +191,17 @@ def forward_kernel(
         row_start, min(row_start + BLOCK_M, len_q), offset, len_k, window_left, window_right,
         HAS_LEFT, HAS_RIGHT, BLOCK_N,
     )  # fmt: skip
-    if HAS_LEFT:
-        acc, row_max, row_sum = attend_blocks(
-            acc, row_max, row_sum, q, k_base, v_base, k_stride_s, v_stride_s, first, full_first, row_start, offset,
-            len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, BENT, True, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-            WIDE, PRECISION,
-        )  # fmt: skip
-    acc, row_max, row_sum = attend_blocks(
-        acc, row_max, row_sum, q, k_base, v_base, k_stride_s, v_stride_s, full_first, full_last, row_start, offset,
-        len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap, HAS_LEFT, HAS_RIGHT,
-        HAS_SOFTCAP, HAS_ALIBI, BENT, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-        WIDE, PRECISION,
-    )  # fmt: skip
-    acc, row_max, row_sum = attend_blocks(
-        acc, row_max, row_sum, q, k_base, v_base, k_stride_s, v_stride_s, full_last, last, row_start, offset,
-        len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap, HAS_LEFT, HAS_RIGHT,
-        HAS_SOFTCAP, HAS_ALIBI, BENT, True, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-        WIDE, PRECISION,
-    )  # fmt: skip
+    # The window's left edge, whole blocks, its right edge or the end of the sequence.
+    for RUN in tl.static_range(3):
+        if RUN == 1 or (RUN == 0 and HAS_LEFT) or (RUN == 2 and (HAS_RIGHT or not EVEN_N)):
+            begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
+            end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
+            acc, row_max, row_sum = attend_blocks(
+                acc, row_max, row_sum, q, k_base, v_base, k_stride_s, v_stride_s, begin, end,
+                row_start, offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap,
+                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_N, RUN != 1,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
+            )  # fmt: skip
 
     empty = row_sum == 0.0
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]

@@ -11,13 +11,15 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.portable.backward import delta_kernel, dkdv_kernel, dq_kernel
+from flashtile.backends.portable.backward_dkdv import dkdv_kernel
+from flashtile.backends.portable.backward_dq import dq_kernel
+from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows, prepare_kernel
 from flashtile.backends.portable.config import Config, KernelConfig, padded
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.problem import LOG2_E, UNLIMITED, Problem
 
-DELTA_BLOCK_M = 64
-DELTA_NUM_WARPS = 4
+PREPARE_BLOCK_M = 64
+PREPARE_NUM_WARPS = 4
 
 
 class KeptKernel:
@@ -30,7 +32,7 @@ class KeptKernel:
         self._kernel = kernel
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
-        self._options: dict[str, Any] = {"num_warps": DELTA_NUM_WARPS}
+        self._options: dict[str, Any] = {"num_warps": PREPARE_NUM_WARPS}
         if config is not None:
             self._options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self._run: Any = None
@@ -61,18 +63,23 @@ def window_limits(problem: Problem) -> tuple[int, int]:
     return left, right
 
 
+def bent(problem: Problem) -> bool:
+    """Whether the scores are more than raw products times a positive scale (which keeps their maximum)."""
+    return problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
+
+
 def constants(problem: Problem, config: KernelConfig, precision: str, wide: bool) -> dict[str, Any]:
     """The constexpr arguments that the three attention kernels share, in their order."""
     left, right = window_limits(problem)
-    has_softcap = problem.softcap > 0
     return {
         "VARLEN": problem.varlen,
         "HAS_LEFT": left != UNLIMITED,
         "HAS_RIGHT": right != UNLIMITED,
-        "HAS_SOFTCAP": has_softcap,
+        "HAS_SOFTCAP": problem.softcap > 0,
         "HAS_ALIBI": problem.alibi,
-        # The maximum of raw products is that of the scores only for a positive scale.
-        "BENT": has_softcap or problem.alibi or problem.softmax_scale <= 0,
+        "BENT": bent(problem),
+        "EVEN_M": not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
+        "EVEN_N": not problem.varlen and problem.seqlen_k % config.BLOCK_N == 0,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded(problem.head_dim),
@@ -111,20 +118,20 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Te
 def _attention_kernel(
     kernel: Any,
     programs: int,
-    problem: Problem,
     config: KernelConfig,
+    problem: Problem,
     precision: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     alibi_slopes: Tensor | None,
+    backward: tuple[int, ...] = (),
 ) -> KeptKernel:
+    """``backward`` is the argument that only the backward kernels have: the padded rows of a head."""
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in (q, k, v))
-    fixed = constants(problem, config, precision, wide)
-    return KeptKernel(
-        kernel, programs, _scalars(problem, q, k, v, alibi_slopes), tuple(fixed.values()), config
-    )
+    fixed = tuple(constants(problem, config, precision, wide).values()) + ((ROW_PAD,) if backward else ())
+    return KeptKernel(kernel, programs, backward + _scalars(problem, q, k, v, alibi_slopes), fixed, config)
 
 
 class ForwardLaunch:
@@ -161,7 +168,7 @@ class ForwardLaunch:
             if programs == 0:
                 return out, lse
             kernel = self._kernel = _attention_kernel(
-                forward_kernel, programs, problem, config, self._config.precision, q, k, v, alibi_slopes
+                forward_kernel, programs, config, problem, self._config.precision, q, k, v, alibi_slopes
             )
         kernel(q.device, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
         return out, lse
@@ -173,6 +180,9 @@ class BackwardLaunch:
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
         self._config = config
+        self._padded_rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+        sequences = 1 if problem.varlen else problem.batch
+        self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
         self.kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -198,12 +208,14 @@ class BackwardLaunch:
             return dq, dk, dv
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, alibi_slopes)
-        prepare_delta, compute_dkdv, compute_dq = self.kernels
+        prepare, compute_dkdv, compute_dq = self.kernels
         device = q.device
-        delta = torch.empty_like(lse)
-        prepare_delta(device, out, dout, lse, dlse, delta, cu_seqlens_q)
-        compute_dkdv(device, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-        compute_dq(device, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        # What the preparation hands to both kernels: two floats a row, freed on return.
+        shift, dp_shift = q.new_empty((2, *self.statistics_shape), dtype=torch.float32).unbind()
+        prepare(device, out, dout, lse, dlse, shift, dp_shift, cu_seqlens_q)
+        inputs = (q, k, v, dout, shift, dp_shift)
+        compute_dkdv(device, *inputs, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        compute_dq(device, *inputs, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
         return dq, dk, dv
 
     def prepare(
@@ -211,17 +223,26 @@ class BackwardLaunch:
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
         heads = problem.num_heads_q * problem.batch
-        delta = KeptKernel(
-            delta_kernel,
-            triton.cdiv(problem.seqlen_q, DELTA_BLOCK_M) * heads,
-            (problem.num_heads_q, problem.seqlen_q, problem.total_q),
-            (problem.varlen, dlse is not None, problem.head_dim_v, padded(problem.head_dim_v), DELTA_BLOCK_M),
+        blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPARE_BLOCK_M)
+        prepare = KeptKernel(
+            prepare_kernel,
+            blocks * heads,
+            (problem.num_heads_q, problem.seqlen_q, problem.total_q, self._padded_rows),
+            (
+                problem.varlen,
+                dlse is not None,
+                problem.head_dim_v,
+                padded(problem.head_dim_v),
+                PREPARE_BLOCK_M,
+                ROW_PAD,
+            ),
             None,
         )
-        programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
+        common = (problem, config.precision, q, k, v, alibi_slopes)
+        blocks = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N)
         dkdv = _attention_kernel(
-            dkdv_kernel, programs, problem, config.dkdv, config.precision, q, k, v, alibi_slopes
+            dkdv_kernel, blocks * problem.num_heads_kv * problem.batch, config.dkdv, *common, (self._padded_rows,)
         )
-        programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * heads
-        dq = _attention_kernel(dq_kernel, programs, problem, config.dq, config.precision, q, k, v, alibi_slopes)
-        return delta, dkdv, dq
+        blocks = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M)
+        dq = _attention_kernel(dq_kernel, blocks * heads, config.dq, *common, (self._padded_rows,))
+        return prepare, dkdv, dq

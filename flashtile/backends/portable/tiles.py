@@ -17,6 +17,7 @@ RUNTIME_INTEGERS = (
     "seqlen_k",
     "total_q",
     "total_k",
+    "padded_rows",
     "window_left",
     "window_right",
     "alibi_stride_b",
@@ -150,13 +151,16 @@ def bend_scores(
 
 
 @triton.jit
-def visible(distance, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr, inside):
-    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance``, for keys ``inside``."""
-    if HAS_BACK:
-        inside = inside & (distance >= -back)
-    if HAS_AHEAD:
-        inside = inside & (distance <= ahead)
-    return inside
+def visible(distance, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr):
+    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance`` from the row's own position."""
+    if HAS_BACK and HAS_AHEAD:
+        return (distance >= -back) & (distance <= ahead)
+    elif HAS_BACK:
+        return distance >= -back
+    elif HAS_AHEAD:
+        return distance <= ahead
+    else:
+        return tl.full(distance.shape, True, tl.int1)
 
 
 @triton.jit

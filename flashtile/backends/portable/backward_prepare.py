@@ -1,0 +1,82 @@
+"""What the backward pass needs of each row, computed once (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4).
+
+``shift`` is minus lse in log2 units: added to the scores it makes their exponential the probability. ``dp_shift`` is
+``dlse - rowsum(dO * O)``, which is added to dP (``dlse`` is the gradient into lse: d lse / d s is the probability,
+so it joins there). Both lie in rows padded to whole blocks, so that loading them needs no mask.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.tiles import LOG2_E, RUNTIME_INTEGERS, load_tile, sequence
+
+ROW_PAD = 128
+"""Rows of ``shift`` and ``dp_shift`` come in blocks of this many; no backward BLOCK_M is larger."""
+
+
+def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
+    """Padded rows of one head: of one sequence when dense, of all sequences when varlen."""
+    return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
+
+
+@triton.jit
+def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr, ROW_PAD: tl.constexpr):
+    """Where the padded rows of sequence ``b`` and ``head`` start."""
+    if VARLEN:
+        # One block more a sequence than its tokens need: ranges of neighbours never meet.
+        return head.to(tl.int64) * padded_rows + (start_q // ROW_PAD + b) * ROW_PAD
+    else:
+        return (b.to(tl.int64) * num_heads_q + head) * padded_rows
+
+
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+def prepare_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    shift_ptr,
+    dp_shift_ptr,
+    cu_seqlens_q,
+    num_heads_q,
+    seqlen_q,
+    total_q,
+    padded_rows,
+    VARLEN: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROW_PAD: tl.constexpr,
+):
+    """Grid: (padded blocks of rows * heads * batch,). A row without keys, or past the end, gets shift -inf (its
+    probabilities are 0) and dp_shift 0."""
+    num_blocks = tl.cdiv(seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
+    pid = tl.program_id(0)
+    # Heads vary fastest: neighbouring programs read neighbouring memory.
+    head = pid % num_heads_q
+    row_start = (pid // num_heads_q) % num_blocks * BLOCK_M
+    b = (pid // num_heads_q) // num_blocks
+    start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
+    if row_start >= tl.cdiv(len_q, ROW_PAD) * ROW_PAD:
+        return
+    b64 = b.to(tl.int64)
+    if VARLEN:
+        tile_offset = (start_q * num_heads_q + head) * HEAD_DIM_V
+        lse_offset = head.to(tl.int64) * total_q + start_q + row_start
+    else:
+        tile_offset = (b64 * seqlen_q * num_heads_q + head) * HEAD_DIM_V
+        lse_offset = (b64 * num_heads_q + head) * seqlen_q + row_start
+    stride = num_heads_q * HEAD_DIM_V
+    out = load_tile(out_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False)
+    dout = load_tile(dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False)
+    dp_shift = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    rows = tl.arange(0, BLOCK_M)
+    inside = row_start + rows < len_q
+    if HAS_DLSE:
+        dp_shift += tl.load(dlse_ptr + lse_offset + rows, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + lse_offset + rows, mask=inside, other=-float("inf"))
+    empty = lse == -float("inf")
+    offset = statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN, ROW_PAD) + row_start
+    tl.store(shift_ptr + offset + rows, tl.where(empty, lse, -lse * LOG2_E))
+    tl.store(dp_shift_ptr + offset + rows, tl.where(empty, 0.0, dp_shift))

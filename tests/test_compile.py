@@ -35,7 +35,7 @@ def test_every_configuration_is_within_its_limits(arch, case):
 
 @pytest.mark.parametrize("arch", TENSOR_CORE)
 def test_every_kernel_has_cases(arch):
-    """The list that the test above walks is whole: unique names, and 16-bit products held to the tensor cores."""
+    """The list that the test above walks is whole: unique names, 16-bit products held to the tensor cores."""
     cases = every_case(arch)
     assert len({case.name for case in cases}) == len(cases)
     kernels = {case.kernel.fn.__name__ for case in cases}

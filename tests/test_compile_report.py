@@ -81,14 +81,14 @@ def test_threads_follow_warps():
 
 @pytest.mark.parametrize("arch", TESTED_ARCHITECTURES)
 def test_spills_are_those_that_ptxas_reports(arch, tmp_path):
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     case = spilling()
     found = report(case, arch)
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(case.compile(ARCHITECTURES[arch]).asm["ptx"])
     options = ["-v", "-lineinfo", "--gpu-name", arch, "-o", tmp_path / "kernel.cubin"]
-    command = [knobs.nvidia.ptxas.path, *options, ptx]
+    command = [get_ptxas(ARCHITECTURES[arch].capability).path, *options, ptx]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stores, loads = (int(re.findall(rf"(\d+) bytes spill {kind}", log)[0]) for kind in ("stores", "loads"))
     assert stores > 0

@@ -247,7 +247,7 @@ def tiny() -> Iterator[Case]:
 def medium() -> Iterator[Case]:
     mask = masks(70, 33)
     dense = Case()
-    # Plain PyTorch is slow in half precision on a CPU: few and short sequences, which still cross tiles of 64.
+    # Plain PyTorch is slow in half precision on a CPU: few, short sequences, which still cross tiles of 64.
     batch = ((71, 130), (1, 139), (90, 64), (0, 17), (35, 0), (7, 7))
     ragged = replace(dense, lengths=batch, heads_q=2, heads_kv=1)
     bases = {"": dense, "more-queries": replace(dense, seqlen_q=203, seqlen_k=113), "varlen": ragged}

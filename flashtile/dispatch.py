@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
-from flashtile.problem import Options, Problem
+from flashtile.arguments import apply_autocast, make_options
+from flashtile.problem import PREFERENCE, Problem
 
-PREFERENCE = ("portable", "cpu")
-"""Backends in the order in which they are asked. An explicit ``backend=`` never falls back."""
+ForwardLaunch = Callable[..., tuple[Tensor, Tensor]]
+"""``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)``, both contiguous."""
+
+BackwardLaunch = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""``(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (dq, dk, dv)``; dout and
+dlse are contiguous, dlse may be None; the results are contiguous."""
 
 
 class Backend(Protocol):
@@ -20,21 +27,22 @@ class Backend(Protocol):
     NAME: str
 
     def reason_against(self, problem: Problem, explicit: bool) -> str | None:
-        """Why this backend does not serve the problem; None if it does. ``explicit``: it was asked for by name."""
+        """Why it does not serve the problem; None if it does. ``explicit``: it was asked for by name."""
 
     def configure(self, problem: Problem) -> Any:
         """The frozen configuration that the problem gets."""
 
-    def prepare_forward(self, problem: Problem, config: Any) -> Any:
-        """A launch ``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)``."""
+    def prepare_forward(self, problem: Problem, config: Any) -> ForwardLaunch:
+        """A launch for tensors of one signature, kept as long as calls of that signature may come."""
 
-    def prepare_backward(self, problem: Problem, config: Any) -> Any:
-        """A launch ``(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (dq, dk, dv)``,
-        dout and dlse contiguous, dlse or None."""
+    def prepare_backward(self, problem: Problem, config: Any) -> BackwardLaunch:
+        """A launch for tensors of one signature, likewise."""
 
 
 @dataclass(frozen=True)
 class Selection:
+    """The backend that serves a problem, its configuration, and why those before it in preference do not."""
+
     backend: Backend
     config: Any
     reasons_against: dict[str, str] = field(hash=False)
@@ -44,7 +52,7 @@ class Selection:
 class Explanation:
     """What a call would get: the backend, its configuration, and each other backend's reason against.
 
-    ``backend`` is None where no backend serves the call; ``str()`` gives a readable text.
+    ``backend`` and ``config`` are None where no backend serves the call; ``str()`` gives a readable text.
     """
 
     problem: Problem
@@ -59,7 +67,7 @@ class Explanation:
 
 
 def load_backend(name: str) -> Backend:
-    """Import a backend by name (they import triton, which ``import flashtile`` must not)."""
+    """Import a backend by name (one may need triton, which ``import flashtile`` must not)."""
     return cast(Backend, importlib.import_module(f"flashtile.backends.{name}"))
 
 
@@ -103,19 +111,27 @@ def explain(
 ) -> Explanation:
     """Say which backend and configuration :func:`flashtile.attention` would use for these arguments, and why.
 
-    Nothing is launched and no data is read. The arguments are those of :func:`flashtile.attention`, and so are
-    the errors for arguments that no backend could take.
+    Nothing is launched and no data is read, so meta and fake tensors do as well. The arguments are those of
+    :func:`flashtile.attention`, and so are the errors for arguments that no backend could take.
     """
-    options = Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, deterministic, backend
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
     )
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = apply_autocast(q, k, v)
     problem = Problem.from_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
-    try:
-        selection = select(problem, backend)
-    except NotImplementedError:
-        chosen, config = None, None
-    else:
-        chosen, config = selection.backend.NAME, selection.config
-    others = {name: load_backend(name).reason_against(problem, explicit=False) for name in PREFERENCE if name != chosen}
-    fallback = f"would serve it, after {chosen} in order of preference"
-    return Explanation(problem, chosen, config, {name: reason or fallback for name, reason in others.items()})
+    chosen: str | None = None
+    config: Any = None
+    reasons: dict[str, str] = {}
+    for name in PREFERENCE:
+        candidate = load_backend(name)
+        reason = candidate.reason_against(problem, explicit=name == backend)
+        if reason is not None:
+            reasons[name] = reason
+        elif backend is not None and name != backend:
+            reasons[name] = f"it could serve the call, but backend={backend!r} was asked for"
+        elif chosen is not None:
+            reasons[name] = f"it could serve the call, but {chosen} comes first"
+        else:
+            chosen, config = name, candidate.configure(problem)
+    return Explanation(problem, chosen, config, reasons)

@@ -1,19 +1,19 @@
 """The front door: FlashAttention-2's functions by name, argument order and defaults, and :func:`attention`.
 
-Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever storing
-the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever
+storing the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile import operators
-from flashtile.problem import Options
+from flashtile.arguments import apply_autocast, make_options
+from flashtile.problem import check_dense
 
 
 def attention(
@@ -39,11 +39,13 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
             float16, bfloat16, float32, or float64 (CPU only). Any strides whose last is 1.
-        k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple of
-            heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
+        k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
+            of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
         v: as k, its head_dim may differ. Every head_dim is from 1 to 256.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0. Tokens
-            after the last offset belong to no sequence: their out and gradients are 0, their lse is -inf.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0.
+            Tokens after the last offset belong to no sequence: their out and gradients are 0, their lse -inf.
+            Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
+            synchronises.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
         softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
         causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
@@ -57,11 +59,13 @@ def attention(
         backend: "portable" or "cpu" to insist on one; None lets dispatch choose (see ``flashtile.explain``).
 
     Returns:
-        out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse), lse in
-        natural log, float32, (batch, heads_q, seqlen_q) or (heads_q, total_q), -inf for a row that sees no key.
+        out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse),
+        lse in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or
+        (heads_q, total_q), -inf for a row that sees no key.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+            There are no second derivatives and no forward mode: asking for either is a NotImplementedError.
     """
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
@@ -173,18 +177,19 @@ def flash_attn_varlen_func(
     """FlashAttention-2's ``flash_attn_varlen_func``: sequences of different lengths behind one another.
 
     q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim); sequence b is rows
-    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those of
-    :func:`attention`; the results those of :func:`flash_attn_func`, lse (heads_q, total_q).
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those
+    of :func:`attention`; the results those of :func:`flash_attn_func`, lse (heads_q, total_q).
 
     Raises:
-        NotImplementedError: ``block_table`` (paged keys and values) or ``dropout_p``, and as :func:`attention`.
+        NotImplementedError: ``block_table`` (paged keys and values) or ``dropout_p``; and as
+            :func:`attention`.
     """
     _refuse_dropout(dropout_p)
     if block_table is not None:
         raise NotImplementedError("block_table (paged keys and values) is not implemented yet: pass None")
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu_seqlens is None:
-            raise TypeError(f"{name} must be an int32 torch.Tensor, got None: flash_attn_func takes dense batches")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, backend,
@@ -215,7 +220,8 @@ def flash_attn_varlen_kvpacked_func(
     k, v = _unpack("kv", kv, 4, 2, "(total_k, 2, heads_kv, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, return_lse=return_lse, backend=backend,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -238,8 +244,9 @@ def flash_attn_varlen_qkvpacked_func(
     """:func:`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, heads, head_dim)."""
     q, k, v = _unpack("qkv", qkv, 4, 3, "(total, 3, heads, head_dim)")
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs, return_lse=return_lse, backend=backend,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -259,48 +266,24 @@ def _call(
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be a pair (left, right) of ints, got {window_size!r}") from None
-    if type(left) is not int or type(right) is not int:
-        left, right = _as_int("window_size[0]", left), _as_int("window_size[1]", right)
-    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
-        max_seqlen_q = _as_int("max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
-        max_seqlen_k = _as_int("max_seqlen_k", max_seqlen_k)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    device_type = q.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (q, k, v))
-    options = Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
     )
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = apply_autocast(q, k, v)
     return operators.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
 
 
-def _as_int(name: str, value: Any) -> Any:
-    """An int from anything that is one (numpy integers, one-element integer tensors), symbolic ints as they are."""
-    if isinstance(value, torch.SymInt):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
-
-
 def _refuse_dropout(dropout_p: float) -> None:
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
 
 
 def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:
     """Views of the parts of a packed tensor; their gradients are written into one tensor."""
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
+    check_dense(name, packed)
     if packed.dim() != rank or packed.shape[-3] != parts:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")
     return packed.unbind(-3)

@@ -1,21 +1,24 @@
 """``torch.library`` operators: ``flashtile::forward`` and ``flashtile::backward``.
 
-They give the functions a fake kernel (``torch.compile``, ``torch.export``), an autograd formula and a CUDA-graph
-safe body. An eager call that needs no gradient skips the dispatcher: it costs more host time than the launch.
+They give the functions a fake kernel (``torch.compile``, ``torch.export``) and an autograd formula. An eager
+call that nobody watches skips the dispatcher, whose host time exceeds the launch's.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashtile import launches
+from flashtile import launches, transforms
 from flashtile.problem import Options, check_call
 
 _ARGUMENTS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, bool deterministic, "
-    "str? backend"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap, bool deterministic, str? backend"
 )
 
 _library = torch.library.Library("flashtile", "DEF")
@@ -36,23 +39,89 @@ def forward(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, by the shortest path that is right for it."""
-    if _is_plain_inference(q, k, v):
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.flashtile.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options)
+    if _is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return FlashAttention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
         return launches.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
-    if not torch.compiler.is_compiling():
-        check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
-    return torch.ops.flashtile.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options)
+    check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+    _refuse_forward_mode(q, k, v)
+    return transforms.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options)
 
 
-def _is_plain_inference(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Nothing but this call would see the operator: no tracing, no mode, no tensor subclass, no gradient."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return False
+def _is_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> bool:
+    """Nothing but this call would see the operator: no trace, mode, transform, tangent or subclass."""
     return (
         type(q) is type(k) is type(v) is Tensor
+        and (q.is_cuda or q.is_cpu)
+        and (alibi_slopes is None or (type(alibi_slopes) is Tensor and not alibi_slopes.requires_grad))
+        and (cu_seqlens_q is None or type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """Without a rule for tangents the dispatcher would drop them, as if the derivative were zero."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("q, k and v must carry no tangents: forward-mode AD is not implemented")
+
+
+class FlashAttention(torch.autograd.Function):
+    """The autograd node of a plain eager call: the operator's own formula at an eighth of its host time."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options):
+        out, lse = launches.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+        _save(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        return (*_gradients(ctx, dout, dlse), None, None, None, None)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options = inputs
+    _save(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, Options(*options), *output)
+
+
+def _operator_backward(ctx, dout, dlse):
+    return (*_gradients(ctx, dout, dlse), *(None,) * (3 + len(ctx.options)))
+
+
+def _save(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options, out, lse):
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):
+    if dout is None and dlse is None:
+        return None, None, None
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes = ctx.saved_tensors
+    plain_gradients = all(gradient is None or type(gradient) is Tensor for gradient in (dout, dlse))
+    if (
+        plain_gradients
+        and not torch.is_grad_enabled()
+        and _is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    ):
+        return launches.backward(
+            dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, ctx.options
+        )
+    # With create_graph this leaves a node, which says that there is no second derivative.
+    return transforms.backward(
+        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *ctx.options
     )
 
 
@@ -66,12 +135,6 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, 
     )
 
 
-for _device in ("CUDA", "CPU"):
-    _library.impl("forward", _forward_kernel, _device)
-    _library.impl("backward", _backward_kernel, _device)
-
-
-@torch.library.register_fake("flashtile::forward", lib=_library)
 def _forward_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options):
     check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, Options(*options))
     *rows, heads, _ = q.shape
@@ -80,27 +143,16 @@ def _forward_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options):
     return q.new_empty((*rows, heads, v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
 
 
-@torch.library.register_fake("flashtile::backward", lib=_library)
 def _backward_fake(dout, dlse, q, k, v, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _autograd(ctx, dout, dlse):
-    no_gradient = (None,) * (3 + len(ctx.options))
-    if dout is None and dlse is None:
-        return (None, None, None, *no_gradient)
-    gradients = torch.ops.flashtile.backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *no_gradient)
-
-
-torch.library.register_autograd("flashtile::forward", _autograd, setup_context=_setup_context, lib=_library)
-
-
+for _device in ("CUDA", "CPU"):
+    _library.impl("forward", _forward_kernel, _device)
+    _library.impl("backward", _backward_kernel, _device)
+torch.library.register_fake("flashtile::forward", _forward_fake, lib=_library)
+torch.library.register_fake("flashtile::backward", _backward_fake, lib=_library)
+torch.library.register_autograd(
+    "flashtile::forward", _operator_backward, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("flashtile::backward", transforms.refuse_second_derivative, lib=_library)

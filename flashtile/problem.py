@@ -6,6 +6,7 @@ and nothing about its data. It is hashable: backends choose and keep compiled ke
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -22,10 +23,19 @@ LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEVICE_TYPES = ("cuda", "cpu")
+FLOAT32_MAX = torch.finfo(torch.float32).max
+MAX_LENGTH = 2**31 - 1
+"""Lengths and windows are int32 in the kernels."""
+
+PREFERENCE = ("portable", "cpu")
+"""Backends in the order in which they are asked. An explicit ``backend=`` never falls back."""
 
 
 class Options(NamedTuple):
-    """The arguments of a call that are not tensors, hashable so that launches can be kept by them."""
+    """The arguments of a call that are not tensors, hashable so that launches can be kept by them.
+
+    Of exactly these types: :func:`flashtile.arguments.make_options` sees to it.
+    """
 
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
@@ -106,7 +116,8 @@ class Problem:
         check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
         varlen = cu_seqlens_q is not None
         if cu_seqlens_q is not None:
-            assert options.max_seqlen_q is not None and options.max_seqlen_k is not None
+            assert options.max_seqlen_q is not None
+            assert options.max_seqlen_k is not None
             batch = cu_seqlens_q.shape[0] - 1
             seqlen_q, seqlen_k = int(options.max_seqlen_q), int(options.max_seqlen_k)
             total_q, total_k = q.shape[0], k.shape[0]
@@ -175,31 +186,43 @@ def check_call(
     if varlen:
         _check_varlen(cu_seqlens_q, cu_seqlens_k, q, options)
     elif options.max_seqlen_q is not None or options.max_seqlen_k is not None:
-        raise ValueError("max_seqlen_q and max_seqlen_k go with cu_seqlens_q and cu_seqlens_k, which are missing")
+        name = "max_seqlen_q" if options.max_seqlen_q is not None else "max_seqlen_k"
+        raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k, got an int")
     if alibi_slopes is not None:
         _check_alibi(alibi_slopes, q, cu_seqlens_q)
     _check_options(options)
 
 
-def _check_tensor(name: str, tensor: Tensor, rank: int, layout: str, q: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for what is not a tensor, and for sparse and nested ones."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
+
+
+def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}: they must be on one device")
+
+
+def _check_tensor(name: str, tensor: Tensor, rank: int, layout: str, q: Tensor) -> None:
+    check_dense(name, tensor)
     if tensor.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions {layout}, got shape {tuple(tensor.shape)}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}, but q has {q.dtype}: they must be equal")
     if tensor.device.type not in (*DEVICE_TYPES, "meta"):
         raise NotImplementedError(f"{name} is on {tensor.device}: flashtile serves cuda and cpu tensors")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}: they must be on one device")
+    _check_device(name, tensor, q)
     if tensor.shape[-1] == 0:
         raise ValueError(f"{name} has head_dim 0: it must be from 1 to {MAX_HEAD_DIM}")
     if tensor.shape[-1] > MAX_HEAD_DIM:
-        raise NotImplementedError(f"{name} has head_dim {tensor.shape[-1]}: it must be from 1 to {MAX_HEAD_DIM}")
+        head_dim = tensor.shape[-1]
+        raise NotImplementedError(f"{name} has head_dim {head_dim}: it must be from 1 to {MAX_HEAD_DIM}")
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(tensor.stride())}: "
@@ -207,10 +230,13 @@ def _check_tensor(name: str, tensor: Tensor, rank: int, layout: str, q: Tensor) 
         )
 
 
-def _check_varlen(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, options: Options) -> None:
+def _check_varlen(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, options: Options
+) -> None:
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(cu_seqlens, Tensor):
-            raise TypeError(f"{name} must be an int32 torch.Tensor, got {type(cu_seqlens).__name__}")
+        if cu_seqlens is None:
+            raise TypeError(f"{name} must be an int32 torch.Tensor like its partner, got None")
+        check_dense(name, cu_seqlens)
         if cu_seqlens.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
         if cu_seqlens.dim() != 1:
@@ -218,62 +244,62 @@ def _check_varlen(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: T
         if cu_seqlens.shape[0] < 1:
             raise ValueError(f"{name} must have at least one entry (batch + 1), got none")
         if cu_seqlens.shape[0] > 1 and cu_seqlens.stride(0) != 1:
-            raise ValueError(f"{name} must be contiguous, got stride {cu_seqlens.stride(0)}")
-        if cu_seqlens.device != q.device:
-            raise ValueError(f"{name} is on {cu_seqlens.device}, but q is on {q.device}: they must be on one device")
-    assert cu_seqlens_q is not None and cu_seqlens_k is not None
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(f"{name} must be contiguous (stride 1), got stride {cu_seqlens.stride(0)}")
+        _check_device(name, cu_seqlens, q)
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
         raise ValueError(
-            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, but cu_seqlens_q has {cu_seqlens_q.shape[0]}: "
-            "both are batch + 1"
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, but cu_seqlens_q has "
+            f"{cu_seqlens_q.shape[0]}: both must have batch + 1"
         )
     for name, length in (("max_seqlen_q", options.max_seqlen_q), ("max_seqlen_k", options.max_seqlen_k)):
-        if length is None or isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be an int, got {type(length).__name__}")
-        if length < 0:
-            raise ValueError(f"{name} must be at least 0, got {length}")
+        if length is None:
+            raise TypeError(f"{name} must be an int beside cu_seqlens, got None")
+        _check_range(name, length, 0, f"from 0 to {MAX_LENGTH}")
 
 
 def _check_alibi(alibi_slopes: Tensor, q: Tensor, cu_seqlens_q: Tensor | None) -> None:
-    if not isinstance(alibi_slopes, Tensor):
-        raise TypeError(f"alibi_slopes must be a torch.Tensor, got {type(alibi_slopes).__name__}")
+    check_dense("alibi_slopes", alibi_slopes)
     if alibi_slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be float32, got {alibi_slopes.dtype}")
-    if alibi_slopes.device != q.device:
-        raise ValueError(f"alibi_slopes is on {alibi_slopes.device}, but q is on {q.device}: they must be on one device")
-    if alibi_slopes.requires_grad:
-        raise NotImplementedError("alibi_slopes requires grad, but no gradient is computed for it: detach it")
+    _check_device("alibi_slopes", alibi_slopes, q)
+    if alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
+        )
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    allowed = ((q.shape[-2],), (batch, q.shape[-2]))
-    if tuple(alibi_slopes.shape) not in allowed:
+    heads = q.shape[-2]
+    if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
-            f"alibi_slopes must have shape (heads,) = {allowed[0]} or (batch, heads) = {allowed[1]}, "
+            f"alibi_slopes must have shape (heads,) = {(heads,)} or (batch, heads) = {(batch, heads)}, "
             f"got {tuple(alibi_slopes.shape)}"
         )
-    if alibi_slopes.stride(-1) != 1 and alibi_slopes.shape[-1] > 1:
-        raise ValueError(f"alibi_slopes must have stride 1 in its last dimension, got {tuple(alibi_slopes.stride())}")
+    if alibi_slopes.shape[-1] > 1 and alibi_slopes.stride(-1) != 1:
+        raise ValueError(
+            "alibi_slopes must have stride 1 in its last dimension, "
+            f"got strides {tuple(alibi_slopes.stride())}: call alibi_slopes.contiguous()"
+        )
 
 
 def _check_options(options: Options) -> None:
-    scale = options.softmax_scale
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
-            raise TypeError(f"softmax_scale must be a number or None, got {type(scale).__name__}")
-        if not math.isfinite(scale):
-            raise ValueError(f"softmax_scale must be finite, got {scale}")
-    softcap = options.softcap
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
-    if not math.isfinite(softcap) or softcap < 0:
-        raise ValueError(f"softcap must be finite and at least 0 (0 turns it off), got {softcap}")
-    for name, flag in (("causal", options.causal), ("deterministic", options.deterministic)):
-        if not isinstance(flag, (bool, int)):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    scale, softcap = options.softmax_scale, options.softcap
+    if scale is not None and not abs(scale) <= FLOAT32_MAX:  # so written, it refuses NaN too
+        raise ValueError(f"softmax_scale must be finite in float32, got {scale}")
+    if not 0 <= softcap <= FLOAT32_MAX:
+        raise ValueError(f"softcap must be finite in float32 and at least 0 (0 turns it off), got {softcap}")
     for name, side in (("window_size[0]", options.window_left), ("window_size[1]", options.window_right)):
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be an int, got {type(side).__name__}")
-        if side < UNLIMITED:
-            raise ValueError(f"{name} must be at least -1 (-1 is unlimited), got {side}")
+        _check_range(name, side, UNLIMITED, f"from -1 (unlimited) to {MAX_LENGTH}")
+    if options.backend is not None and options.backend not in PREFERENCE:
+        raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {options.backend!r}")
+
+
+def _check_range(name: str, value: int, least: int, allowed: str) -> None:
+    """Under tracing, a length that comes from data (``.item()``) is checked when the graph runs."""
+    if isinstance(value, torch.SymInt):
+        torch._check(value >= least, lambda: f"{name} must be {allowed}")
+    elif not least <= value <= MAX_LENGTH:
+        raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
 def debug_checks() -> bool:
@@ -282,14 +308,14 @@ def debug_checks() -> bool:
 
 
 def check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Raise ValueError unless ``cu_seqlens`` rises from 0 within ``total`` and no step exceeds ``max_seqlen``.
+    """Raise ValueError unless ``cu_seqlens`` rises from 0 up to ``total`` in steps of at most ``max_seqlen``.
 
     Reads the data: done for every CPU call, and for CUDA calls only under ``FLASHTILE_DEBUG=1``.
     """
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"{name} must start with 0, got {offsets[0]}")
-    for i, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
         if end < start:
             raise ValueError(f"{name} must not decrease, got {start} then {end} at entry {i + 1}")
         if end - start > max_seqlen:

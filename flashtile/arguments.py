@@ -1,0 +1,112 @@
+"""From the arguments that callers may pass to the exact types that a call is described, kept and launched by.
+
+Python's ``True == 1 == 1.0`` hash alike, so every option gets its one type here, before any look-up.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.problem import Options
+
+AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def make_options(
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    backend: str | None,
+) -> Options:
+    """Options of exact types; :func:`flashtile.problem.check_call` checks their ranges with the tensors.
+
+    Raises:
+        TypeError: an argument is not of the type that :func:`flashtile.attention` says.
+        ValueError: ``window_size`` is not a pair.
+    """
+    try:
+        left, right = window_size
+    except (TypeError, ValueError) as error:
+        text = f"window_size must be a pair (left, right) of ints, got {_named(window_size)}"
+        raise type(error)(text) from None
+    if type(left) is not int:
+        left = _as_int("window_size[0]", left)
+    if type(right) is not int:
+        right = _as_int("window_size[1]", right)
+    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
+        max_seqlen_q = _as_int("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
+        max_seqlen_k = _as_int("max_seqlen_k", max_seqlen_k)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = _as_float("softmax_scale", softmax_scale, "a number or None")
+    if type(softcap) is not float:
+        softcap = _as_float("softcap", softcap, "a number")
+    if type(causal) is not bool:
+        raise TypeError(f"causal must be True or False, got {_named(causal)}")
+    if type(deterministic) is not bool:
+        raise TypeError(f"deterministic must be True or False, got {_named(deterministic)}")
+    if backend is not None and type(backend) is not str:
+        raise TypeError(f"backend must be None or a backend's name, got {_named(backend)}")
+    return Options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend
+    )
+
+
+def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype of autocast, where it is on for their device.
+
+    As for torch's own attention, float64 stays as it is; so does every dtype that flashtile does not serve.
+    """
+    if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu"):
+        return q, k, v
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in (q, k, v)]
+    return cast[0], cast[1], cast[2]
+
+
+def _as_int(name: str, value: Any) -> Any:
+    """An int from anything that is one (numpy integers, integer tensors of one element)."""
+    if isinstance(value, torch.SymInt):
+        return value
+    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    try:
+        if not is_bool:
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an int, got {_named(value)}")
+
+
+def _as_float(name: str, value: Any, allowed: str) -> Any:
+    """A float from any real number (ints, numpy floats)."""
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise TypeError(f"{name} must be {allowed}, got {_named(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got {_named(value)}") from None
+
+
+def _named(value: Any) -> str:
+    """The type and, where it is short, the value, for an error text."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of {value.dim()} dimensions"
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits, an object with a broken __repr__
+        return type(value).__name__
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,58 @@
+# Every target sets up what it needs in .venv, once. `make help` lists them.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+GPU_WORKERS ?= 8
+
+VENV := .venv
+READY := $(VENV)/.ready
+RUN := $(VENV)/bin/python
+# Test processes share the cores: one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-cpu test-interpreter test-gpu bench inspect lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
+
+$(READY): pyproject.toml scripts/setup-venv
+	@bash scripts/setup-venv "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+setup: $(READY) ## the virtual environment alone
+
+demo: $(READY) ## exactness, speed, memory and a small training run; writes flashtile-demo/
+	$(RUN) -m flashtile demo
+
+test: lint test-cpu test-interpreter ## all that runs without a GPU
+
+test-cpu: $(READY)
+	$(PYTEST) -n $(WORKERS) -m "not gpu and not interpreter"
+
+test-interpreter: $(READY)
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpreter
+
+test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is installed
+	$(PYTEST) -n $(GPU_WORKERS) -m gpu
+	@if command -v compute-sanitizer >/dev/null; then \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	    $(RUN) tests/gpu/sanitizer_cases.py; \
+	else \
+	  echo "compute-sanitizer is not on PATH: memcheck left out"; \
+	fi
+
+bench: $(READY) ## time attention against its peers; ARGS="--help" for the options
+	$(RUN) -m flashtile bench $(ARGS)
+
+inspect: $(READY) ## registers, spills and tensor-core use of every kernel, without a GPU
+	$(RUN) -m flashtile inspect $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+clean: ## remove the virtual environment, caches and outputs
+	rm -rf $(VENV) build dist *.egg-info flashtile-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -73,13 +73,15 @@ class _Backward(torch.autograd.Function):
         tensors, (cu_seqlens_q, _, alibi_slopes), options = arguments[:7], arguments[7:10], arguments[10:]
         _refuse_varlen(cu_seqlens_q)
         samples = info.batch_size
-        folded = [
-            t if t is None else _samples_first(t, dim, samples)
-            for t, dim in zip(tensors, in_dims[:7], strict=True)
-        ]
-        batch = folded[2].shape[1]
+        flat = []
+        for tensor, dim in zip(tensors, in_dims[:7], strict=True):
+            if tensor is not None:  # dout or dlse may be
+                tensor = _samples_first(tensor, dim, samples)
+                batch = tensor.shape[1]
+                tensor = tensor.flatten(0, 1)
+            flat.append(tensor)
         slopes = _slopes_by_batch(alibi_slopes, in_dims[9], samples, batch)
-        results = backward(*(t if t is None else t.flatten(0, 1) for t in folded), None, None, slopes, *options)
+        results = backward(*flat, None, None, slopes, *options)
         return tuple(t.unflatten(0, (samples, batch)) for t in results), (0, 0, 0)
 
 

@@ -32,6 +32,12 @@ class Target:
     device: str
     sizes: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
+    longest: int
+    """Tokens of the longest sequence in property and generated tests."""
+    head_dims: tuple[int, ...]
+    """Head sizes of generated calls; few on a GPU, where each is another compilation."""
+    examples: int
+    """Generated calls per dtype and layout."""
     marks: tuple[pytest.MarkDecorator, ...] = ()
     available: bool = True
 
@@ -42,11 +48,15 @@ class Target:
 CUDA = torch.cuda.is_available() and not INTERPRETING
 INTERPRETER = (pytest.mark.interpreter,)
 GPU = (pytest.mark.gpu,)
+ANY_DIM = tuple(range(1, 257))
+SMALL_DIM = tuple(range(1, 81))
+GPU_DIM = (40, 64, 72, 128)
+TINY, ALL_SIZES = ("tiny",), ("tiny", "medium", "large")
 TARGETS = (
-    Target("cpu", "cpu", "cpu", ("tiny", "medium"), (FP16, BF16, FP32, FP64)),
+    Target("cpu", "cpu", "cpu", ("tiny", "medium"), (FP16, BF16, FP32, FP64), 130, ANY_DIM, 30),
     # No bfloat16: numpy has none, and Triton's interpreter multiplies its bits as integers.
-    Target("interpreter", "portable", "cpu", ("tiny",), (FP16, FP32), INTERPRETER, INTERPRETING),
-    Target("portable", "portable", "cuda", ("tiny", "medium", "large"), (FP16, BF16, FP32), GPU, CUDA),
+    Target("interpreter", "portable", "cpu", TINY, (FP16, FP32), 40, SMALL_DIM, 10, INTERPRETER, INTERPRETING),
+    Target("portable", "portable", "cuda", ALL_SIZES, (FP16, BF16, FP32), 700, GPU_DIM, 25, GPU, CUDA),
 )
 
 

@@ -1,0 +1,58 @@
+"""Calls that hypothesis makes up, every feature with every other, held to the error rule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases import BF16, FP16, FP32, FP64, Case
+from conftest import Target
+from flashtile import testing
+
+
+@st.composite
+def calls(draw: st.DrawFn, target: Target, dtype, varlen: bool) -> Case:
+    """Any valid call of up to four short sequences."""
+    lengths = st.integers(0, target.longest) | st.sampled_from((1, 16, 32, 33))
+    if varlen:
+        shape = {
+            "lengths": tuple(draw(st.lists(st.tuples(lengths, lengths), max_size=4))),
+            "unused_tail": draw(st.integers(0, 9)),
+            "slack": draw(st.sampled_from((0, 0, 1, 200))),
+        }
+    else:
+        shape = {"batch": draw(st.integers(0, 3)), "seqlen_q": draw(lengths), "seqlen_k": draw(lengths)}
+    heads_kv = draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from(target.head_dims))
+    side = st.just(-1) | st.integers(0, target.longest + 5)
+    return Case(
+        name=f"seed-{draw(st.integers(0, 9))}",
+        **shape,
+        heads_q=heads_kv * draw(st.sampled_from((1, 1, 2, 3, 5))),
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=draw(st.just(head_dim) | st.sampled_from(target.head_dims)),
+        dtype=dtype,
+        causal=draw(st.booleans()),
+        window_size=(draw(side), draw(side)),
+        softcap=draw(st.just(0.0) | st.floats(0.5, 50.0)),
+        softmax_scale=draw(st.none() | st.floats(-0.5, 0.5)),
+        alibi=draw(st.sampled_from((None, "head", "batch"))),
+        layout=draw(st.sampled_from(testing.LAYOUTS)),
+        upstream=draw(st.sampled_from(("both", "out", "lse", "sum", "transposed"))),
+    )
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64], ids=["fp16", "bf16", "fp32", "fp64"])
+def test_any_call(target: Target, dtype, varlen: bool) -> None:
+    if dtype not in target.dtypes:
+        pytest.skip(f"{target.name} does not take {dtype}")
+
+    @settings(max_examples=target.examples)
+    @given(calls(target, dtype, varlen))
+    def meets_the_error_rule(call: Case) -> None:
+        call.inputs(target.device).check(backend=target.backend)
+
+    meets_the_error_rule()

@@ -46,17 +46,41 @@ class Target:
 
 
 CUDA = torch.cuda.is_available() and not INTERPRETING
-INTERPRETER = (pytest.mark.interpreter,)
-GPU = (pytest.mark.gpu,)
-ANY_DIM = tuple(range(1, 257))
-SMALL_DIM = tuple(range(1, 81))
-GPU_DIM = (40, 64, 72, 128)
-TINY, ALL_SIZES = ("tiny",), ("tiny", "medium", "large")
 TARGETS = (
-    Target("cpu", "cpu", "cpu", ("tiny", "medium"), (FP16, BF16, FP32, FP64), 130, ANY_DIM, 30),
-    # No bfloat16: numpy has none, and Triton's interpreter multiplies its bits as integers.
-    Target("interpreter", "portable", "cpu", TINY, (FP16, FP32), 40, SMALL_DIM, 10, INTERPRETER, INTERPRETING),
-    Target("portable", "portable", "cuda", ALL_SIZES, (FP16, BF16, FP32), 700, GPU_DIM, 25, GPU, CUDA),
+    Target(
+        name="cpu",
+        backend="cpu",
+        device="cpu",
+        sizes=("tiny", "medium"),
+        dtypes=(FP16, BF16, FP32, FP64),
+        longest=130,
+        head_dims=tuple(range(1, 257)),
+        examples=30,
+    ),
+    Target(
+        name="interpreter",
+        backend="portable",
+        device="cpu",
+        sizes=("tiny",),
+        dtypes=(FP16, FP32),  # numpy has no bfloat16: Triton's interpreter multiplies its bits as integers
+        longest=40,
+        head_dims=tuple(range(1, 81)),
+        examples=10,
+        marks=(pytest.mark.interpreter,),
+        available=INTERPRETING,
+    ),
+    Target(
+        name="portable",
+        backend="portable",
+        device="cuda",
+        sizes=("tiny", "medium", "large"),
+        dtypes=(FP16, BF16, FP32),
+        longest=700,
+        head_dims=(40, 64, 72, 128),
+        examples=25,
+        marks=(pytest.mark.gpu,),
+        available=CUDA,
+    ),
 )
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: named workloads, contestants, a correctness gate before any timing, and reports."""

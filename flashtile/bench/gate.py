@@ -1,0 +1,165 @@
+"""The correctness gate: no contestant is timed before its results meet the error rule on the timed inputs.
+
+The rule is :mod:`flashtile.testing`'s. The reference is standard attention in float32 (float64 for float32
+inputs), computed on whole heads in chunks of query rows, so that 16384 tokens fit; where all heads would
+take too long it is a sample of them, spread over the batch. Every other element must at least be finite.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from flashtile import testing
+from flashtile.bench.workloads import Inputs, Workload
+from flashtile.problem import UNLIMITED
+
+RESULTS = ("out", "dq", "dk", "dv")
+SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**27}
+"""Scores that the reference computes at most for one workload (but at least one head's)."""
+CHUNK_SCORES = 2**25
+
+LARGEST_SCORE = 6.0
+"""Of standard normal q and k, scaled by ``head_dim ** -0.5``, nearly."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One key/value head of one sequence, with the query heads that share it."""
+
+    sequence: int
+    kv_head: int
+
+
+class Oracle:
+    """Exact results of a workload on a sample of heads, and plain PyTorch's in the dtype of the inputs."""
+
+    def __init__(self, workload: Workload, inputs: Inputs, gradients: bool) -> None:
+        self._workload = workload
+        self.heads = sample_heads(workload, inputs.q.device.type)
+        """The heads that are compared."""
+        wide = torch.float32 if workload.torch_dtype.itemsize < 4 else torch.float64
+        self._exact = self._compute(inputs, wide, gradients)
+        self._plain = self._compute(inputs, workload.torch_dtype, gradients)
+
+    def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
+        """Compare results, by their names in ``RESULTS``, in the layout and shape of the inputs.
+
+        Raises:
+            ArithmeticError: some element of a result is not finite.
+        """
+        comparisons = []
+        for name, result in results.items():
+            if not torch.isfinite(result).all():
+                raise ArithmeticError(f"{name} holds infinities or NaN")
+            side = 0 if name in ("out", "dq") else 1
+            sample = torch.cat([self._slice(result, head, side).flatten() for head in self.heads])
+            exact, plain = self._exact[name], self._plain[name].to(sample.dtype)
+            comparisons.append(
+                testing.compare(
+                    name, sample, exact, plain, factor=testing.FACTORS[name], noise=self._noise(exact)
+                )
+            )
+        return comparisons
+
+    def _noise(self, exact: Tensor) -> tuple[float, float]:
+        """What rounding in the accumulator may leave, (largest, rms).
+
+        That of a score, and backward that of lse, is a relative error of all that is made of P.
+        """
+        eps = torch.finfo(torch.promote_types(self._workload.torch_dtype, torch.float32)).eps
+        lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
+        relative = testing.NOISE_UNITS * eps * (LARGEST_SCORE + lse)
+        values = exact.double()
+        return relative * values.abs().max().item(), relative * values.square().mean().sqrt().item()
+
+    def _slice(self, tensor: Tensor, head: Head, side: int) -> Tensor:
+        """(seqlen, query heads of the group or 1, head_dim) of one head; side 0 is queries, 1 keys."""
+        workload = self._workload
+        group = workload.group_size if side == 0 else 1
+        columns = slice(head.kv_head * group, (head.kv_head + 1) * group)
+        if not workload.varlen:
+            return tensor[head.sequence, :, columns]
+        offsets = list(accumulate((pair[side] for pair in workload.sequences), initial=0))
+        return tensor[offsets[head.sequence] : offsets[head.sequence + 1], columns]
+
+    def _compute(self, inputs: Inputs, dtype: torch.dtype, gradients: bool) -> dict[str, Tensor]:
+        names = RESULTS if gradients else RESULTS[:1]
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        for head in self.heads:
+            q, dout = (self._slice(t, head, 0).to(dtype) for t in (inputs.q, inputs.dout))
+            k, v = (self._slice(t, head, 1).to(dtype)[:, 0] for t in (inputs.k, inputs.v))
+            for name, result in zip(
+                names, _attend_head(self._workload, q, k, v, dout, gradients), strict=True
+            ):
+                parts[name].append(result.flatten())
+        return {name: torch.cat(results) for name, results in parts.items()}
+
+
+def sample_heads(workload: Workload, device_type: str) -> list[Head]:
+    """Key/value heads to compare: all if they are few, else the first, the last and a fixed random choice."""
+    every = [
+        Head(sequence, kv_head)
+        for sequence in range(len(workload.sequences))
+        for kv_head in range(workload.num_heads_kv)
+    ]
+    drawn = random.Random(workload.name).sample(every[1:-1], len(every[1:-1]))
+    chosen: list[Head] = []
+    left = SCORES_CHECKED.get(device_type, SCORES_CHECKED["cpu"])
+    for head in dict.fromkeys([every[0], every[-1], *drawn]):
+        seqlen_q, seqlen_k = workload.sequences[head.sequence]
+        left -= seqlen_q * seqlen_k * workload.group_size
+        if left < 0 and chosen:
+            break
+        chosen.append(head)
+    return chosen
+
+
+def _attend_head(
+    workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, gradients: bool
+) -> tuple[Tensor, ...]:
+    """(out,) or (out, dq, dk, dv) of one key/value head.
+
+    q and dout are (seqlen_q, group, head_dim), k and v (seqlen_k, head_dim). The gradients of k and v are
+    summed over chunks in float32 at least.
+    """
+    k, v = (t.detach().requires_grad_(gradients) for t in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = (torch.zeros_like(t, dtype=wide) for t in (k, v))
+    outs, dqs = [torch.empty_like(q[:0])], [torch.empty_like(q[:0])]
+    step = max(1, CHUNK_SCORES // max(1, k.shape[0] * q.shape[1]))
+    for start in range(0, q.shape[0], step):
+        rows = q[start : start + step].detach().requires_grad_(gradients)
+        out = _attend_rows(workload, rows, k, v, start + k.shape[0] - q.shape[0])
+        outs.append(out.detach())
+        if gradients:
+            dq, *shares = torch.autograd.grad(out, (rows, k, v), dout[start : start + step])
+            dqs.append(dq)
+            dk += shares[0]
+            dv += shares[1]
+    out = torch.cat(outs)
+    return (out, torch.cat(dqs), dk.to(k.dtype), dv.to(v.dtype)) if gradients else (out,)
+
+
+def _attend_rows(workload: Workload, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+    """Standard attention of some query rows, the first of which is at ``position`` among the keys."""
+    scores = torch.einsum("rgd,kd->grk", q * workload.head_dim**-0.5, k)
+    if workload.softcap:
+        scores = workload.softcap * torch.tanh(scores / workload.softcap)
+    distance = torch.arange(k.shape[0], device=q.device) - torch.arange(
+        position, position + q.shape[0], device=q.device
+    ).unsqueeze(1)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if workload.causal:
+        hidden |= distance > 0
+    if workload.window_left != UNLIMITED:
+        hidden |= distance < -workload.window_left
+    empty = hidden.all(-1, keepdim=True)
+    scores = scores.masked_fill(hidden & ~empty, -torch.inf)
+    probabilities = torch.softmax(scores, -1).masked_fill(empty, 0.0)
+    return torch.einsum("grk,kd->rgd", probabilities, v)

@@ -1,0 +1,75 @@
+"""``flashtile info``: versions, devices, and what each backend serves on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flashtile import machine
+from flashtile.dispatch import PREFERENCE, load_backend
+from flashtile.problem import DTYPES, Problem
+
+
+def info() -> None:
+    """Print versions, devices and backends."""
+    console = Console()
+    console.print(_versions(), _devices(), _backends())
+
+
+def _versions() -> Table:
+    table = Table(title="versions", title_justify="left", show_header=False)
+    for name, version in machine.versions().items():
+        table.add_row(name, version or "-")
+    return table
+
+
+def _devices() -> Table:
+    table = Table(title="devices", title_justify="left")
+    for heading in ("device", "name", "capability", "memory", "size"):
+        table.add_column(heading)
+    for device in machine.devices():
+        memory = device["memory_bytes"]
+        sms = device.get("sm_count")
+        size = f"{device['cores']} cores, {device['threads']} threads" if sms is None else f"{sms} SMs"
+        gigabytes = "-" if memory is None else f"{memory / 2**30:.1f} GiB"
+        table.add_row(device["device"], escape(device["name"]), device["capability"], gigabytes, size)
+    return table
+
+
+def _backends() -> Table:
+    table = Table(title="backends, in order of preference", title_justify="left")
+    for heading in ("backend", "device", "serves", "does not serve"):
+        table.add_column(heading)
+    for name in PREFERENCE:
+        for device in machine.devices():
+            served, reasons = _served(name, torch.device(device["device"]))
+            refused = "\n".join(f"{', '.join(dtypes)}: {reason}" for reason, dtypes in reasons.items())
+            table.add_row(name, device["device"], ", ".join(served) or "-", escape(refused))
+    return table
+
+
+def _served(name: str, device: torch.device) -> tuple[list[str], dict[str, list[str]]]:
+    """The dtypes of a plain call that a backend serves, and the others by the reason against them."""
+    served: list[str] = []
+    reasons: dict[str, list[str]] = {}
+    try:
+        backend = load_backend(name)
+    except ImportError as error:
+        return served, {f"cannot be imported: {error}": ["any dtype"]}
+    for dtype, problem in _plain_calls(device):
+        reason = backend.reason_against(problem, explicit=True)
+        if reason is None:
+            served.append(dtype)
+        else:
+            reasons.setdefault(reason, []).append(dtype)
+    return served, reasons
+
+
+def _plain_calls(device: torch.device) -> Iterator[tuple[str, Problem]]:
+    for dtype in DTYPES:
+        q = torch.empty((1, 16, 1, 64), dtype=dtype, device=device)
+        yield str(dtype).removeprefix("torch."), Problem.from_tensors(q, q, q)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def every_case(arch: str) -> list[CompileCase]:
     cases: list[CompileCase] = []
     for module in pkgutil.walk_packages(flashtile.backends.__path__, "flashtile.backends."):
         compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
-        if compile_cases is not None:
+        if isfunction(compile_cases):  # a package may have a module of that name
             cases += compile_cases(architecture(arch).name)
     return cases
 

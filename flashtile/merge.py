@@ -39,7 +39,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     # Both weights of an empty row are 0; a sum of 1 keeps its values and gradients finite.
     total = (weight_a + weight_b).masked_fill(empty, 1.0)
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
-    out = _over_heads(weight_a / total) * out_a + _over_heads(weight_b / total) * out_b
+    # out first in each product, so that the result has its memory layout.
+    out = out_a * _over_heads(weight_a / total) + out_b * _over_heads(weight_b / total)
     return out.to(out_a.dtype), lse
 
 

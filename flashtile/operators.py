@@ -39,7 +39,8 @@ def forward(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, by the shortest path that is right for it."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():  # the fake kernel checks the call
+        _refuse_forward_mode(q, k, v)
         return torch.ops.flashtile.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options)
     if _is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 PYTHON ?= python3
-WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 GPU_WORKERS ?= 8
 
 VENV := .venv

@@ -1,7 +1,7 @@
 """Offline search for the configuration table of the portable kernels; prints rows and keeps every timing.
 
-Candidates are compiled in parallel processes first (they land in Triton's disk cache), then timed one by one in one
-process. A candidate that does not fit the device is listed with its reason.
+Candidates are compiled in parallel processes first (they land in Triton's disk cache), then timed one by one
+in one process. A candidate that does not fit the device is listed with its reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Candidate:
 
 
 def candidates(kernel: str, head_dim: int, dtype: str, causal: bool) -> Iterator[Candidate]:
-    """Tiles worth timing: accumulators within the register file and operands within shared memory, roughly."""
+    """Tiles worth timing: accumulators within the register file and operands within shared memory,
+    roughly."""
     size = 4 if dtype == "float32" else 2
     width = max(16, 1 << (head_dim - 1).bit_length())
     for block_m, block_n, warps, stages in itertools.product(
@@ -54,7 +55,9 @@ def candidates(kernel: str, head_dim: int, dtype: str, causal: bool) -> Iterator
         registers = (accumulators + scores) / (warps * 32)
         resident = {"forward": 1, "dkdv": 2, "dq": 2}[kernel] * owned * width * size
         shared = resident + stages * 2 * walked * width * size
-        if size == 2 and (owned < 64 or walked < 32):
+        if owned < warps * 16 and not (owned == 64 and size == 2):  # a warp without rows of its own
+            continue
+        if owned < 64 or walked < 32 // (size // 2):
             continue
         if registers > 232 or registers < 24 or shared > 260 * 1024:
             continue
@@ -79,7 +82,10 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     problem = Problem.from_tensors(q, k, v, options=Options(causal=candidate.causal))
     base = choose(problem)
     tile = KernelConfig(*candidate.tile)
-    config = Config(**{**{name: getattr(base, name) for name in KERNELS}, candidate.kernel: tile}, precision=base.precision)
+    config = Config(
+        **{**{name: getattr(base, name) for name in KERNELS}, candidate.kernel: tile},
+        precision=base.precision,
+    )
     forward = launch.ForwardLaunch(problem, config)
     if candidate.kernel == "forward":
         return lambda: forward(q, k, v, None, None, None)
@@ -106,9 +112,15 @@ def _compile(candidate: Candidate) -> str | None:
 
 
 def tune(
-    kernels: list[str], head_dims: list[int], dtypes: list[str], seqlens: list[int], rep: int, path: Path | None
+    kernels: list[str],
+    head_dims: list[int],
+    dtypes: list[str],
+    seqlens: list[int],
+    rep: int,
+    path: Path | None,
 ) -> list[dict[str, Any]]:
-    """Time every candidate on the card; returns and prints, per kernel and problem, the ranking by geometric mean."""
+    """Time every candidate on the card; returns and prints, per kernel and problem, the ranking by geometric
+    mean."""
     from triton.testing import do_bench
 
     every = [
@@ -139,14 +151,17 @@ def tune(
                 (math.exp(sum(map(math.log, row["tflops"].values())) / len(seqlens)), row)
                 for row in rows
                 if row["tflops"]
-                and (row["kernel"], row["head_dim"], row["dtype"], row["causal"]) == (kernel, head_dim, dtype, causal)
+                and (row["kernel"], row["head_dim"], row["dtype"], row["causal"])
+                == (kernel, head_dim, dtype, causal)
             ),
             key=lambda pair: -pair[0],
         )
         print(f"{kernel} head_dim {head_dim} {dtype} causal {causal}")
         for mean, row in ranked[:5]:
             tile = f"{row['BLOCK_M']}x{row['BLOCK_N']} warps {row['num_warps']} stages {row['num_stages']}"
-            print(f"   {tile:32} {mean:6.1f}  " + "  ".join(f"{s}: {t:.0f}" for s, t in row["tflops"].items()))
+            print(
+                f"   {tile:32} {mean:6.1f}  " + "  ".join(f"{s}: {t:.0f}" for s, t in row["tflops"].items())
+            )
     return rows
 
 
@@ -162,5 +177,10 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tune(
-        arguments.kernels, arguments.head_dims, arguments.dtypes, arguments.seqlens, arguments.rep, arguments.json
+        arguments.kernels,
+        arguments.head_dims,
+        arguments.dtypes,
+        arguments.seqlens,
+        arguments.rep,
+        arguments.json,
     )

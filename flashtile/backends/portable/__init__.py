@@ -23,7 +23,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         return "triton is not installed"
     if problem.device.type != "cuda":
         if not interpreting():
-            return f"its kernels run on GPUs, q is on {problem.device} (TRITON_INTERPRET=1 interprets them, slowly)"
+            return f"its kernels run on GPUs, not on {problem.device} (TRITON_INTERPRET=1 interprets them)"
         if not explicit:
             return "Triton's interpreter is used on CPU tensors only when backend='portable' asks for it"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -31,7 +31,9 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     if problem.device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(problem.device)
         if problem.dtype == torch.bfloat16 and capability < (8, 0):
-            return f"bfloat16 needs compute capability 8.0, {problem.device} has {capability[0]}.{capability[1]}"
+            return (
+                f"bfloat16 needs compute capability 8.0, {problem.device} has {capability[0]}.{capability[1]}"
+            )
     return None
 
 

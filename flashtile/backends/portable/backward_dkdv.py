@@ -1,9 +1,9 @@
 """dK and dV of FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691, Algorithm 2) in portable Triton.
 
-One program owns BLOCK_N keys of one key/value head and walks the rows that reach them, of every query head of its
-group (so GQA sums in registers), recomputing probabilities transposed: S^T = K Q^T, P^T = exp(S^T - lse),
-dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q. No atomics: one program sums each gradient,
-in one order.
+One program owns BLOCK_N keys of one key/value head and walks the rows that reach them, of every query head of
+its group (so GQA sums in registers), recomputing probabilities transposed: S^T = K Q^T, P^T = exp(S^T - lse),
+dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q. No atomics: one program sums each
+gradient, in one order.
 """
 
 import triton
@@ -83,7 +83,9 @@ def dkdv_blocks(
             p = tl.exp2(scores * scale_log2 + shift[None, :])
         if WINDOWED:
             p = tl.where(visible(distance, window_left, window_right, HAS_LEFT, HAS_RIGHT), p, 0.0)
-        dout = load_tile(dout_base, start, len_q, dout_stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, not EVEN_M, False)
+        dout = load_tile(
+            dout_base, start, len_q, dout_stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, not EVEN_M, False
+        )
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV]
         # Loaded late: it runs along the columns, where a thread holds many of it.
         dp_shift = tl.load(dp_shift_base + start + tl.arange(0, BLOCK_M))
@@ -148,8 +150,8 @@ def dkdv_kernel(
     PRECISION: tl.constexpr,
     ROW_PAD: tl.constexpr,
 ):
-    """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv contiguous;
-    shift and dp_shift as ``backward_prepare`` lays them out."""
+    """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
+    contiguous; shift and dp_shift as ``backward_prepare`` lays them out."""
     num_blocks = tl.cdiv(seqlen_k, BLOCK_N)
     num_heads_kv = num_heads_q // group_size
     pid = tl.program_id(0)

@@ -142,8 +142,8 @@ def dq_kernel(
     PRECISION: tl.constexpr,
     ROW_PAD: tl.constexpr,
 ):
-    """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; shift and
-    dp_shift as ``backward_prepare`` lays them out."""
+    """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; shift
+    and dp_shift as ``backward_prepare`` lays them out."""
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     m_block = pid % num_blocks
@@ -191,10 +191,10 @@ def dq_kernel(
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             dq = dq_blocks(
-                dq, q, dout, shift, dp_shift, k_base, v_base, k_stride_s, v_stride_s, begin, end,
-                row_start, offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap,
-                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_N, RUN != 1,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
+                dq, q, dout, shift, dp_shift, k_base, v_base, k_stride_s, v_stride_s, begin, end, row_start,
+                offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap, HAS_LEFT,
+                HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_N, RUN != 1, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
             )  # fmt: skip
     store_tile(
         dq_ptr + tile_offset * HEAD_DIM, row_start, len_q, num_heads_q * HEAD_DIM, dq * softmax_scale,

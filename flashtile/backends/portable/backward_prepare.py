@@ -1,8 +1,9 @@
 """What the backward pass needs of each row, computed once (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4).
 
-``shift`` is minus lse in log2 units: added to the scores it makes their exponential the probability. ``dp_shift`` is
-``dlse - rowsum(dO * O)``, which is added to dP (``dlse`` is the gradient into lse: d lse / d s is the probability,
-so it joins there). Both lie in rows padded to whole blocks, so that loading them needs no mask.
+``shift`` is minus lse in log2 units: added to the scores it makes their exponential the probability.
+``dp_shift`` is ``dlse - rowsum(dO * O)``, which is added to dP (``dlse`` is the gradient into lse: d lse / d
+s is the probability, so it joins there). Both lie in rows padded to whole blocks, so that loading them needs
+no mask.
 """
 
 import triton
@@ -20,7 +21,9 @@ def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
 
 
 @triton.jit
-def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr, ROW_PAD: tl.constexpr):
+def statistics_offset(
+    b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr, ROW_PAD: tl.constexpr
+):
     """Where the padded rows of sequence ``b`` and ``head`` start."""
     if VARLEN:
         # One block more a sequence than its tokens need: ranges of neighbours never meet.
@@ -49,8 +52,8 @@ def prepare_kernel(
     BLOCK_M: tl.constexpr,
     ROW_PAD: tl.constexpr,
 ):
-    """Grid: (padded blocks of rows * heads * batch,). A row without keys, or past the end, gets shift -inf (its
-    probabilities are 0) and dp_shift 0."""
+    """Grid: (padded blocks of rows * heads * batch,). A row without keys, or past the end, gets shift -inf
+    (its probabilities are 0) and dp_shift 0."""
     num_blocks = tl.cdiv(seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
     pid = tl.program_id(0)
     # Heads vary fastest: neighbouring programs read neighbouring memory.
@@ -68,8 +71,12 @@ def prepare_kernel(
         tile_offset = (b64 * seqlen_q * num_heads_q + head) * HEAD_DIM_V
         lse_offset = (b64 * num_heads_q + head) * seqlen_q + row_start
     stride = num_heads_q * HEAD_DIM_V
-    out = load_tile(out_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False)
-    dout = load_tile(dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False)
+    out = load_tile(
+        out_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False
+    )
+    dout = load_tile(
+        dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False
+    )
     dp_shift = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     rows = tl.arange(0, BLOCK_M)
     inside = row_start + rows < len_q

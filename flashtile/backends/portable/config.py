@@ -9,18 +9,23 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.problem import Problem
+from flashtile.problem import UNLIMITED, Problem
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Tile and launch of one kernel; ``spill_budget`` is the bytes of register spills that were accepted for it."""
+    """Tile and launch of one kernel.
+
+    ``spill_budget`` is the bytes of register spills that were measured and accepted, for plain and causal
+    problems; ``features_spill_budget`` the same with soft-cap, ALiBi and two-sided windows at once.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
     spill_budget: int = 0
+    features_spill_budget: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,47 +36,59 @@ class Config:
     dkdv: KernelConfig
     dq: KernelConfig
     precision: str
-    """Of the matrix products: "ieee" is Triton's name for the exact product of the operands' own dtype."""
+    """Of the matrix products, in Triton's terms: "tf32" means nothing for 16-bit operands, which are exact;
+    "tf32x3" splits fp32 into three products on the tensor cores and measured as exact as "ieee"."""
 
 
 K = KernelConfig
 
-# (family, element bytes, padded head_dim) -> (forward, dkdv, dq)
-_TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfig]] = {
-    # H100, measured.
-    ("hopper", 2, 16): (K(128, 128, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
-    ("hopper", 2, 32): (K(128, 128, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
-    ("hopper", 2, 64): (K(128, 128, 4, 3), K(64, 64, 4, 3), K(64, 64, 4, 3)),
-    ("hopper", 2, 128): (K(128, 128, 8, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
-    ("hopper", 2, 256): (K(64, 64, 4, 2), K(64, 64, 8, 1), K(64, 64, 8, 1)),
-    ("hopper", 4, 16): (K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("hopper", 4, 32): (K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("hopper", 4, 64): (K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("hopper", 4, 128): (K(32, 32, 4, 1), K(32, 32, 8, 1), K(32, 32, 8, 1)),
-    ("hopper", 4, 256): (K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
-    # A100.
-    ("ampere", 2, 16): (K(128, 64, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
-    ("ampere", 2, 32): (K(128, 64, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
-    ("ampere", 2, 64): (K(128, 64, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
-    ("ampere", 2, 128): (K(128, 64, 8, 2), K(64, 64, 8, 2), K(64, 64, 8, 2)),
-    ("ampere", 2, 256): (K(64, 32, 8, 1), K(32, 32, 8, 1), K(32, 32, 8, 1)),
-    ("ampere", 4, 16): (K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("ampere", 4, 32): (K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("ampere", 4, 64): (K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("ampere", 4, 128): (K(32, 32, 4, 1), K(32, 32, 8, 1), K(32, 32, 8, 1)),
-    ("ampere", 4, 256): (K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
-    # Any other GPU: small tiles that fit 64 KiB of shared memory a block.
-    ("other", 2, 16): (K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("other", 2, 32): (K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("other", 2, 64): (K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("other", 2, 128): (K(64, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("other", 2, 256): (K(32, 32, 4, 1), K(32, 16, 8, 1), K(16, 32, 8, 1)),
-    ("other", 4, 16): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("other", 4, 32): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("other", 4, 64): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
-    ("other", 4, 128): (K(32, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 4, 1)),
-    ("other", 4, 256): (K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+# (family, element bytes, padded head_dim) -> (forward, forward with a window, dkdv, dq); causal is a window.
+_TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfig, KernelConfig]] = {
+    # H100, tuned at S = 512, 2048 and 8192, causal and not.
+    ("hopper", 2, 16): (K(64, 64, 4, 3), K(64, 64, 4, 3), K(64, 64, 4, 3), K(128, 32, 4, 3)),
+    ("hopper", 2, 32): (K(64, 64, 4, 3), K(64, 64, 4, 3), K(64, 64, 4, 3), K(128, 32, 4, 3)),
+    ("hopper", 2, 64): (
+        K(128, 64, 8, 3),
+        K(64, 64, 4, 3),
+        K(64, 64, 4, 3, 28, 120),
+        K(128, 64, 4, 3, 16, 232),
+    ),
+    ("hopper", 2, 128): (K(128, 128, 8, 3), K(64, 64, 4, 3), K(64, 128, 8, 3, 56, 472), K(128, 64, 8, 3)),
+    ("hopper", 2, 256): (
+        K(128, 64, 8, 2),
+        K(128, 64, 8, 2, 0, 56),
+        K(64, 64, 8, 2, 260, 1208),
+        K(128, 32, 8, 3),
+    ),
+    ("hopper", 4, 16): (K(64, 32, 4, 2), K(64, 32, 4, 2), K(32, 64, 4, 1), K(64, 32, 4, 1)),
+    ("hopper", 4, 32): (K(64, 32, 4, 2), K(64, 32, 4, 2), K(32, 64, 4, 1), K(64, 32, 4, 1)),
+    ("hopper", 4, 64): (K(64, 32, 4, 2), K(64, 32, 4, 2), K(32, 32, 4, 1), K(64, 32, 4, 1)),
+    ("hopper", 4, 128): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 32, 8, 1)),
+    ("hopper", 4, 256): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(16, 16, 8, 1), K(16, 32, 8, 1)),
+    # A100: tiles that fit without spills; not timed.
+    ("ampere", 2, 16): (K(128, 64, 4, 3), K(128, 64, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
+    ("ampere", 2, 32): (K(128, 64, 4, 3), K(128, 64, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
+    ("ampere", 2, 64): (K(128, 64, 4, 3), K(128, 64, 4, 3), K(64, 64, 4, 2), K(64, 64, 4, 2)),
+    ("ampere", 2, 128): (K(128, 64, 8, 2), K(128, 64, 8, 2), K(64, 64, 8, 2), K(64, 64, 8, 2)),
+    ("ampere", 2, 256): (K(64, 32, 8, 1), K(64, 32, 8, 1), K(32, 32, 8, 1), K(32, 32, 8, 1)),
+    ("ampere", 4, 16): (K(64, 32, 4, 2), K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("ampere", 4, 32): (K(64, 32, 4, 2), K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("ampere", 4, 64): (K(64, 32, 4, 2), K(64, 32, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("ampere", 4, 128): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 8, 1), K(32, 32, 8, 1)),
+    ("ampere", 4, 256): (K(32, 16, 8, 1), K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    # Any other GPU: small tiles that fit 64 KiB of shared memory a block; not timed.
+    ("other", 2, 16): (K(64, 64, 4, 2), K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("other", 2, 32): (K(64, 64, 4, 2), K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("other", 2, 64): (K(64, 64, 4, 2), K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("other", 2, 128): (K(64, 32, 4, 1), K(64, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("other", 2, 256): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 16, 8, 1), K(16, 32, 8, 1)),
+    ("other", 4, 16): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("other", 4, 32): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("other", 4, 64): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
+    ("other", 4, 128): (K(32, 16, 4, 1), K(32, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 4, 1)),
+    ("other", 4, 256): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
+HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def padded(head_dim: int) -> int:
@@ -92,12 +109,26 @@ def family_of_capability(major: int, minor: int) -> str:
     return "ampere" if (major, minor) in ((8, 0), (8, 7)) else "other"
 
 
-def precision_of(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
+def precision_of(table_family: str, element_bytes: int) -> str:
+    """Only tensor cores with tf32 (compute capability 8.0 and up) can split fp32 into three products."""
+    return (
+        "ieee"
+        if element_bytes == 4 and table_family == "other"
+        else "tf32x3"
+        if element_bytes == 4
+        else "tf32"
+    )
+
+
+def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Config:
+    """The configuration of one row of the table; ``width`` is a padded head_dim."""
+    forward, forward_windowed, dkdv, dq = _TABLE[table_family, element_bytes, width]
+    precision = precision_of(table_family, element_bytes)
+    return Config(forward_windowed if windowed else forward, dkdv, dq, precision)
 
 
 def choose(problem: Problem) -> Config:
-    """The row of the table for a problem."""
+    """The configuration for a problem."""
     width = padded(max(problem.head_dim, problem.head_dim_v))
-    rows = _TABLE[family(problem.device), problem.dtype.itemsize, width]
-    return Config(*rows, precision=precision_of(problem.dtype))
+    windowed = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
+    return row(family(problem.device), problem.dtype.itemsize, width, windowed)

@@ -1,8 +1,8 @@
 """FlashAttention-2's forward pass (Dao 2023, arXiv:2307.08691, Algorithm 1) in portable Triton.
 
-One program owns BLOCK_M rows of one query head and walks the keys that they reach in blocks of BLOCK_N: blocks at
-the window's edges or the sequence's end with a mask, the blocks between them without. The accumulator stays
-unscaled until the end and only the log-sum-exp is kept for the backward pass.
+One program owns BLOCK_M rows of one query head and walks the keys that they reach in blocks of BLOCK_N:
+blocks at the window's edges or the sequence's end with a mask, the blocks between them without. The
+accumulator stays unscaled until the end and only the log-sum-exp is kept for the backward pass.
 """
 
 import triton
@@ -23,7 +23,8 @@ from flashtile.backends.portable.tiles import (
 
 @triton.jit
 def softmax_step(scores, row_max, scale_log2, BENT: tl.constexpr, MASKED: tl.constexpr):
-    """scores [BLOCK_M, BLOCK_N], row_max [BLOCK_M] -> (probabilities over the new maximum, it, the old one's factor).
+    """scores [BLOCK_M, BLOCK_N], row_max [BLOCK_M] -> (probabilities over the new maximum, it, the old one's
+    factor).
 
     Unless BENT, the scores are raw products and ``scale_log2`` is folded into the exponent.
     """
@@ -79,7 +80,8 @@ def attend_blocks(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Key blocks ``first`` to ``last`` (exclusive) into the running (accumulator, maximum, sum) of each row."""
+    """Key blocks ``first`` to ``last`` (exclusive) into the running (accumulator, maximum, sum) of each
+    row."""
     for n in range(first, last):
         start = n * BLOCK_N
         PAST_END: tl.constexpr = MASKED and not EVEN_N
@@ -156,8 +158,8 @@ def forward_kernel(
 ):
     """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
 
-    q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V], without
-    the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
+    q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
+    without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
     """
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -197,10 +199,10 @@ def forward_kernel(
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             acc, row_max, row_sum = attend_blocks(
-                acc, row_max, row_sum, q, k_base, v_base, k_stride_s, v_stride_s, begin, end,
-                row_start, offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap,
-                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_N, RUN != 1,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
+                acc, row_max, row_sum, q, k_base, v_base, k_stride_s, v_stride_s, begin, end, row_start,
+                offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap, HAS_LEFT,
+                HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_N, RUN != 1, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
             )  # fmt: skip
 
     empty = row_sum == 0.0

@@ -1,6 +1,7 @@
 """Launchers: from tensors to kernel arguments, and compiled kernels kept after their first launch.
 
-Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not (7 us).
+Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not (7
+us).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class KeptKernel:
     Constants are the kernel's last parameters, in its order.
     """
 
-    def __init__(self, kernel: Any, grid: int, scalars: tuple, constants: tuple, config: KernelConfig | None) -> None:
+    def __init__(
+        self, kernel: Any, grid: int, scalars: tuple, constants: tuple, config: KernelConfig | None
+    ) -> None:
         self._kernel = kernel
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
@@ -241,7 +244,11 @@ class BackwardLaunch:
         common = (problem, config.precision, q, k, v, alibi_slopes)
         blocks = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N)
         dkdv = _attention_kernel(
-            dkdv_kernel, blocks * problem.num_heads_kv * problem.batch, config.dkdv, *common, (self._padded_rows,)
+            dkdv_kernel,
+            blocks * problem.num_heads_kv * problem.batch,
+            config.dkdv,
+            *common,
+            (self._padded_rows,),
         )
         blocks = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M)
         dq = _attention_kernel(dq_kernel, blocks * heads, config.dq, *common, (self._padded_rows,))

@@ -1,7 +1,7 @@
 """Step functions that the forward and backward kernels share: which blocks, which sequence, scores, masks.
 
-A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q`` aligns
-them at the bottom right: row ``i`` stands at key ``i + offset``.
+A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q``
+aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 """
 
 import triton
@@ -27,14 +27,22 @@ RUNTIME_INTEGERS = (
 
 @triton.jit
 def block_range(
-    start, end, offset, length, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr, BLOCK: tl.constexpr
+    start,
+    end,
+    offset,
+    length,
+    back,
+    ahead,
+    HAS_BACK: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Blocks of the other sequence that positions ``start <= i < end`` reach, in three runs.
 
-    Position ``i`` reaches from ``i + offset - back`` to ``i + offset + ahead`` of a sequence of ``length``. Returns
-    block numbers ``first <= full_first <= full_last <= last``: blocks [full_first, full_last) are reached whole by
-    every position and lie within the sequence; the rest of [first, last) needs a mask. Plain integers in, plain
-    integers out: Python calls it as ``block_range.fn``.
+    Position ``i`` reaches from ``i + offset - back`` to ``i + offset + ahead`` of a sequence of ``length``.
+    Returns block numbers ``first <= full_first <= full_last <= last``: blocks [full_first, full_last) are
+    reached whole by every position and lie within the sequence; the rest of [first, last) needs a mask. Plain
+    integers in, plain integers out: Python calls it as ``block_range.fn``.
     """
     reach_start = 0
     full_start = 0
@@ -125,7 +133,9 @@ def store_tile(
 def tanh(x):
     # Near zero 1 - 2 / (1 + e^2x) cancels; the series is exact to fp32 there.
     square = x * x
-    series = x * (1 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397)))
+    series = x * (
+        1 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397))
+    )
     # e^2x may overflow to inf, which gives 1, or underflow to 0, which gives -1.
     return tl.where(square < 0.0121, series, 1 - 2 / (1 + tl.exp2(x * (2 * LOG2_E))))
 
@@ -152,7 +162,8 @@ def bend_scores(
 
 @triton.jit
 def visible(distance, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr):
-    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance`` from the row's own position."""
+    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance`` from the row's own
+    position."""
     if HAS_BACK and HAS_AHEAD:
         return (distance >= -back) & (distance <= ahead)
     elif HAS_BACK:

@@ -1,0 +1,127 @@
+"""Every configuration of the portable kernels, for compilation ahead of time (``flashtile inspect``,
+tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flashtile.backends.portable.backward_dkdv import dkdv_kernel
+from flashtile.backends.portable.backward_dq import dq_kernel
+from flashtile.backends.portable.backward_prepare import ROW_PAD, prepare_kernel
+from flashtile.backends.portable.config import (
+    HEAD_DIMS,
+    KernelConfig,
+    family_of_capability,
+    precision_of,
+    row,
+)
+from flashtile.backends.portable.forward import forward_kernel
+from flashtile.backends.portable.launch import PREPARE_BLOCK_M, PREPARE_NUM_WARPS
+from flashtile.compile_report import CompileCase, architecture
+
+_VARIANTS: dict[str, dict[str, bool]] = {
+    "full": {},
+    "causal": {"HAS_RIGHT": True},
+    "features": {"VARLEN": True, "HAS_LEFT": True, "HAS_RIGHT": True, "HAS_SOFTCAP": True, "HAS_ALIBI": True},
+}
+"""Plain problems as most calls have them, and one with every feature at once."""
+
+_FLOAT_ROWS = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "alibi_slopes")
+_FLOATS = ("softmax_scale", "scale_log2", "softcap")
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Each row of the table that serves ``arch``, for each kernel and variant."""
+    table_family = family_of_capability(*divmod(architecture(arch).capability, 10))
+    for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
+        for head_dim in HEAD_DIMS:
+            for variant, flags in _VARIANTS.items():
+                config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
+                for name, kernel, tile in (
+                    ("forward", forward_kernel, config.forward),
+                    ("dkdv", dkdv_kernel, config.dkdv),
+                    ("dq", dq_kernel, config.dq),
+                ):
+                    yield CompileCase(
+                        name=f"{name} {dtype} head_dim {head_dim} {variant}",
+                        kernel=kernel,
+                        **_arguments(
+                            kernel, dtype, _constants(kernel, tile, head_dim, config.precision, flags)
+                        ),
+                        num_warps=tile.num_warps,
+                        num_stages=tile.num_stages,
+                        spill_budget=tile.features_spill_budget
+                        if variant == "features"
+                        else tile.spill_budget,
+                        tensor_cores=precision_of(table_family, element_bytes) != "ieee",
+                    )
+            yield _prepare_case(dtype, head_dim)
+
+
+def _constants(
+    kernel: Any, tile: KernelConfig, head_dim: int, precision: str, flags: dict[str, bool]
+) -> dict[str, Any]:
+    bent = flags.get("HAS_SOFTCAP", False)
+    even = not flags.get("VARLEN", False)
+    values: dict[str, Any] = {
+        "VARLEN": False,
+        "HAS_LEFT": False,
+        "HAS_RIGHT": False,
+        "HAS_SOFTCAP": False,
+        "HAS_ALIBI": False,
+        "BENT": bent,
+        "EVEN_M": even,
+        "EVEN_N": even,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim,
+        "BLOCK_D": head_dim,
+        "BLOCK_DV": head_dim,
+        "BLOCK_M": tile.BLOCK_M,
+        "BLOCK_N": tile.BLOCK_N,
+        "WIDE": False,
+        "PRECISION": precision,
+        "ROW_PAD": ROW_PAD,
+    } | flags
+    return {name: value for name, value in values.items() if name in kernel.arg_names}
+
+
+def _prepare_case(dtype: str, head_dim: int) -> CompileCase:
+    constants = {
+        "VARLEN": False,
+        "HAS_DLSE": False,
+        "HEAD_DIM_V": head_dim,
+        "BLOCK_DV": head_dim,
+        "BLOCK_M": PREPARE_BLOCK_M,
+        "ROW_PAD": ROW_PAD,
+        "dlse_ptr": None,
+    }
+    return CompileCase(
+        name=f"prepare {dtype} head_dim {head_dim}",
+        kernel=prepare_kernel,
+        **_arguments(prepare_kernel, dtype, constants),
+        num_warps=PREPARE_NUM_WARPS,
+        tensor_cores=False,
+    )
+
+
+def _arguments(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
+    """Signature and constants of a launch with contiguous tensors; absent tensors are constants None."""
+    if not constants["VARLEN"]:
+        constants |= {name: None for name in ("cu_seqlens_q", "cu_seqlens_k") if name in kernel.arg_names}
+    if "alibi_slopes" in kernel.arg_names and not constants["HAS_ALIBI"]:
+        constants["alibi_slopes"] = None
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        if name in _FLOAT_ROWS:
+            signature[name] = "*fp32"
+        elif name.startswith("cu_seqlens"):
+            signature[name] = "*i32"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{dtype}"
+        else:
+            signature[name] = "fp32" if name in _FLOATS else "i32"
+    strides = frozenset(name for name in signature if name[:2] in ("q_", "k_", "v_") and "stride" in name)
+    return {"signature": signature, "constants": constants, "divisible_by_16": strides}

@@ -109,12 +109,9 @@ class Case:
             softmax_scale=self.softmax_scale,
         )
         dout, dlse = self._gradients(q, v, seed)
-        if self.unused_tail:
-            for tensor in (q, k, v, dout):
-                if tensor is not None:
-                    tensor[-self.unused_tail :] = torch.nan
-            if dlse is not None:
-                dlse[:, -self.unused_tail :] = torch.nan
+        for tensor in (q, k, v, dout, None if dlse is None else dlse.mT):
+            if tensor is not None and self.unused_tail:
+                poison_last_rows(tensor, self.unused_tail)
         return Inputs(q, k, v, arguments, dout, dlse)
 
     def _gradients(self, q: Tensor, v: Tensor, seed: int) -> tuple[Tensor | None, Tensor | None]:
@@ -128,6 +125,14 @@ class Case:
         if self.upstream == "transposed":
             return dout.transpose(-2, -3).contiguous().transpose(-2, -3), dlse.mT.contiguous().mT
         return dout, dlse
+
+
+def poison_last_rows(tensor: Tensor, count: int) -> None:
+    """Write NaN into the last rows, unless all rows are one in memory."""
+    if tensor.stride(0) == 0:
+        return
+    once = (slice(1) if stride == 0 else slice(None) for stride in tensor.stride()[1:])
+    tensor[(slice(-count, None), *once)] = torch.nan
 
 
 def masks(left: int, right: int) -> Variants:

@@ -193,7 +193,7 @@ def test_dynamic_shapes_compile_once():
 
 
 def test_dynamic_lengths_and_windows_compile_twice_at_most():
-    """Once static, once dynamic: a variable-length call pins neither its total, its longest nor its window."""
+    """Once static, once dynamic: a variable-length call pins neither total, longest sequence nor window."""
     counter = CompileCounterWithBackend("aot_eager")
 
     @partial(torch.compile, fullgraph=True, backend=counter)
@@ -505,7 +505,9 @@ def test_functional_call():
         assert_same([per_sample[name][i] for name in weights], expected)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, None, None, None), (1, 0, None, 0), (None, 0, 2, None)])
+@pytest.mark.parametrize(
+    "in_dims", [(0, 0, 0, 0), (0, None, None, None), (1, 0, None, 0), (None, 0, 2, None)]
+)
 @pytest.mark.parametrize("slopes_shape", [(), (4,), (2, 4)], ids=["plain", "slopes", "slopes-of-batches"])
 def test_vmap_equals_a_loop(in_dims, slopes_shape):
     samples = 3

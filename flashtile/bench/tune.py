@@ -94,11 +94,11 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     prepare, dkdv, dq = backward.prepare(None, q, k, v, None)
     statistics = torch.empty((2, *backward.statistics_shape), device=q.device).unbind()
     prepare(q.device, out, dout, lse, None, *statistics, None)
-    inputs = (q.device, q, k, v, dout, *statistics)
+    inputs = (q, k, v, dout, *statistics)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":
-        return lambda: dkdv(*inputs, grads[1], grads[2], None, None, None)
-    return lambda: dq(*inputs, grads[0], None, None, None)
+        return lambda: dkdv(q.device, *inputs, grads[1], grads[2], None, None, None)
+    return lambda: dq(q.device, *inputs, grads[0], None, None, None)
 
 
 def _compile(candidate: Candidate) -> str | None:

@@ -1,17 +1,18 @@
-"""One suite for every backend: which targets exist here, and which cases each is held to."""
+"""One suite for every backend: each test that takes a ``target`` runs on all that exist here."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from cases import BF16, CASES, FP16, FP32, FP64, Case
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+from cases import CASES
+from targets import CUDA, TARGETS
 
 settings.register_profile(
     "flashtile",
@@ -23,70 +24,12 @@ settings.register_profile(
 settings.load_profile("flashtile")
 
 
-@dataclass(frozen=True)
-class Target:
-    """A backend on a device, and how much it is asked."""
-
-    name: str
-    backend: str
-    device: str
-    sizes: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    longest: int
-    """Tokens of the longest sequence in property and generated tests."""
-    head_dims: tuple[int, ...]
-    """Head sizes of generated calls; few on a GPU, where each is another compilation."""
-    examples: int
-    """Generated calls per dtype and layout."""
-    marks: tuple[pytest.MarkDecorator, ...] = ()
-    available: bool = True
-
-    def takes(self, case: Case) -> bool:
-        return case.size in self.sizes and case.dtype in self.dtypes
-
-
-CUDA = torch.cuda.is_available() and not INTERPRETING
-TARGETS = (
-    Target(
-        name="cpu",
-        backend="cpu",
-        device="cpu",
-        sizes=("tiny", "medium"),
-        dtypes=(FP16, BF16, FP32, FP64),
-        longest=130,
-        head_dims=tuple(range(1, 257)),
-        examples=30,
-    ),
-    Target(
-        name="interpreter",
-        backend="portable",
-        device="cpu",
-        sizes=("tiny",),
-        dtypes=(FP16, FP32),  # numpy has no bfloat16: Triton's interpreter multiplies its bits as integers
-        longest=40,
-        head_dims=tuple(range(1, 81)),
-        examples=10,
-        marks=(pytest.mark.interpreter,),
-        available=INTERPRETING,
-    ),
-    Target(
-        name="portable",
-        backend="portable",
-        device="cuda",
-        sizes=("tiny", "medium", "large"),
-        dtypes=(FP16, BF16, FP32),
-        longest=700,
-        head_dims=(40, 64, 72, 128),
-        examples=25,
-        marks=(pytest.mark.gpu,),
-        available=CUDA,
-    ),
-)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes ``target`` runs on every target here; with ``case`` too, on every case of each."""
+    """``target``: every target; ``gpu_target``: those on a GPU; ``case`` beside ``target``: its cases."""
     targets = [target for target in TARGETS if target.available]
+    if "gpu_target" in metafunc.fixturenames:
+        on_gpu = [pytest.param(t, id=t.name, marks=t.marks) for t in targets if t.device == "cuda"]
+        metafunc.parametrize("gpu_target", on_gpu)
     if "target" in metafunc.fixturenames and "case" in metafunc.fixturenames:
         pairs = [
             pytest.param(target, case, id=f"{target.name}-{case.name}", marks=target.marks)
@@ -113,3 +56,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _exact_matmuls() -> None:
     """The yardstick must not use TF32, whatever another test left behind."""
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture
+def most_of_the_card() -> None:
+    """A test that takes this needs tens of gigabytes of GPU memory: see :func:`_share_the_card`."""
+
+
+@pytest.fixture(autouse=True)
+def _share_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Among pytest-xdist workers, a test that needs most of the card runs while no other GPU test does."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    alone = "most_of_the_card" in request.fixturenames
+    with (Path(tempfile.gettempdir()) / "flashtile-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+        if torch.cuda.memory_reserved() > 2**30:
+            torch.cuda.empty_cache()

@@ -7,8 +7,8 @@ import torch
 
 import flashtile
 from cases import CASES, Case, Inputs
-from conftest import Target
 from flashtile import testing
+from targets import Target
 
 FEATURES = ("causal", "softcap", "alibi", "lengths", "unused_tail", "softmax_scale", "head_dim_v")
 MIXED = Case(

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import BF16, FP16, FP32, FP64, Case
-from conftest import Target
 from flashtile import testing
+from targets import Target
 
 
 @st.composite

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import flashtile
 from cases import FP16, FP32, FP64, Case
-from conftest import Target
 from flashtile import merge_states, testing
+from targets import Target
 
 
 class Attend:

@@ -1,0 +1,66 @@
+"""What a call costs besides time on the card: memory, and time of the host."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import flashtile
+from cases import BF16, Case
+from targets import Target
+
+pytestmark = pytest.mark.gpu
+
+
+def peak_over_tensors(target: Target, call: Case, backward: bool) -> float:
+    """Peak memory of a call over the bytes of its inputs, outputs, gradients and lse."""
+    inputs = call.inputs("cuda")
+    leaves = [t.detach().requires_grad_(backward) for t in inputs.qkv]
+    dout = inputs.dout if backward else None
+    del inputs
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = flashtile.attention(*leaves, causal=True, return_lse=True, backend=target.backend)
+    given = [*leaves] if dout is None else [*leaves, dout]
+    made = [out, lse]
+    if dout is not None:
+        made += torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+    grown = torch.cuda.max_memory_allocated() - before
+    return (grown + size_of(given)) / size_of(given + made)
+
+
+def size_of(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("seqlen", [4096, 16384])
+@pytest.mark.parametrize("heads_kv", [16, 2], ids=["mha", "gqa"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+def test_memory_is_that_of_the_tensors(
+    gpu_target: Target, seqlen: int, heads_kv: int, backward: bool
+) -> None:
+    """Linear in the sequence length, and hardly more than what goes in and comes out."""
+    shape = {"batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 16, "head_dim": 128}
+    call = Case(name="memory", heads_kv=heads_kv, dtype=BF16, **shape)
+    peak_over_tensors(gpu_target, call, backward)  # compiles
+    assert peak_over_tensors(gpu_target, call, backward) < 1.1
+
+
+def test_the_host_is_quick(gpu_target: Target) -> None:
+    """A repeated small forward pass without gradients: a smoke test with room for a loaded machine."""
+    call = Case(name="host", batch=1, seqlen_q=64, seqlen_k=64, heads_q=2, dtype=BF16)
+    q, k, v = call.inputs("cuda").qkv
+    best = float("inf")
+    with torch.no_grad():
+        for _ in range(50):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(100):
+                flashtile.attention(q, k, v, causal=True, backend=gpu_target.backend)
+            best = min(best, (time.perf_counter() - start) / 100)
+    assert best < 50e-6, f"{best * 1e6:.1f} us a call"

@@ -1,0 +1,77 @@
+"""The backends under test, each on a device, and which of them exist here.
+
+A new backend is one line: ``replace`` of a target with its name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cases import BF16, FP16, FP32, FP64, Case
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend on a device, and how much it is asked."""
+
+    name: str
+    backend: str
+    device: str
+    sizes: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    longest: int
+    """Tokens of the longest sequence in property and generated tests."""
+    head_dims: tuple[int, ...]
+    """Head sizes of generated calls; few on a GPU, where each is another compilation."""
+    examples: int
+    """Generated calls per dtype and layout."""
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    available: bool = True
+
+    def takes(self, case: Case) -> bool:
+        return case.size in self.sizes and case.dtype in self.dtypes
+
+
+CUDA = torch.cuda.is_available() and not INTERPRETING
+TARGETS = (
+    Target(
+        name="cpu",
+        backend="cpu",
+        device="cpu",
+        sizes=("tiny", "medium"),
+        dtypes=(FP16, BF16, FP32, FP64),
+        longest=130,
+        head_dims=tuple(range(1, 257)),
+        examples=30,
+    ),
+    Target(
+        name="interpreter",
+        backend="portable",
+        device="cpu",
+        sizes=("tiny",),
+        dtypes=(FP16, FP32),  # numpy has no bfloat16: Triton's interpreter multiplies its bits as integers
+        longest=40,
+        head_dims=tuple(range(1, 81)),
+        examples=10,
+        marks=(pytest.mark.interpreter,),
+        available=INTERPRETING,
+    ),
+    Target(
+        name="portable",
+        backend="portable",
+        device="cuda",
+        sizes=("tiny", "medium", "large"),
+        dtypes=(FP16, BF16, FP32),
+        longest=700,
+        head_dims=(40, 64, 72, 128),
+        examples=25,
+        marks=(pytest.mark.gpu,),
+        available=CUDA,
+    ),
+)

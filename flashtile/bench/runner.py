@@ -27,7 +27,9 @@ from flashtile.bench.workloads import SMALL_CALL, Inputs, Workload, make_inputs
 
 SCHEMA = 1
 MIN_CALLS = 3
-HOST_BATCHES, HOST_CALLS = 7, 200
+HOST_BATCHES = 7
+HOST_CALLS = {"cuda": 200, "cpu": 20}
+"""In a batch; fewer than the launches that CUDA queues."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 
@@ -123,10 +125,9 @@ def measure_workload(
             with _contained(entry, settings.device):
                 _admit(entry, workload, which, inputs, oracle)
         for turn in range(settings.rounds):
-            for entry in _rotated(entries, turn):
+            for entry in _rotated([entry for entry in entries if entry.call is not None], turn):
                 with _contained(entry, settings.device):
-                    if entry.call is not None:
-                        entry.times.append(_measure(entry.call, inputs, which, settings))
+                    _measure(entry, inputs, which, settings)
         yield _cell(workload, which, entries, oracle)
 
 
@@ -180,9 +181,11 @@ def _timed_function(call: Call, inputs: Inputs, which: str) -> Iterator[Callable
             yield lambda: torch.autograd.grad(call.attend(*leaves), leaves, dout)
 
 
-def _measure(call: Call, inputs: Inputs, which: str, settings: Settings) -> float:
-    with _timed_function(call, inputs, which) as function:
-        return time_call(function, settings.rep, settings.device)
+def _measure(entry: Entry, inputs: Inputs, which: str, settings: Settings) -> None:
+    """One turn."""
+    assert entry.call is not None
+    with _timed_function(entry.call, inputs, which) as function:
+        entry.times.append(time_call(function, settings.rep, settings.device))
 
 
 def time_call(function: Callable[[], Any], rep: float, device: torch.device) -> float:
@@ -223,13 +226,13 @@ def host_time(peer: Peer, device: torch.device) -> dict[str, Any]:
 
 
 def _issue_time(function: Callable[[], Any], device: torch.device) -> float:
-    batches = []
+    batches, calls = [], HOST_CALLS[device.type]
     for batch in range(HOST_BATCHES + 1):
         start = time.perf_counter()
-        for _ in range(HOST_CALLS):
+        for _ in range(calls):
             function()
         if batch:  # the first compiles and warms up
-            batches.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+            batches.append((time.perf_counter() - start) / calls * 1e6)
         _synchronize(device)
     return statistics.median(batches)
 
@@ -283,6 +286,7 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
         try:
             yield
             _synchronize(device)
+            return
         except torch.OutOfMemoryError as error:
             entry.reject(NO_MEMORY, _first_line(error))
         except ArithmeticError as error:
@@ -295,12 +299,11 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             reason = "; ".join([f"{type(error).__name__}: {_first_line(error)}", *dict.fromkeys(said)])
             refused = "No available kernel" in str(error) or "can't allocate memory" in str(error)
             entry.reject(REFUSED if refused else FAILED, reason)
-    if entry.status != OK:
+    try:
         release_memory(device)
-        try:
-            _synchronize(device)
-        except RuntimeError as error:
-            raise RuntimeError(f"{entry.peer.name} left {device} unusable: {_first_line(error)}") from error
+        _synchronize(device)
+    except RuntimeError as error:
+        raise RuntimeError(f"{entry.peer.name} left {device} unusable: {_first_line(error)}") from error
 
 
 def release_memory(device: torch.device) -> None:

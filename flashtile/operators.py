@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtile import launches, transforms
-from flashtile.problem import Options, check_call
+from flashtile.problem import Options, check_call, check_types
 
 _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, "
@@ -39,7 +39,9 @@ def forward(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, by the shortest path that is right for it."""
-    if torch.compiler.is_dynamo_compiling():  # the fake kernel checks the call
+    if torch.compiler.is_dynamo_compiling():
+        # What no graph can hold; the fake kernel checks the rest.
+        check_types(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
         _refuse_forward_mode(q, k, v)
         return torch.ops.flashtile.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options)
     if _is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes):

@@ -164,6 +164,7 @@ def check_call(
         ValueError: a shape, stride, device or number is not allowed.
         NotImplementedError: a device or head size that flashtile does not serve.
     """
+    check_types(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     rank, layout = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -193,6 +194,31 @@ def check_call(
     _check_options(options)
 
 
+def check_types(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> None:
+    """Raise TypeError for what is not a dense tensor."""
+    check_dense("q", q)
+    check_dense("k", k)
+    check_dense("v", v)
+    for name, tensor in (
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k),
+        ("alibi_slopes", alibi_slopes),
+    ):
+        if tensor is not None:
+            check_dense(name, tensor)
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
+        )
+
+
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise TypeError for what is not a tensor, and for sparse and nested ones."""
     if not isinstance(tensor, Tensor):
@@ -208,7 +234,6 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, rank: int, layout: str, q: Tensor) -> None:
-    check_dense(name, tensor)
     if tensor.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions {layout}, got shape {tuple(tensor.shape)}")
     if tensor.dtype not in DTYPES:
@@ -236,7 +261,6 @@ def _check_varlen(
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens is None:
             raise TypeError(f"{name} must be an int32 torch.Tensor like its partner, got None")
-        check_dense(name, cu_seqlens)
         if cu_seqlens.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
         if cu_seqlens.dim() != 1:
@@ -260,14 +284,9 @@ def _check_varlen(
 
 
 def _check_alibi(alibi_slopes: Tensor, q: Tensor, cu_seqlens_q: Tensor | None) -> None:
-    check_dense("alibi_slopes", alibi_slopes)
     if alibi_slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be float32, got {alibi_slopes.dtype}")
     _check_device("alibi_slopes", alibi_slopes, q)
-    if alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
-        )
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     heads = q.shape[-2]
     if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):

@@ -1,0 +1,49 @@
+"""The attentions that the demo compares, under one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashtile import flash_attn_func
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q, k, v) -> out, each (batch, seqlen, heads, head_dim): causal, aligned to the bottom right."""
+
+
+def flashtile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_func(q, k, v, causal=True)
+
+
+def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """softmax(q k^T) v with the score matrix in memory, as it is written where no fused kernel is used.
+
+    ``hidden`` is what :func:`later_keys` returns, for callers that keep it between calls.
+    """
+    if hidden is None:
+        hidden = later_keys(q.shape[1], k.shape[1], q.device)
+    q, k, v = q.transpose(1, 2) * q.shape[-1] ** -0.5, k.transpose(1, 2), v.transpose(1, 2)
+    scores = q @ k.transpose(-2, -1)
+    return (torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1) @ v).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own scaled_dot_product_attention, with whichever kernel torch chooses."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.shape[2] == k.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        seen = ~later_keys(q.shape[2], k.shape[2], q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return out.transpose(1, 2)
+
+
+def later_keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: the keys that a causal query must not see."""
+    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device).triu(1 + seqlen_k - seqlen_q)
+
+
+ATTENTIONS: dict[str, Attention] = {"flashtile": flashtile, "standard": standard, "sdpa": sdpa}

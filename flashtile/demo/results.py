@@ -1,0 +1,155 @@
+"""All that a demo measured, and the files that it becomes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from flashtile.demo import exactness, plots, scaling
+from flashtile.demo.check import Check
+from flashtile.demo.setting import Setting
+from flashtile.demo.training import Agreement, TrainingConfig, TrainingResult
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run with flashtile, its twin with standard attention, and what the first learned to write."""
+
+    config: TrainingConfig
+    corpus: str
+    corpus_files: int
+    train_bytes: int
+    validation_bytes: int
+    result: TrainingResult
+    twin: TrainingResult
+    agreement: Agreement
+    sample: str
+
+    def checks(self) -> list[Check]:
+        agreed = self.agreement
+        untrained = math.log(256)
+        learned = self.result.validation_loss < 0.75 * untrained
+        return [
+            Check(
+                "loss curve agrees with standard attention's",
+                agreed.holds,
+                f"at most {agreed.largest_difference:.2g} nats a byte apart over {agreed.steps} steps, "
+                f"{agreed.tolerance:g} allowed",
+            ),
+            Check(
+                "the model learned",
+                learned,
+                f"validation loss {self.result.validation_loss:.2f} nats a byte, "
+                f"knowing nothing is {untrained:.2f}, at most three quarters of that allowed",
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class Results:
+    started: datetime
+    seconds: float
+    quick: bool
+    setting: Setting
+    exactness: list[exactness.Exactness]
+    workload: scaling.Workload
+    scaling: list[scaling.Row]
+    training: Training
+
+    def checks(self) -> list[Check]:
+        return [exactness.check(self.exactness), *scaling.checks(self.scaling), *self.training.checks()]
+
+    def as_json(self) -> str:
+        """Every number, and the numbers that follow from them."""
+        record = asdict(self) | {"started": self.started.isoformat(timespec="seconds")}
+        record["setting"]["device_name"] = self.setting.device_name
+        record["checks"] = [asdict(check) for check in self.checks()]
+        record["passed"] = all(check.holds for check in self.checks())
+        for row, entry in zip(self.scaling, record["scaling"], strict=True):
+            entry |= {"speed_up": row.speed_up, "memory_ratio": row.memory_ratio}
+        record["training"]["result"]["bits_per_byte"] = self.training.result.bits_per_byte
+        return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+
+    def figures(self) -> dict[str, plots.Draw]:
+        training = self.training
+        return {
+            "time": plots.time_plot(self.scaling),
+            "memory": plots.memory_plot(self.scaling),
+            "loss": plots.loss_plot(
+                training.result.losses, training.twin.losses, training.result.validation_loss
+            ),
+        }
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Write ``results.json``, the figures and ``report.html``, replacing those of an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {
+        name: {theme: plots.render(draw, colours) for theme, colours in plots.THEMES.items()}
+        for name, draw in results.figures().items()
+    }
+    contents = {
+        "results.json": results.as_json().encode(),
+        **{f"{name}.png": themes["light"] for name, themes in pictures.items()},
+        "report.html": as_html(results, pictures).encode(),
+    }
+    written = []
+    for name, content in contents.items():
+        path = folder / name
+        path.write_bytes(content)
+        written.append(path)
+    return written
+
+
+def as_html(results: Results, pictures: dict[str, dict[str, bytes]]) -> str:
+    """One page that needs nothing else: style and pictures are inside."""
+    environment = Environment(
+        loader=PackageLoader("flashtile.demo", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["bytes"] = plots.format_bytes
+    environment.filters["error"] = lambda value: f"{value:.1e}"
+    return environment.get_template("report.html.jinja").render(
+        results=results,
+        setting=results.setting,
+        training=results.training,
+        checks=results.checks(),
+        exactness=by_case(results.exactness),
+        dtypes=list(dict.fromkeys(m.dtype for m in results.exactness)),
+        gradients=exactness.GRADIENTS,
+        score_matrices=scaling.SCORE_MATRICES,
+        pictures={
+            name: {theme: _data_uri(png) for theme, png in themes.items()}
+            for name, themes in pictures.items()
+        },
+    )
+
+
+def by_case(measured: list[exactness.Exactness]) -> dict[str, dict[str, exactness.Exactness]]:
+    table: dict[str, dict[str, exactness.Exactness]] = {}
+    for one in measured:
+        table.setdefault(one.case, {})[one.dtype] = one
+    return table
+
+
+def _data_uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: say them in words."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,251 @@
+"""Time and memory of a forward and backward pass over growing sequence lengths, beside standard attention.
+
+On a CPU every measurement runs in a fresh process whose peak resident memory the operating system knows, so
+that buffers inside of kernels count too. On a GPU it is the peak of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from flashtile.demo.attention import Attention, flashtile, later_keys, standard
+from flashtile.demo.check import Check
+
+SCORE_MATRICES = 3
+"""What standard attention holds at once in its backward pass: probabilities, their gradient, the scores'."""
+
+CPU_MEMORY_CAP = 4 * 2**30
+"""Standard attention is not asked to take more than this, or half of the free memory, on a CPU."""
+
+GPU_MEMORY_SHARE = 0.9
+
+LONGEST_PASS_SECONDS = 20.0
+"""A pass that is expected to take longer is left out: twice the length takes four times as long."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Causal self-attention, forward and backward."""
+
+    device: str
+    dtype: str
+    batch: int
+    heads: int
+    head_dim: int
+    seqlens: tuple[int, ...]
+    seconds_each: float
+    """A measurement repeats the pass for about so long (but once at least)."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def score_bytes(self, seqlen: int) -> int:
+        """The least that standard attention needs besides its inputs and outputs."""
+        return SCORE_MATRICES * self.batch * self.heads * seqlen**2 * self.torch_dtype.itemsize
+
+    def tensor_bytes(self, seqlen: int) -> int:
+        """One of q, k, v, out and their gradients."""
+        return self.batch * self.heads * seqlen * self.head_dim * self.torch_dtype.itemsize
+
+
+def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workload:
+    name = str(dtype).removeprefix("torch.")
+    if quick:
+        return Workload(str(device), name, 1, 2, 32, (128, 256, 512), 0.05)
+    if device.type == "cpu":
+        return Workload(str(device), name, 1, 8, 64, (256, 512, 1024, 2048, 4096, 8192), 1.0)
+    return Workload(str(device), name, 1, 16, 128, tuple(2**n for n in range(9, 18)), 0.3)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Median time of a pass, and the most memory that it held beyond q, k and v (None: not known here)."""
+
+    milliseconds: float
+    peak_bytes: int | None
+    passes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """``standard`` is None where it does not fit, for the reason in ``obstacle``."""
+
+    seqlen: int
+    flashtile: Cost
+    standard: Cost | None
+    obstacle: str | None
+
+    @property
+    def speed_up(self) -> float | None:
+        return None if self.standard is None else self.standard.milliseconds / self.flashtile.milliseconds
+
+    @property
+    def memory_ratio(self) -> float | None:
+        if self.standard is None or not self.standard.peak_bytes or not self.flashtile.peak_bytes:
+            return None
+        return self.standard.peak_bytes / self.flashtile.peak_bytes
+
+
+def measure(workload: Workload) -> Iterator[Row]:
+    """One row a sequence length, in rising order; ends early where flashtile itself would take too long."""
+    ours: Cost | None = None
+    theirs: Cost | None = None
+    for seqlen in workload.seqlens:
+        if too_slow(ours):
+            return
+        ours = cost("flashtile", workload, seqlen)
+        obstacle = memory_obstacle(workload, seqlen) or too_slow(theirs)
+        theirs = None
+        if obstacle is None:
+            try:
+                theirs = cost("standard", workload, seqlen)
+            except torch.OutOfMemoryError:
+                obstacle = "ran out of the GPU's memory"
+        yield Row(seqlen, ours, theirs, obstacle)
+
+
+def too_slow(at_half_length: Cost | None) -> str | None:
+    """Why twice the length is left out, judged by the time of the last one."""
+    if at_half_length is None:
+        return None
+    expected = 4 * at_half_length.milliseconds / 1e3
+    return f"would take about {expected:.0f} s a pass" if expected > LONGEST_PASS_SECONDS else None
+
+
+def memory_obstacle(workload: Workload, seqlen: int) -> str | None:
+    """Why standard attention cannot run at this length: its score matrices against the memory there is."""
+    if torch.device(workload.device).type == "cuda":
+        budget = GPU_MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(workload.device))[0]
+        described = f"{GPU_MEMORY_SHARE:.0%} of the GPU's free memory"
+    else:
+        free = free_memory()
+        budget, described = float(CPU_MEMORY_CAP), "the demo's cap"
+        if free is not None and free / 2 < budget:
+            budget, described = free / 2, "half of the free memory"
+    needed = workload.score_bytes(seqlen)
+    if needed <= budget:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB, does not fit in {budget / 2**30:.1f} GiB ({described})"
+
+
+def free_memory() -> float | None:
+    """Bytes that a new process could get without swapping; None where the system does not say."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(fields["MemAvailable"].split()[0]) * 1024.0
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def cost(attention: str, workload: Workload, seqlen: int) -> Cost:
+    """Measure one attention at one length."""
+    if torch.device(workload.device).type == "cuda":
+        return _cost_on_gpu(attention, workload, seqlen)
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return _cost_on_cpu(attention, workload, seqlen)
+    # The server imports what a measurement needs, once, and computes nothing itself: its children start at
+    # once and are safe to fork.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "flashtile.backends.portable", "flashtile.backends.cpu"])
+    with context.Pool(1) as pool:
+        return pool.apply(_cost_on_cpu, (attention, workload, seqlen))
+
+
+def _prepare(attention: str, workload: Workload, seqlen: int):
+    """A function of no arguments that runs one forward and backward pass; its inputs exist already."""
+    device = torch.device(workload.device)
+    shape = (workload.batch, seqlen, workload.heads, workload.head_dim)
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator, device=device).to(workload.torch_dtype) for _ in range(4)
+    )
+    inputs = tuple(t.requires_grad_() for t in (q, k, v))
+    attend: Attention = flashtile
+    if attention == "standard":  # which would keep its mask between calls
+        attend = partial(standard, hidden=later_keys(seqlen, seqlen, device))
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
+
+
+def _cost_on_cpu(attention: str, workload: Workload, seqlen: int) -> Cost:
+    _prepare(attention, workload, min(64, seqlen))()  # threads, libraries and their buffers
+    run = _prepare(attention, workload, seqlen)
+    before = _peak_resident_bytes()
+    seconds = [_timed(run)]
+    after = _peak_resident_bytes()
+    while sum(seconds) < workload.seconds_each and len(seconds) < 100:
+        seconds.append(_timed(run))
+    peak = None if before is None or after is None else after - before
+    return Cost(1e3 * statistics.median(seconds), peak, len(seconds))
+
+
+def _cost_on_gpu(attention: str, workload: Workload, seqlen: int) -> Cost:
+    device = torch.device(workload.device)
+    run = _prepare(attention, workload, seqlen)
+    run()  # compiles kernels
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    milliseconds: list[float] = []
+    while sum(milliseconds) < 1e3 * workload.seconds_each and len(milliseconds) < 100:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        milliseconds.append(start.elapsed_time(end))
+    return Cost(statistics.median(milliseconds), peak, len(milliseconds))
+
+
+def _timed(run) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _peak_resident_bytes() -> int | None:
+    """The most memory that this process has held so far; None where the operating system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """What the longest length that both ran shows."""
+    shared = [row for row in rows if row.standard is not None]
+    if not shared:
+        return []
+    row = shared[-1]
+    assert row.speed_up is not None
+    found = [
+        Check(
+            f"faster than standard attention at sequence length {row.seqlen}",
+            row.speed_up > 1,
+            f"{row.speed_up:.2f} times as fast",
+        )
+    ]
+    if row.memory_ratio is not None:
+        found.append(
+            Check(
+                f"less memory than standard attention at sequence length {row.seqlen}",
+                row.memory_ratio > 1,
+                f"{row.memory_ratio:.1f} times less",
+            )
+        )
+    return found

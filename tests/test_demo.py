@@ -1,0 +1,423 @@
+"""``flashtile demo``: its measurements, its training run, its report and its exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from datetime import datetime
+from html.parser import HTMLParser
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from flashtile.commands.demo import demo
+from flashtile.demo import exactness, plots, scaling, training
+from flashtile.demo.attention import ATTENTIONS, standard
+from flashtile.demo.check import Check
+from flashtile.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
+from flashtile.demo.model import GPTConfig, rotary, rotate
+from flashtile.demo.results import Results, Training, write
+from flashtile.demo.setting import choose_device, inspect_setting
+from flashtile.demo.training import TrainingConfig, agreement, generate, learning_rate, train
+
+CPU = torch.device("cpu")
+TINY = TrainingConfig(GPTConfig(layers=2, heads=2, embed=32), steps=25, batch=4, seqlen=64)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return python_library()
+
+
+@pytest.fixture(scope="module")
+def trained(corpus):
+    """(config, model, result) of a short run with flashtile's attention."""
+    return (TINY, *train(TINY, corpus))
+
+
+def test_corpus_is_the_same_each_time_and_holds_whole_files_out(tmp_path, corpus):
+    again = python_library()
+    assert torch.equal(corpus.train, again.train)
+    assert torch.equal(corpus.validation, again.validation)
+    assert len(corpus.train) > 1_000_000
+    assert len(corpus.validation) > 100_000
+
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "skipped.py").write_bytes(b"skipped")
+    texts = [f"text {i}".encode() for i in range(2 * VALIDATION_EVERY)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"file{i:02}.py").write_bytes(text)
+    split = python_library(tmp_path)
+    held_out = [texts[VALIDATION_EVERY - 1], texts[2 * VALIDATION_EVERY - 1]]
+    assert bytes(split.validation.tolist()) == b"\n".join(held_out)
+    assert bytes(split.train.tolist()) == b"\n".join(text for text in texts if text not in held_out)
+
+
+def test_corpus_of_two_files_has_both_parts_and_of_one_is_refused(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"a = 1")
+    with pytest.raises(FileNotFoundError, match="holds 1"):
+        python_library(tmp_path)
+    (tmp_path / "b.py").write_bytes(b"b = 22")
+    split = python_library(tmp_path)
+    assert (len(split.train), len(split.validation)) == (5, 6)
+
+
+def test_targets_are_inputs_one_byte_further():
+    text = torch.arange(100, dtype=torch.uint8)
+    inputs, targets = sample_batch(text, 50, 7, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (50, 7)
+    assert torch.equal(targets, inputs + 1)
+    with pytest.raises(ValueError, match="seqlen must be below the text's 100 bytes, got 100"):
+        sample_batch(text, 1, 100, torch.Generator())
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("seqlen_q", [1, 5, 33])
+def test_every_attention_is_causal_attention_aligned_to_the_bottom_right(name, seqlen_q):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, s, 3, 16, generator=generator) for s in (seqlen_q, 33, 33))
+    out = ATTENTIONS[name](q, k, v)
+    for row in range(seqlen_q):
+        seen = 33 - seqlen_q + row + 1
+        weights = torch.softmax(torch.einsum("bhd,bkhd->bhk", q[:, row], k[:, :seen]) / 4, -1)
+        torch.testing.assert_close(out[:, row], torch.einsum("bhk,bkhd->bhd", weights, v[:, :seen]))
+
+
+def test_rotary_scores_depend_on_distance_only():
+    q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
+
+    def score(query: int, key: int) -> float:
+        return (rotate(q, rotary(query, 1, 16, CPU)) * rotate(k, rotary(key, 1, 16, CPU))).sum().item()
+
+    assert score(30, 20) == pytest.approx(score(12, 2), abs=1e-4)
+    assert score(30, 20) != pytest.approx(score(20, 30), abs=1e-2)
+
+
+def test_model_sees_no_later_byte_and_continues_its_past(trained):
+    _, model, _ = trained
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 25:] += 1
+    with torch.no_grad():
+        logits = model(tokens)
+        torch.testing.assert_close(model(changed % 256)[:, :25], logits[:, :25])
+        head, past = model.extend(tokens[:, :10], [])
+        middle, past = model.extend(tokens[:, 10:39], past)
+        tail, _ = model.extend(tokens[:, 39:], past)
+    torch.testing.assert_close(torch.cat([head, middle, tail], 1), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention": "fast"}, "attention must be one of flashtile, standard, sdpa, got 'fast'"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, got 'int8'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+    ],
+)
+def test_bad_training_config_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **change)
+
+
+def test_bad_model_config_is_refused():
+    with pytest.raises(ValueError, match="embed must be a multiple of 2 \\* heads = 6"):
+        GPTConfig(heads=3, embed=32)
+    with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
+        GPTConfig(layers=0)
+
+
+def test_learning_rate_rises_then_falls_towards_zero():
+    config = replace(TINY, steps=50)
+    rates = [learning_rate(step, config) for step in range(50)]
+    peak = rates.index(max(rates))
+    assert max(rates) == pytest.approx(config.learning_rate)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert 0 < rates[-1] < 0.05 * config.learning_rate
+
+
+def test_training_learns_and_repeats_itself(trained, corpus):
+    config, _, result = trained
+    assert len(result.losses) == 25
+    assert result.losses[0] == pytest.approx(math.log(256), abs=0.5)
+    assert result.validation_loss < 4.0
+    assert result.bits_per_byte == pytest.approx(result.validation_loss / math.log(2))
+    assert train(config, corpus)[1].losses == result.losses
+
+
+@pytest.mark.parametrize("attention", ["standard", "sdpa"])
+def test_loss_curve_agrees_with_other_attentions(trained, corpus, attention):
+    config, _, result = trained
+    _, twin = train(replace(config, attention=attention, stop=15), corpus)
+    agreed = agreement(result.losses, twin.losses, config.dtype)
+    assert agreed.steps == 15
+    assert agreed.holds
+
+
+def test_loss_curve_with_a_wrong_gradient_does_not_agree(trained, corpus, monkeypatch):
+    def wrong(q, k, v):
+        return standard(q, k.detach(), v)
+
+    config, _, result = trained
+    monkeypatch.setitem(ATTENTIONS, "wrong", wrong)
+    _, twin = train(replace(config, attention="wrong"), corpus)
+    assert not agreement(result.losses, twin.losses, config.dtype).holds
+    assert not agreement([1.0, math.nan], [1.0, 1.0], config.dtype).holds
+
+
+def test_training_in_bfloat16_keeps_float32_weights(corpus):
+    model, result = train(replace(TINY, dtype="bfloat16", stop=5), corpus)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert math.isfinite(result.validation_loss)
+
+
+def test_time_limit_ends_training_early(corpus):
+    _, result = train(replace(TINY, steps=10_000), corpus, time_limit=0.2)
+    assert 1 <= len(result.losses) < 10_000
+
+
+def test_steps_within_follow_the_time(corpus):
+    few, many = (training.steps_within(seconds, TINY, corpus, trial_steps=4) for seconds in (0.0, 60.0))
+    assert few == 20
+    assert many > 100
+
+
+def test_generation_is_reproducible_and_outlives_the_trained_length(trained):
+    config, model, _ = trained
+    text = generate(model, b"def ", 150, config)
+    assert text.startswith(b"def ")
+    assert len(text) == 154 > 2 * config.seqlen
+    assert generate(model, b"def ", 150, config) == text
+    assert len(generate(model, b"", 3, config)) == 4
+
+
+def test_first_sampled_byte_follows_the_whole_prompt(trained):
+    config, model, _ = trained
+    with torch.no_grad():
+        expected = model(torch.tensor([list(b"import ")]))[0, -1].argmax().item()
+    assert generate(model, b"import ", 1, config, temperature=1e-4)[-1] == expected
+
+
+def test_exactness_holds_here_and_a_wrong_result_fails_its_check():
+    measured = list(exactness.measure(CPU, [case for case in exactness.CASES if case.lengths_q][:1]))
+    assert [one.dtype for one in measured] == ["float32", "bfloat16", "float16"]
+    assert all(set(one.errors) == set(exactness.RESULTS) for one in measured)
+    assert all(0 < one.errors["out"].largest <= one.errors["out"].allowed for one in measured)
+    assert exactness.check(measured).holds
+    failed = exactness.check([*measured, replace(measured[0], case="bad", holds=False)])
+    assert not failed.holds
+    assert "bad in float32" in failed.detail
+
+
+def test_every_exactness_case_is_another_call():
+    assert len(set(exactness.CASES)) == len({case.name for case in exactness.CASES}) == len(exactness.CASES)
+
+
+WORKLOAD = scaling.Workload("cpu", "float32", 1, 4, 32, (256, 512), 0.05)
+
+
+def test_peak_memory_tells_score_matrices_from_tiles():
+    seqlen = 1024
+    theirs, ours = (scaling.cost(name, WORKLOAD, seqlen) for name in ("standard", "flashtile"))
+    assert theirs.peak_bytes is not None
+    assert ours.peak_bytes is not None
+    matrix = 4 * seqlen**2 * 4
+    assert 2 * matrix < theirs.peak_bytes < 5 * matrix
+    assert ours.peak_bytes < matrix
+    assert theirs.milliseconds > 0
+    assert ours.passes >= 1
+
+
+def test_standard_attention_beyond_the_memory_cap_is_not_run(monkeypatch):
+    monkeypatch.setattr(scaling, "CPU_MEMORY_CAP", WORKLOAD.score_bytes(256))
+    rows = list(scaling.measure(WORKLOAD))
+    assert [row.seqlen for row in rows] == [256, 512]
+    assert rows[0].standard is not None
+    assert rows[0].speed_up == pytest.approx(rows[0].standard.milliseconds / rows[0].flashtile.milliseconds)
+    assert rows[1].standard is None
+    assert rows[1].obstacle is not None
+    assert "does not fit in" in rows[1].obstacle
+    assert rows[1].speed_up is None is rows[1].memory_ratio
+
+
+def test_half_of_the_free_memory_is_the_budget_of_small_machines(monkeypatch):
+    monkeypatch.setattr(scaling, "free_memory", lambda: 2.0 * WORKLOAD.score_bytes(512) - 2)
+    assert scaling.memory_obstacle(WORKLOAD, 256) is None
+    assert "half of the free memory" in str(scaling.memory_obstacle(WORKLOAD, 512))
+
+
+def test_lengths_that_would_take_too_long_are_left_out(monkeypatch):
+    monkeypatch.setattr(scaling, "LONGEST_PASS_SECONDS", 0.0)
+    assert len(list(scaling.measure(WORKLOAD))) == 1
+    assert scaling.too_slow(None) is None
+    assert scaling.too_slow(scaling.Cost(9000.0, None, 1)) == "would take about 36 s a pass"
+
+
+def cost(milliseconds: float, mebibytes: float) -> scaling.Cost:
+    return scaling.Cost(milliseconds, int(mebibytes * 2**20), 3)
+
+
+ROWS = [
+    scaling.Row(256, cost(1.0, 1), cost(2.0, 8), None),
+    scaling.Row(512, cost(3.0, 2), cost(9.0, 32), None),
+    scaling.Row(1024, cost(12.0, 4), None, "needs 6.0 GiB, does not fit in 4.0 GiB (the demo's cap)"),
+]
+
+
+def test_scaling_is_judged_at_the_longest_length_that_both_ran():
+    assert [(check.holds, check.detail) for check in scaling.checks(ROWS)] == [
+        (True, "3.00 times as fast"),
+        (True, "16.0 times less"),
+    ]
+    slow = scaling.Row(512, cost(9.1, 40), cost(9.0, 32), None)
+    assert [check.holds for check in scaling.checks([ROWS[0], slow, ROWS[2]])] == [False, False]
+    assert scaling.checks(ROWS[2:]) == []
+
+
+@pytest.fixture(scope="module")
+def results(trained, corpus) -> Results:
+    config, _, result = trained
+    return Results(
+        started=datetime(2025, 1, 2, 3, 4),
+        seconds=12.0,
+        quick=True,
+        setting=inspect_setting(CPU, torch.float32),
+        exactness=list(exactness.measure(CPU, exactness.CASES[1:2])),
+        workload=WORKLOAD,
+        scaling=ROWS,
+        training=Training(
+            config,
+            corpus.source,
+            corpus.files,
+            len(corpus.train),
+            len(corpus.validation),
+            result,
+            replace(result, losses=result.losses[:10]),
+            agreement(result.losses, result.losses[:10], "float32"),
+            "def <b>&sample</b>",
+        ),
+    )
+
+
+class Page(HTMLParser):
+    """The addresses that a page refers to, and its text."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "img", "source", "br"):
+            self.open.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "srcset", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_report_is_one_file_that_needs_no_network(results, tmp_path):
+    write(results, tmp_path / "deep" / "folder")
+    html = (tmp_path / "deep" / "folder" / "report.html").read_text()
+    page = Page(html)
+    assert page.open == []
+    assert len(page.addresses) == 6  # three figures, light and dark
+    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    assert not re.search(r"https?://|@import|url\(", html)
+    assert "prefers-color-scheme: dark" in html
+    assert "width=device-width" in html
+    assert "def <b>&sample</b>" in page.text  # escaped
+    assert "does not fit in 4.0 GiB" in page.text
+    assert all(check.name in page.text for check in results.checks())
+
+
+def test_results_hold_every_number_and_writing_again_changes_nothing(results, tmp_path):
+    written = write(results, tmp_path)
+    figures = {"time.png", "memory.png", "loss.png"}
+    assert {path.name for path in written} == {"results.json", "report.html"} | figures
+    assert set(tmp_path.iterdir()) == set(written)
+    before = {path: path.read_bytes() for path in written}
+    assert all(before[path].startswith(b"\x89PNG") for path in written if path.suffix == ".png")
+    assert write(results, tmp_path) == written
+    assert {path: path.read_bytes() for path in written} == before
+
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert record["passed"] is True
+    assert record["scaling"][1]["speed_up"] == 3.0
+    assert record["scaling"][2]["standard"] is None
+    assert record["training"]["result"]["losses"] == results.training.result.losses
+    assert record["exactness"][0]["errors"]["dq"]["largest"] == results.exactness[0].errors["dq"].largest
+    assert {served["backend"] for served in record["setting"]["served"]} == {"cpu"}
+
+
+def test_failures_and_numbers_that_are_none_reach_the_files(results, tmp_path):
+    nan = replace(results.training.result, losses=[1.0, math.nan], validation_loss=math.nan)
+    training = replace(results.training, result=nan, agreement=agreement(nan.losses, [1.0, 1.0], "float32"))
+    write(replace(results, training=training), tmp_path)
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert record["passed"] is False
+    assert record["training"]["result"]["losses"] == [1.0, "nan"]
+    assert "✗" in Page((tmp_path / "report.html").read_text()).text
+
+
+def test_report_without_memory_numbers(results, tmp_path):
+    rows = [replace(row, flashtile=replace(row.flashtile, peak_bytes=None), standard=None) for row in ROWS]
+    write(replace(results, scaling=rows), tmp_path)
+    assert "–" in Page((tmp_path / "report.html").read_text()).text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(512, "512 B"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (40.4 * 2**30, "40 GiB")]
+)
+def test_bytes_are_readable(size, text):
+    assert plots.format_bytes(size) == text
+
+
+def test_devices_are_checked():
+    assert choose_device("cpu") == CPU
+    for name, message in (("toaster", "got 'toaster'"), ("meta", "got 'meta'"), ("cuda:99", "torch sees")):
+        with pytest.raises(ValueError, match=message):
+            choose_device(name)
+
+
+@pytest.fixture
+def run():
+    app = typer.Typer()
+    app.command()(demo)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.slow
+def test_command_shows_everything_and_can_be_repeated(run, tmp_path):
+    arguments = ("--quick", "--seconds", "0.5", "--device", "cpu", "--out", tmp_path / "out")
+    for _ in range(2):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        for part in ("machine", "served by cpu", "not portable", "exactness", "speed-up", "def "):
+            assert part in result.output
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["passed"] is True
+
+
+def test_command_fails_when_a_check_fails(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(exactness, "check", lambda measured: Check("exact", False, "it is not"))
+    monkeypatch.setattr(scaling, "workload_for", lambda *_: replace(WORKLOAD, seqlens=(64,)))
+    result = run("--quick", "--seconds", "0.1", "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "FAILED" in result.output
+    assert json.loads((tmp_path / "results.json").read_text())["passed"] is False
+
+
+def test_command_refuses_a_device_that_is_not_there(run, tmp_path):
+    result = run("--device", "toaster", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()

@@ -23,6 +23,9 @@ RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
 """Scores that the reference computes at most for one workload (but at least one head's)."""
 
+HEADS_CHECKED = 64
+"""Key/value heads that are compared at most."""
+
 CHUNK_SCORES = {"cuda": 2**25, "cpu": 2**19}
 """Scores that it holds at once."""
 
@@ -116,7 +119,7 @@ def sample_heads(workload: Workload, device_type: str) -> list[Head]:
     for head in dict.fromkeys([every[0], every[-1], *drawn]):
         seqlen_q, seqlen_k = workload.sequences[head.sequence]
         left -= seqlen_q * seqlen_k * workload.group_size
-        if left < 0 and chosen:
+        if chosen and (left < 0 or len(chosen) == HEADS_CHECKED):
             break
         chosen.append(head)
     return chosen

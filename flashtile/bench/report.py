@@ -82,7 +82,7 @@ def summary_table(document: dict[str, Any]) -> Table:
 
 
 def write_plot(document: dict[str, Any], path: Path, unit: str = "tflops") -> None:
-    """A panel for each series of workloads and pass, a line for each contestant over the sequence length.
+    """A panel for each series and pass: lines over the sequence length, or bars where there is one length.
 
     Raises:
         ValueError: nothing was measured, or matplotlib does not know the file's suffix.
@@ -94,7 +94,7 @@ def write_plot(document: dict[str, Any], path: Path, unit: str = "tflops") -> No
         panels.setdefault((cell["pass"], cell["series"]), []).append(cell)
     if not panels:
         raise ValueError("there is nothing to plot: no cell was measured")
-    columns = min(len(panels), 2)
+    columns = min(len(panels), max(2, len(document["settings"]["passes"])))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.4 * rows + 0.8), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -103,21 +103,27 @@ def write_plot(document: dict[str, Any], path: Path, unit: str = "tflops") -> No
     handles: dict[str, Any] = {}
     factor, label = _scale(document, unit)
     for axis, ((which, series), cells) in zip(axes, panels.items(), strict=False):
-        for name in contestants:
+        lengths = sorted({cell["seqlen_k"] for cell in cells})
+        for index, name in enumerate(contestants):
             points = [
                 (cell["seqlen_k"], factor * cell["results"][name][unit])
                 for cell in cells
                 if summary.timed(cell, [name])
             ]
-            if points:
+            if points and len(lengths) == 1:
+                (handles[name],) = axis.bar([index], [points[0][1]], color=styles[name]["color"])
+            elif points:
                 (handles[name],) = axis.plot(*zip(*sorted(points), strict=True), **styles[name])
-        lengths = sorted({cell["seqlen_k"] for cell in cells})
+        if len(lengths) == 1:
+            axis.set_xticks([])
+            axis.set_xlabel(f"sequence length {lengths[0]}", fontsize=8)
+        else:
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(lengths, [str(length) for length in lengths], fontsize=8)
+            axis.minorticks_off()
+            axis.set_xlabel("sequence length", fontsize=8)
         kind = f"{cells[0]['mask']}, D {cells[0]['head_dim']}, {cells[0]['dtype']}"
         axis.set_title(f"{series}, {which}\n{kind}", fontsize=9)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [str(length) for length in lengths], fontsize=8)
-        axis.minorticks_off()
-        axis.set_xlabel("sequence length", fontsize=8)
         axis.set_ylabel(label, fontsize=8)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
@@ -188,10 +194,12 @@ def _print_refusals(document: dict[str, Any], console: Console) -> None:
     for cell in document["cells"]:
         for name, result in cell["results"].items():
             if result["status"] != "ok":
-                reasons[name, result["status"], result["reason"]] += 1
+                # How much memory was missing differs from cell to cell.
+                reason = "" if result["status"] == "out of memory" else f": {result['reason']}"
+                reasons[name, result["status"], reason] += 1
     for (name, status, reason), count in reasons.items():
         cells = "1 cell" if count == 1 else f"{count} cells"
-        console.print(f"{name}: {status} in {cells}: {reason}", highlight=False, markup=False)
+        console.print(f"{name}: {status} in {cells}{reason}", highlight=False, markup=False)
 
 
 def _speed(cell: dict[str, Any], name: str, unit: str, factor: float, bold: bool) -> str:

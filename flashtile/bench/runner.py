@@ -288,7 +288,8 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             _synchronize(device)
             return
         except torch.OutOfMemoryError as error:
-            entry.reject(NO_MEMORY, _first_line(error))
+            said_first = _first_line(error).split(". ")[:2]  # the rest is about this process
+            entry.reject(NO_MEMORY, ". ".join(said_first))
         except ArithmeticError as error:
             entry.reject(WRONG, str(error))
         except NotImplementedError as error:

@@ -26,7 +26,7 @@ def bench(
     workload_names: Annotated[
         Names | None,
         typer.Option(
-            "--workloads", "-w", help="Names, series or tags, repeated or by commas. [paper; cpu on the CPU]"
+            "--workloads", "-w", help="Names, series or tags, by commas or repeated. Default: paper, or cpu."
         ),
     ] = None,
     passes: Annotated[
@@ -35,15 +35,15 @@ def bench(
     ] = None,
     peer_names: Annotated[
         Names | None,
-        typer.Option("--peers", help="Peers to run, 'none' for flashtile alone. [all that can run]"),
+        typer.Option("--peers", help="Peers to run, 'none' for flashtile alone. Default: all that can run."),
     ] = None,
     backends: Annotated[
         Names | None,
-        typer.Option("--backend", help="Backends of flashtile, each a contestant. [dispatch's choice]"),
+        typer.Option("--backend", help="Backends of flashtile to compare. Default: dispatch's choice."),
     ] = None,
     head_dims: Annotated[Names | None, typer.Option("--head-dim", help="Keep these head sizes only.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Replaces the workloads' own dtype.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. [cuda if there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 3,
     rep: Annotated[float, typer.Option(min=1.0, help="Milliseconds a measurement.")] = 25.0,
     host_time: Annotated[bool, typer.Option(help="Measure the host time of a call.")] = True,

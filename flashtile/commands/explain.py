@@ -17,13 +17,17 @@ from flashtile.problem import UNLIMITED
 def explain(
     batch: Annotated[int, typer.Option(min=0)] = 1,
     seqlen_q: Annotated[int, typer.Option(min=0)] = 1024,
-    seqlen_k: Annotated[int | None, typer.Option(min=0, help="[seqlen-q]", show_default=False)] = None,
+    seqlen_k: Annotated[
+        int | None, typer.Option(min=0, help="Default: that of q.", show_default=False)
+    ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="[heads]", show_default=False)] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Default: heads.", show_default=False)] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(min=1, help="[head-dim]", show_default=False)] = None,
+    head_dim_v: Annotated[
+        int | None, typer.Option(min=1, help="Default: head_dim.", show_default=False)
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="[bfloat16; float32 on the CPU]", show_default=False)
+        str | None, typer.Option(help="Default: bfloat16; float32 on the CPU.", show_default=False)
     ] = None,
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window_left: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
@@ -35,7 +39,7 @@ def explain(
     ] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
     backend: Annotated[str | None, typer.Option(help="Insist on this backend.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. [cuda if there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
 ) -> None:
     """Say which backend and configuration a call would get, and each other backend's reason against.
 

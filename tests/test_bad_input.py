@@ -80,8 +80,6 @@ def test_the_good_call_passes(function, launched):
 @pytest.mark.parametrize(("function", "call"), PAIRS, ids=[f"{f}-{c.name}" for f, c in PAIRS])
 def test_refused(function, call, launched):
     """Without and with gradients, before and after a good call left its launch in the cache."""
-    if call.on_data and function.startswith("explain"):
-        pytest.skip("explain reads no data")
     arguments = good(function) | call.changes
     for _ in range(2):
         assert_refused(call, function, arguments)

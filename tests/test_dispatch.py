@@ -1,0 +1,225 @@
+"""Which backend a call gets, and what explain says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import dispatch, launches
+from flashtile.dispatch import PREFERENCE, Selection
+from flashtile.problem import Options, Problem
+
+
+@pytest.fixture
+def tensors():
+    return [torch.zeros(2, 5, 4, 16) for _ in range(3)]
+
+
+@pytest.fixture
+def problem(tensors):
+    return Problem.from_tensors(*tensors, options=Options(causal=True))
+
+
+def backend_double(name, reason=None, explicit_reason=None):
+    """A backend that refuses for ``reason``, or for ``explicit_reason`` when it is asked for by name."""
+    return SimpleNamespace(
+        NAME=name,
+        reason_against=lambda problem, explicit: explicit_reason if explicit else reason,
+        configure=lambda problem: f"{name}'s configuration",
+    )
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Backends by name, instead of those of the package."""
+    doubles = {}
+    monkeypatch.setattr(dispatch, "load_backend", doubles.__getitem__)
+    return doubles
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_backends_offer_what_dispatch_needs(name, problem):
+    backend = dispatch.load_backend(name)
+    assert name == backend.NAME
+    for function in ("reason_against", "configure", "prepare_forward", "prepare_backward"):
+        assert callable(getattr(backend, function))
+    for explicit in (False, True):
+        reason = backend.reason_against(problem, explicit=explicit)
+        assert reason is None or (isinstance(reason, str) and reason)
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_configurations_are_frozen_and_repeatable(name, problem):
+    backend = dispatch.load_backend(name)
+    config = backend.configure(problem)
+    assert dataclasses.is_dataclass(config)
+    assert config == backend.configure(problem)
+    hash(config)
+
+
+def test_problems_are_hashable_descriptions(tensors, problem):
+    same = Problem.from_tensors(*(t.clone() for t in tensors), options=Options(causal=True))
+    assert same == problem
+    assert hash(same) == hash(problem)
+    assert problem.causal
+    assert (problem.window_left, problem.window_right) == (-1, 0)
+    assert problem.softmax_scale == 0.25
+    assert problem.out_shape == (2, 5, 4, 16)
+    assert problem.lse_shape == (2, 4, 5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        problem.causal = False
+
+
+def test_first_that_serves_is_chosen(backends, problem):
+    backends["portable"], backends["cpu"] = backend_double("portable"), backend_double("cpu")
+    selection = dispatch.select(problem)
+    assert selection == Selection(backends["portable"], "portable's configuration", {})
+
+
+def test_others_follow_with_reasons(backends, problem):
+    backends["portable"], backends["cpu"] = backend_double("portable", "too cold"), backend_double("cpu")
+    selection = dispatch.select(problem)
+    assert selection.backend is backends["cpu"]
+    assert selection.reasons_against == {"portable": "too cold"}
+
+
+def test_none_serves(backends, problem):
+    backends["portable"] = backend_double("portable", "too cold")
+    backends["cpu"] = backend_double("cpu", "too hot")
+    with pytest.raises(
+        NotImplementedError, match=r"no backend serves this call \(portable: too cold; cpu: too hot\)"
+    ):
+        dispatch.select(problem)
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_explicit_backend_never_falls_back(backends, problem, name):
+    for other in PREFERENCE:
+        backends[other] = backend_double(other)
+    backends[name] = backend_double(name, explicit_reason="not today")
+    with pytest.raises(NotImplementedError, match=rf"backend='{name}' does not serve .*: not today"):
+        dispatch.select(problem, name)
+    backends[name] = backend_double(name, reason="only if asked")
+    assert dispatch.select(problem, name).backend is backends[name]
+
+
+def test_unknown_backend(problem, tensors):
+    with pytest.raises(ValueError, match="backend must be None or one of portable, cpu, got 'fast'"):
+        dispatch.select(problem, "fast")
+    for function in (flashtile.attention, flashtile.explain):
+        with pytest.raises(ValueError, match="got 'fast'"):
+            function(*tensors, backend="fast")
+
+
+def test_cached_launch_of_one_backend_is_not_anothers(tensors, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    flashtile.attention(*tensors)
+    flashtile.attention(*tensors, backend="cpu")
+    with pytest.raises(NotImplementedError, match="backend='portable' does not serve"):
+        flashtile.attention(*tensors, backend="portable")
+
+
+def test_explain_on_the_cpu(tensors, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    explanation = flashtile.explain(*tensors, causal=True)
+    assert explanation.backend == "cpu"
+    assert explanation.config == dispatch.load_backend("cpu").configure(explanation.problem)
+    assert explanation.problem == Problem.from_tensors(*tensors, options=Options(causal=True))
+    assert list(explanation.reasons_against) == ["portable"]
+    assert "GPU" in explanation.reasons_against["portable"]
+
+
+def test_explain_prints_what_matters(tensors, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    explanation = flashtile.explain(*tensors, causal=True, softcap=3.0)
+    lines = str(explanation).splitlines()
+    assert lines[0] == "backend: cpu"
+    assert lines[1] == f"config: {explanation.config}"
+    assert lines[2].startswith("not portable: ")
+    assert "softcap=3.0" in lines[3]
+    assert "window_right=0" in lines[3]
+
+
+def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):
+    monkeypatch.setattr(launches, "_forward_launches", launches.LaunchCache())
+    backend = dispatch.load_backend("cpu")
+    monkeypatch.setattr(backend, "prepare_forward", None)
+    flashtile.explain(*(t.requires_grad_() for t in tensors))
+    assert not launches._forward_launches
+
+
+@pytest.mark.parametrize("name", [None, *PREFERENCE])
+def test_explain_agrees_with_the_call(tensors, monkeypatch, name):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    explanation = flashtile.explain(*tensors, backend=name)
+    if explanation.backend is None:
+        with pytest.raises(NotImplementedError):
+            flashtile.attention(*tensors, backend=name)
+    else:
+        assert explanation.backend == dispatch.select(explanation.problem, name).backend.NAME
+        flashtile.attention(*tensors, backend=name)
+
+
+def test_explain_names_the_reason_against_an_explicit_backend(backends, tensors):
+    backends["portable"] = backend_double("portable", explicit_reason="not today")
+    backends["cpu"] = backend_double("cpu", reason="only if asked")
+    explanation = flashtile.explain(*tensors, backend="portable")
+    assert explanation.backend is None
+    assert explanation.config is None
+    assert explanation.reasons_against == {"portable": "not today", "cpu": "only if asked"}
+    assert str(explanation).startswith("backend: None")
+
+
+def test_explain_says_which_others_could(backends, tensors):
+    backends["portable"], backends["cpu"] = backend_double("portable"), backend_double("cpu")
+    explanation = flashtile.explain(*tensors)
+    assert explanation.backend == "portable"
+    assert explanation.reasons_against == {"cpu": "it could serve the call, but portable comes first"}
+    explanation = flashtile.explain(*tensors, backend="cpu")
+    assert explanation.backend == "cpu"
+    assert explanation.reasons_against == {
+        "portable": "it could serve the call, but backend='cpu' was asked for"
+    }
+
+
+def test_explain_of_tensors_without_data():
+    with torch.device("meta"):
+        q, k, v = (torch.zeros(2, 5, 4, 16, dtype=torch.float16) for _ in range(3))
+    explanation = flashtile.explain(q, k, v)
+    assert explanation.backend is None
+    assert set(explanation.reasons_against) == set(PREFERENCE)
+    assert all("meta" in reason for reason in explanation.reasons_against.values())
+
+
+def test_explain_varlen():
+    q, k, v = (torch.zeros(10, 4, 16) for _ in range(3))
+    offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 7, "max_seqlen_k": 8}
+    problem = flashtile.explain(q, k, v, **lengths).problem
+    assert problem.varlen
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q) == (2, 7, 8, 10)
+    assert problem.lse_shape == (4, 10)
+
+
+def test_float64_is_for_the_cpu(tensors, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    explanation = flashtile.explain(*(t.double() for t in tensors), backend="portable")
+    assert explanation.backend is None
+    assert "float64" in explanation.reasons_against["portable"]
+    assert flashtile.explain(*(t.double() for t in tensors)).backend == "cpu"
+
+
+@pytest.mark.gpu
+def test_explain_on_the_gpu():
+    q, k, v = (torch.zeros(2, 5, 4, 16, device="cuda", dtype=torch.float16) for _ in range(3))
+    explanation = flashtile.explain(q, k, v, causal=True)
+    assert explanation.backend == "portable"
+    assert "cuda" in explanation.reasons_against["cpu"]
+    with pytest.raises(NotImplementedError, match="float64"):
+        flashtile.attention(q.double(), k.double(), v.double())
+    with pytest.raises(NotImplementedError, match="backend='cpu' does not serve"):
+        flashtile.attention(q, k, v, backend="cpu")

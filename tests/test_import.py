@@ -1,0 +1,98 @@
+"""``import flashtile`` is cheap: torch and the standard library only, no triton, no CUDA, no work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BUDGET_MS = 50
+
+
+def run(code, **environment):
+    """What ``code`` prints as JSON, in a Python of its own."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+    assert not result.stderr, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_import_time():
+    """Best of several: other processes must not count."""
+    code = (
+        "import time, torch\n"
+        "start = time.perf_counter()\n"
+        "import flashtile\n"
+        "print(1e3 * (time.perf_counter() - start))"
+    )
+    times = []
+    for _ in range(5):
+        times.append(run(code))
+        if min(times) < BUDGET_MS / 2:
+            break
+    assert min(times) < BUDGET_MS, f"import flashtile took {times} ms beyond torch"
+
+
+def test_import_loads_torch_and_the_standard_library_only():
+    """What torch itself does not bring in does not come with flashtile, and no CUDA context is made."""
+    code = (
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import flashtile\n"
+        "brought = sorted(set(sys.modules) - before)\n"
+        "print(json.dumps([brought, 'triton' in sys.modules, torch.cuda.is_initialized()]))"
+    )
+    brought, triton, cuda = run(code)
+    assert {name.split(".")[0] for name in brought} - set(sys.stdlib_module_names) <= {"flashtile", "torch"}
+    assert not [name for name in brought if name.startswith(("torch._inductor", "torch._dynamo"))]
+    assert not triton
+    assert not cuda
+
+
+def test_a_call_on_the_cpu_needs_no_triton():
+    code = (
+        "import json, sys\n"
+        "sys.modules['triton'] = None\n"
+        "import torch, flashtile\n"
+        "q = torch.ones(1, 4, 2, 8, requires_grad=True)\n"
+        "out = flashtile.attention(q, q, q)\n"
+        "out.sum().backward()\n"
+        "print(json.dumps([out.mean().item(), flashtile.explain(q, q, q).backend]))"
+    )
+    assert run(code) == [1.0, "cpu"]
+
+
+def test_import_leaves_torch_as_it_is():
+    code = (
+        "import json, torch\n"
+        "def state():\n"
+        "    return [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_threads(),\n"
+        "            torch.initial_seed(), str(torch.get_rng_state().sum()),\n"
+        "            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]\n"
+        "torch.manual_seed(1)\n"
+        "before = state()\n"
+        "import flashtile\n"
+        "print(json.dumps(before == state()))"
+    )
+    assert run(code) is True
+
+
+def test_every_name_is_there():
+    code = (
+        "import json, flashtile\n"
+        "print(json.dumps([[name for name in flashtile.__all__ if not hasattr(flashtile, name)],\n"
+        "                  sorted(flashtile.__all__) == list(flashtile.__all__), flashtile.__version__]))"
+    )
+    missing, in_order, version = run(code)
+    assert missing == []
+    assert in_order
+    assert version

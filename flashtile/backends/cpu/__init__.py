@@ -1,0 +1,60 @@
+"""The CPU: torch's fused flash kernel where it covers the call, tiled online softmax in torch elsewhere."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from flashtile.backends.cpu import fused, tiled, varlen
+from flashtile.backends.cpu.config import Config, Fused, Tiled, configure
+from flashtile.problem import Problem
+
+__all__ = ["NAME", "Config", "configure", "prepare_backward", "prepare_forward", "reason_against"]
+
+NAME = "cpu"
+
+
+def reason_against(problem: Problem, explicit: bool) -> str | None:
+    """Why this backend does not serve the problem; None if it does."""
+    if problem.device.type != "cpu":
+        return f"it computes on the CPU, q is on {problem.device}"
+    return None
+
+
+def prepare_forward(problem: Problem, config: Config) -> Any:
+    """A launch ``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)``."""
+    dense = partial(_module(config.forward).forward, problem, config.forward)
+    if problem.varlen:
+        return partial(varlen.forward, dense, problem)
+
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: None, cu_seqlens_k: None, alibi_slopes: Tensor | None
+    ):
+        return dense(q, k, v, alibi_slopes)
+
+    return launch
+
+
+def prepare_backward(problem: Problem, config: Config) -> Any:
+    """A launch ``(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    -> (dq, dk, dv)``, dlse None for zero."""
+
+    def dense(dout: Tensor, dlse: Tensor | None, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = config.backward if dlse is None else config.backward_lse
+        return _module(chosen).backward(problem, chosen, dout, dlse, *tensors)
+
+    if problem.varlen:
+        return partial(varlen.backward, dense)
+
+    def launch(
+        dout: Tensor, dlse: Tensor | None, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes
+    ):
+        return dense(dout, dlse, q, k, v, out, lse, alibi_slopes)
+
+    return launch
+
+
+def _module(config: Fused | Tiled) -> Any:
+    return fused if isinstance(config, Fused) else tiled

@@ -1,0 +1,145 @@
+"""torch's flash kernel over blocks of rows, for windows and ALiBi: biases that depend on distance alone.
+
+Each block of rows attends to the keys that its window leaves, under a (BLOCK_M, keys) bias: minus the ALiBi
+slope times the distance of query and key, -inf where hidden. Such a bias is constant along every diagonal, so
+that one table, a block's rows by every distance from its first row, holds it for all blocks: each takes a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.cpu.blocks import split, visible_keys, visible_rows
+from flashtile.backends.cpu.config import Fused, effective_window
+from flashtile.backends.cpu.flash import attend, differentiate
+from flashtile.problem import UNLIMITED, Problem
+
+
+def forward(
+    problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim)."""
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
+    for tile in _tiles(problem, config, q, k, alibi_slopes):
+        out[tile.queries], lse[tile.statistics] = attend(
+            config.compute_dtype,
+            q[tile.queries],
+            k[tile.keys],
+            v[tile.keys],
+            False,
+            problem.softmax_scale,
+            tile.bias,
+        )
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    config: Fused,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, from the gradient of out."""
+    dq = q.new_zeros(q.shape)
+    # A key gets a term from each block of rows that sees it: float32 at least keeps their sum.
+    dk, dv = (t.new_zeros(t.shape, dtype=problem.lse_dtype) for t in (k, v))
+    for tile in _tiles(problem, config, q, k, alibi_slopes):
+        dq[tile.queries], dk_term, dv_term = differentiate(
+            config.compute_dtype,
+            dout[tile.queries],
+            q[tile.queries],
+            k[tile.keys],
+            v[tile.keys],
+            out[tile.queries],
+            lse[tile.statistics],
+            False,
+            problem.softmax_scale,
+            tile.bias,
+        )
+        dk[tile.keys] += dk_term
+        dv[tile.keys] += dv_term
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Tile(NamedTuple):
+    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys)."""
+
+    queries: tuple[slice, slice, slice]  # into q and out
+    keys: tuple[slice, slice, slice]  # into k and v
+    statistics: tuple[slice, slice, slice]  # into lse
+    bias: Tensor
+
+
+def _tiles(
+    problem: Problem, config: Fused, q: Tensor, k: Tensor, alibi_slopes: Tensor | None
+) -> Iterator[_Tile]:
+    batch, seqlen_q = q.shape[:2]
+    seqlen_k = k.shape[1]
+    window = effective_window(problem, seqlen_q, seqlen_k)
+    offset = seqlen_k - seqlen_q
+    all_rows = visible_rows(seqlen_q, seqlen_k, *window)
+    if not all_rows:
+        return
+    block_m = min(config.BLOCK_M, len(all_rows))
+    distances = _distances(window, all_rows, block_m, seqlen_k, offset)
+    heads_kv = range(k.shape[2])
+    if alibi_slopes is None:
+        parts = [(slice(0, batch), heads_kv)]
+    else:
+        # A table for each head, and for each sequence if its slopes are its own; some heads at a time.
+        heads = max(1, config.TABLE_ELEMENTS // (block_m * len(distances) * problem.group_size))
+        sequences = split(range(batch), 1 if alibi_slopes.dim() == 2 else max(1, batch))
+        parts = [(_slice(b), h) for b in sequences for h in split(heads_kv, heads)]
+    for sequence, part in parts:
+        heads_q = slice(part.start * problem.group_size, part.stop * problem.group_size)
+        slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, -1)[sequence.start, heads_q]
+        table = _table(window, distances, block_m, slopes, config.compute_dtype)
+        for rows in split(all_rows, block_m):
+            keys = visible_keys(rows, seqlen_k, offset, *window)
+            first = keys.start - (rows.start + offset) - distances.start
+            yield _Tile(
+                (sequence, _slice(rows), heads_q),
+                (sequence, _slice(keys), _slice(part)),
+                (sequence, heads_q, _slice(rows)),
+                table[:, :, : len(rows), first : first + len(keys)],
+            )
+
+
+def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int, offset: int) -> range:
+    """Every distance that a visible key can have from the first row of its block."""
+    left, right = window
+    start = -(rows.stop - 1 + offset) if left == UNLIMITED else -left
+    stop = seqlen_k - (rows.start + offset) if right == UNLIMITED else block_m + right
+    return range(start, stop)
+
+
+def _table(
+    window: tuple[int, int], distances: range, block_m: int, slopes: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(1, heads or 1, block_m, distances): a block's biases at each distance from its first row."""
+    own = torch.arange(block_m, dtype=torch.int32)[:, None]
+    distance = torch.arange(distances.start, distances.stop, dtype=torch.int32) - own
+    if slopes is None:
+        table = torch.zeros((1, 1, *distance.shape), dtype=dtype)
+    else:
+        table = -slopes[None, :, None, None].to(dtype) * distance.abs().to(dtype)
+    left, right = window
+    if left != UNLIMITED:
+        table.masked_fill_(distance < -left, -torch.inf)
+    if right != UNLIMITED:
+        table.masked_fill_(distance > right, -torch.inf)
+    return table
+
+
+def _slice(extent: range) -> slice:
+    return slice(extent.start, extent.stop)

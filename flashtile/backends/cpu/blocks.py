@@ -1,0 +1,41 @@
+"""Which rows, keys and tiles a window leaves to do: pure functions of lengths, ranges in, ranges out.
+
+``offset`` is ``seqlen_k - seqlen_q``: query row i stands at key position ``i + offset`` (bottom-right
+alignment). A window side of -1 is unlimited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashtile.problem import UNLIMITED
+
+
+def split(extent: range, size: int) -> Iterator[range]:
+    """``extent`` in blocks of ``size``, the last one shorter."""
+    for start in range(extent.start, extent.stop, size):
+        yield range(start, min(start + size, extent.stop))
+
+
+def visible_rows(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int) -> range:
+    """The rows that see at least one key."""
+    if seqlen_k == 0:
+        return range(0)
+    offset = seqlen_k - seqlen_q
+    start = 0 if window_right == UNLIMITED else max(0, -offset - window_right)
+    stop = seqlen_q if window_left == UNLIMITED else min(seqlen_q, seqlen_k - offset + window_left)
+    return range(start, max(start, stop))
+
+
+def visible_keys(rows: range, seqlen_k: int, offset: int, window_left: int, window_right: int) -> range:
+    """The keys that at least one of ``rows`` sees."""
+    start = 0 if window_left == UNLIMITED else max(0, rows.start + offset - window_left)
+    stop = seqlen_k if window_right == UNLIMITED else min(seqlen_k, rows.stop + offset + window_right)
+    return range(start, max(start, stop))
+
+
+def sees_all(rows: range, keys: range, offset: int, window_left: int, window_right: int) -> bool:
+    """Whether every one of ``rows`` sees every one of ``keys``, so that their tile needs no mask."""
+    left_free = window_left == UNLIMITED or keys.start >= rows.stop - 1 + offset - window_left
+    right_free = window_right == UNLIMITED or keys.stop - 1 <= rows.start + offset + window_right
+    return left_free and right_free

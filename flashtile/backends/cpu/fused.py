@@ -1,0 +1,54 @@
+"""Attention by torch's flash kernel: one call where its masks are ours, one a block of rows elsewhere."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashtile.backends.cpu import banded
+from flashtile.backends.cpu.config import Fused, effective_window
+from flashtile.backends.cpu.flash import attend, differentiate
+from flashtile.problem import UNLIMITED, Problem
+
+
+def forward(
+    problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim)."""
+    causal = _kernel_mask(problem, q, k)
+    if causal is None:
+        return banded.forward(problem, config, q, k, v, alibi_slopes)
+    return attend(config.compute_dtype, q, k, v, causal, problem.softmax_scale)
+
+
+def backward(
+    problem: Problem,
+    config: Fused,
+    dout: Tensor,
+    dlse: None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, from the gradient of out."""
+    causal = _kernel_mask(problem, q, k)
+    if causal is None:
+        return banded.backward(problem, config, dout, q, k, v, out, lse, alibi_slopes)
+    scale = problem.softmax_scale
+    dq, dk, dv = differentiate(config.compute_dtype, dout, q, k, v, out, lse, causal, scale)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _kernel_mask(problem: Problem, q: Tensor, k: Tensor) -> bool | None:
+    """The kernel's ``is_causal`` for these lengths; None if its masks do not fit or no key is there."""
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if problem.alibi or batch == 0 or seqlen_q == 0 or seqlen_k == 0:
+        return None
+    left, right = effective_window(problem, seqlen_q, seqlen_k)
+    if left != UNLIMITED:
+        return None
+    if right == UNLIMITED:
+        return False
+    return True if right == 0 and seqlen_q == seqlen_k else None

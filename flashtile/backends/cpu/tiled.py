@@ -1,0 +1,236 @@
+"""FlashAttention-2 in torch: online softmax over key blocks, backward by recomputation from the saved lse.
+
+Dao 2023, arXiv:2307.08691, Algorithms 1 and 2. Blocks of queries are the outer loop in both directions; key
+blocks that the window hides are skipped and only those on its edge are masked. The query heads of a group are
+folded into the rows of a tile, so that GQA reads each key once and repeats none. Tiles are computed in float32
+(float64 for float64 inputs). The largest temporaries are a few tiles and, for some heads at a time, the keys,
+the values and their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.config import Tiled, effective_window
+from flashtile.problem import Problem
+
+
+def forward(
+    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
+
+    Lengths are those of the tensors, zero included; of ``problem`` only the mask and the options count.
+    """
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
+    for chunk in _chunks(problem, config, q, k, v, alibi_slopes):
+        for rows in chunk.row_blocks():
+            out_tile, lse_tile = _forward_rows(chunk, rows)
+            chunk.tokens(out, rows).copy_(chunk.unfolded(out_tile, rows))
+            chunk.statistics(lse, rows).copy_(lse_tile.view(chunk.statistics(lse, rows).shape))
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    config: Tiled,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, from the gradients of out and of lse (None is zero)."""
+    dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    for chunk in _chunks(problem, config, q, k, v, alibi_slopes):
+        dk_chunk, dv_chunk = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
+        for rows in chunk.row_blocks():
+            dout_tile = chunk.folded(dout, rows)
+            # The rows' terms in dS = P * (dP - delta), delta = rowsum(dout * out) - dlse, and P = exp(S - lse).
+            minus_delta = -(dout_tile * chunk.folded(out, rows)).sum(-1, keepdim=True)
+            if dlse is not None:
+                minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
+            minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
+            dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
+            chunk.tokens(dq, rows).copy_(chunk.unfolded(dq_tile, rows))
+        chunk.keys_of(dk).copy_(dk_chunk.view(chunk.keys_of(dk).shape))
+        chunk.keys_of(dv).copy_(dv_chunk.view(chunk.keys_of(dv).shape))
+    return dq, dk, dv
+
+
+def _forward_rows(chunk: _Chunk, rows: range) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 for one block of rows: (out, lse), (heads, rows, head_dim_v) and (heads, rows)."""
+    q = chunk.folded(chunk.q, rows)
+    heads, num_rows, _ = q.shape
+    # The lowest finite number, not -inf: a row whose first keys are all hidden gets exp(-inf - lowest) = 0.
+    row_max = q.new_full((heads, num_rows, 1), torch.finfo(q.dtype).min)
+    row_sum = q.new_zeros((heads, num_rows, 1))
+    acc = q.new_zeros((heads, num_rows, chunk.v.shape[-1]))
+    for keys in chunk.key_blocks(rows):
+        scores = chunk.scores(q, rows, keys, None)
+        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+        p = scores.sub_(new_max).exp_()
+        correction = row_max.sub_(new_max).exp_()
+        row_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
+        acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
+        row_max = new_max
+    return acc.div_(row_sum), row_max.add_(row_sum.log_()).squeeze(-1)
+
+
+def _backward_rows(
+    chunk: _Chunk,
+    rows: range,
+    dout: Tensor,
+    minus_delta: Tensor,
+    minus_lse: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Tensor:
+    """Algorithm 2 for one block of rows: returns its dq and adds to dk and dv."""
+    q = chunk.folded(chunk.q, rows)
+    dq = torch.zeros_like(q)
+    for keys in chunk.key_blocks(rows):
+        block = slice(keys.start, keys.stop)
+        p = chunk.scores(q, rows, keys, minus_lse).exp_()
+        dv[:, block] += torch.bmm(p.mT, dout)
+        ds = chunk.tile("dscores", q.shape[1], len(keys))
+        torch.baddbmm(minus_delta, dout, chunk.v[:, block].mT, out=ds)
+        ds.mul_(p)
+        if chunk.softcap > 0:
+            # d tanh(x) = 1 - tanh(x)^2, with the tanh that scores() left behind.
+            tanh = chunk.tile("tanh", q.shape[1], len(keys))
+            ds.addcmul_(p.copy_(ds).mul_(tanh), tanh, value=-1)
+        dq.baddbmm_(ds, chunk.k[:, block], alpha=chunk.softmax_scale)
+        dk[:, block].add_(torch.bmm(ds.mT, q), alpha=chunk.softmax_scale)
+    return dq
+
+
+def _chunks(
+    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+) -> Iterator[_Chunk]:
+    """The call in chunks of at most TILE_HEADS (sequence, key/value head) pairs, whole sequences if they fit."""
+    batch, _, heads_kv, _ = k.shape
+    sequences = max(1, config.TILE_HEADS // heads_kv)
+    heads = min(config.TILE_HEADS, heads_kv)
+    for b in split(range(batch), sequences):
+        for h in split(range(heads_kv), heads):
+            yield _Chunk(
+                problem, config, q, k, v, alibi_slopes, slice(b.start, b.stop), slice(h.start, h.stop)
+            )
+
+
+class _Chunk:
+    """Some sequences and key/value heads of a call, folded to (pairs, rows or keys, head_dim)."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: Tiled,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alibi_slopes: Tensor | None,
+        batch: slice,
+        heads_kv: slice,
+    ):
+        group = problem.group_size
+        self.group = group
+        self.batch, self.heads_kv = batch, heads_kv
+        self.heads_q = slice(heads_kv.start * group, heads_kv.stop * group)
+        self.softmax_scale, self.softcap = problem.softmax_scale, problem.softcap
+        self.window = effective_window(problem, q.shape[1], k.shape[1])
+        self.seqlen_q, self.seqlen_k = q.shape[1], k.shape[1]
+        self.offset = self.seqlen_k - self.seqlen_q
+        self.block_m = max(1, config.BLOCK_M // group)
+        self.block_n = config.BLOCK_N
+        self.dtype = config.compute_dtype
+        self.q = q
+        self.k, self.v = (self.keys_of(t).to(self.dtype).contiguous().flatten(0, 1) for t in (k, v))
+        self.minus_slopes: Tensor | None = None
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
+            self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
+        self.buffers: dict[str, Tensor] = {}
+
+    def row_blocks(self) -> Iterator[range]:
+        return split(visible_rows(self.seqlen_q, self.seqlen_k, *self.window), self.block_m)
+
+    def key_blocks(self, rows: range) -> Iterator[range]:
+        return split(visible_keys(rows, self.seqlen_k, self.offset, *self.window), self.block_n)
+
+    def keys_of(self, tensor: Tensor) -> Tensor:
+        """View (sequences, heads_kv, seqlen_k, head_dim) of this chunk's part of k, v, dk or dv."""
+        return tensor[self.batch, :, self.heads_kv].transpose(1, 2)
+
+    def tokens(self, tensor: Tensor, rows: range) -> Tensor:
+        """View (sequences, heads_q, rows, head_dim) of this chunk's part of q, out, dq or dout."""
+        return tensor[self.batch, rows.start : rows.stop, self.heads_q].transpose(1, 2)
+
+    def statistics(self, tensor: Tensor, rows: range) -> Tensor:
+        """View (sequences, heads_q, rows) of this chunk's part of lse or its gradient."""
+        return tensor[self.batch, self.heads_q, rows.start : rows.stop]
+
+    def folded(self, tensor: Tensor, rows: range) -> Tensor:
+        """(pairs, group * rows, head_dim): a tile of q, out or dout in compute dtype, its own memory."""
+        tile = self.tokens(tensor, rows).to(self.dtype).contiguous()
+        return tile.view(-1, self.group * len(rows), tile.shape[-1])
+
+    def unfolded(self, tile: Tensor, rows: range) -> Tensor:
+        """The inverse of :meth:`folded`, a view to copy into :meth:`tokens`."""
+        heads = self.heads_q.stop - self.heads_q.start
+        return tile.view(-1, heads, len(rows), tile.shape[-1])
+
+    def tile(self, name: str, num_rows: int, num_keys: int) -> Tensor:
+        """A (pairs, num_rows, num_keys) tile in the buffer ``name``, which all of a chunk's tiles share."""
+        pairs = self.k.shape[0]
+        if name not in self.buffers:
+            rows = self.group * min(self.block_m, self.seqlen_q)
+            self.buffers[name] = self.k.new_empty(pairs * rows * min(self.block_n, self.seqlen_k))
+        return self.buffers[name][: pairs * num_rows * num_keys].view(pairs, num_rows, num_keys)
+
+    def scores(self, q: Tensor, rows: range, keys: range, added: Tensor | None) -> Tensor:
+        """A tile of masked scores, plus ``added`` (pairs, rows, 1) if given."""
+        tile = self.tile("scores", q.shape[1], len(keys))
+        k = self.k[:, keys.start : keys.stop].mT
+        if self.softcap > 0:
+            tanh = self.tile("tanh", q.shape[1], len(keys))
+            torch.baddbmm(tanh, q, k, beta=0, alpha=self.softmax_scale / self.softcap, out=tanh)
+            torch.mul(tanh.tanh_(), self.softcap, out=tile)
+            if added is not None:
+                tile += added
+        elif added is None:
+            torch.baddbmm(tile, q, k, beta=0, alpha=self.softmax_scale, out=tile)
+        else:
+            torch.baddbmm(added, q, k, alpha=self.softmax_scale, out=tile)
+
+        edge = not sees_all(rows, keys, self.offset, *self.window)
+        if edge or self.minus_slopes is not None:
+            distance = self._distance(rows, keys)
+            by_head = tile.view(-1, self.group, len(rows), len(keys))
+            if edge:
+                by_head.masked_fill_(self._hidden(distance), -torch.inf)
+            if self.minus_slopes is not None:
+                by_head.addcmul_(self.minus_slopes, distance.abs_())
+        return tile
+
+    def _distance(self, rows: range, keys: range) -> Tensor:
+        """(rows, keys): key position minus the query's own position."""
+        own = torch.arange(rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype)
+        return torch.arange(keys.start, keys.stop, dtype=self.dtype) - own[:, None]
+
+    def _hidden(self, distance: Tensor) -> Tensor:
+        left, right = self.window
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if left >= 0:
+            hidden |= distance < -left
+        if right >= 0:
+            hidden |= distance > right
+        return hidden

@@ -113,10 +113,10 @@ def _gradients(ctx, dout, dlse):
     if dout is None and dlse is None:
         return None, None, None
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes = ctx.saved_tensors
-    plain_gradients = all(gradient is None or type(gradient) is Tensor for gradient in (dout, dlse))
     if (
-        plain_gradients
+        not torch.compiler.is_dynamo_compiling()
         and not torch.is_grad_enabled()
+        and all(gradient is None or type(gradient) is Tensor for gradient in (dout, dlse))
         and _is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
     ):
         return launches.backward(

@@ -14,16 +14,22 @@ from torch import Tensor
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """``flashtile::forward``, under whatever transforms are active."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not _transforming():
         return torch.ops.flashtile.forward(*arguments)
     return _Forward.apply(*arguments)
 
 
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``flashtile::backward``, under whatever transforms are active."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not _transforming():
         return torch.ops.flashtile.backward(*arguments)
     return _Backward.apply(*arguments)
+
+
+def _transforming() -> bool:
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:

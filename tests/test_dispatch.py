@@ -123,6 +123,27 @@ def test_cached_launch_of_one_backend_is_not_anothers(tensors, monkeypatch):
         flashtile.attention(*tensors, backend="portable")
 
 
+def test_repeated_calls_neither_check_nor_dispatch(tensors, monkeypatch):
+    """What makes a repeated call cheap: its launch is looked up."""
+    q, k, v = (t.requires_grad_() for t in tensors)
+    first = flashtile.attention(q, k, v, causal=True)
+    torch.autograd.grad(first.sum(), (q, k, v))
+
+    def never(*arguments):
+        raise AssertionError("a repeated call came here")
+
+    for name in ("select", "check_call"):
+        monkeypatch.setattr(launches, name, never)
+    monkeypatch.setattr(Problem, "from_tensors", never)
+    again = flashtile.attention(q, k, v, causal=True)
+    assert torch.equal(again, first)
+    torch.autograd.grad(again.sum(), (q, k, v))
+    with torch.no_grad():
+        flashtile.attention(q, k, v, causal=True)
+    with pytest.raises(AssertionError, match="came here"):
+        flashtile.attention(q, k, v, causal=False)
+
+
 def test_explain_on_the_cpu(tensors, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     explanation = flashtile.explain(*tensors, causal=True)

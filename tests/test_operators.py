@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -332,6 +333,20 @@ def test_gradient_for_some_inputs(compiled, wanted):
     assert_same(results(call, tensors), results(partial(reference.attention, causal=True), tensors))
 
 
+@pytest.mark.parametrize("forward_compiled", [False, True])
+def test_compiled_autograd(forward_compiled):
+    """The backward pass is traced from the graph of nodes that eager or compiled calls left."""
+    tensors = dense(grad=True)
+    call = partial(flashtile.attention, causal=True, return_lse=True)
+    expected = results_with_backward(call, tensors)[2:]
+    out, lse = (torch.compile(call, backend="aot_eager") if forward_compiled else call)(*tensors)
+    for tensor in tensors:
+        tensor.grad = None
+    with compiled_autograd._enable(partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        (out.square().sum() + lse.sin().sum()).backward()
+    assert_same([t.grad for t in tensors], expected)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("used", [0, 1])
 def test_gradient_through_one_output(used, compiled):
@@ -561,7 +576,12 @@ def test_jacrev():
 def test_fake_tensors_have_the_shapes_of_real_ones(dtype):
     (vq, vk, vv), keywords = varlen()
     q, k, v = dense()
-    for tensors, options in (((q, k, v[..., :8]), {}), ((vq, vk, vv), keywords)):
+    for tensors, options in (
+        ((q, k, v[..., :8]), {}),
+        ((q, k, v), {"causal": True}),  # fewer queries than keys
+        ((k, q[:, :, :2], q[:, :, 2:]), {"causal": True}),  # and more
+        ((vq, vk, vv), keywords),
+    ):
         tensors = [t.to(dtype) for t in tensors]
         real = flashtile.attention(*tensors, **options, return_lse=True)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -2,7 +2,7 @@
 
 Each block of rows attends to the keys that its window leaves, under a (BLOCK_M, keys) bias: minus the ALiBi
 slope times the distance of query and key, -inf where hidden. Such a bias is constant along every diagonal, so
-that one table, a block's rows by every distance from its first row, holds it for all blocks: each takes a view.
+that one table, a block's rows by every distance from its first row, holds it for all blocks, as views.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Fused, effective_window
 from flashtile.backends.cpu.flash import attend, differentiate
 from flashtile.problem import UNLIMITED, Problem
@@ -72,12 +72,12 @@ def backward(
 
 
 class _Tile(NamedTuple):
-    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys)."""
+    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys), None for none."""
 
     queries: tuple[slice, slice, slice]  # into q and out
     keys: tuple[slice, slice, slice]  # into k and v
     statistics: tuple[slice, slice, slice]  # into lse
-    bias: Tensor
+    bias: Tensor | None
 
 
 def _tiles(
@@ -106,12 +106,13 @@ def _tiles(
         table = _table(window, distances, block_m, slopes, config.compute_dtype)
         for rows in split(all_rows, block_m):
             keys = visible_keys(rows, seqlen_k, offset, *window)
+            unbiased = slopes is None and sees_all(rows, keys, offset, *window)
             first = keys.start - (rows.start + offset) - distances.start
             yield _Tile(
                 (sequence, _slice(rows), heads_q),
                 (sequence, _slice(keys), _slice(part)),
                 (sequence, heads_q, _slice(rows)),
-                table[:, :, : len(rows), first : first + len(keys)],
+                None if unbiased else table[:, :, : len(rows), first : first + len(keys)],
             )
 
 

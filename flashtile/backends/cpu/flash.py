@@ -47,8 +47,45 @@ def differentiate(
     scale: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, in ``dtype``, from dout and what :func:`attend` took and gave."""
-    inputs = (t.to(dtype).transpose(1, 2) for t in (dout, q, k, v, out))
-    gradients = _backward(*inputs, lse, 0.0, causal, attn_mask=bias, scale=scale)
-    dq, dk, dv = (t.transpose(1, 2) for t in gradients)
+    """(dq, dk, dv), contiguous, in ``dtype`` or wider, from dout and what :func:`attend` took and gave."""
+    dout, q, k, v, out = (t.to(dtype) for t in (dout, q, k, v, out))
+    group = q.shape[2] // k.shape[2]
+    if group == 1 or dtype.itemsize > 2:
+        return _one_backward(dout, q, k, v, out, lse, causal, scale, bias)
+    # The kernel sums dk and dv over a group in its own dtype, too coarse in 16 bits. A call for each head of
+    # the groups, as much work in all, leaves that sum to us.
+    dq = torch.empty_like(q)
+    dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
+    for head in range(group):
+        of_head = slice(head, None, group)
+        bias_of_head = bias if bias is None or bias.shape[1] == 1 else bias[:, of_head]
+        dq[:, :, of_head], dk_term, dv_term = _one_backward(
+            dout[:, :, of_head],
+            q[:, :, of_head],
+            k,
+            v,
+            out[:, :, of_head],
+            lse[:, of_head],
+            causal,
+            scale,
+            bias_of_head,
+        )
+        dk += dk_term
+        dv += dv_term
     return dq, dk, dv
+
+
+def _one_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    by_heads = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    dq, dk, dv = _backward(*by_heads, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

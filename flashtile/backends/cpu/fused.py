@@ -17,6 +17,8 @@ def forward(
     causal = _kernel_mask(problem, q, k)
     if causal is None:
         return banded.forward(problem, config, q, k, v, alibi_slopes)
+    if q.shape[1] == 1 and problem.group_size > 1:
+        return _attend_by_groups(problem, config, q, k, v)
     return attend(config.compute_dtype, q, k, v, causal, problem.softmax_scale)
 
 
@@ -52,3 +54,13 @@ def _kernel_mask(problem: Problem, q: Tensor, k: Tensor) -> bool | None:
     if right == UNLIMITED:
         return False
     return True if right == 0 and seqlen_q == seqlen_k else None
+
+
+def _attend_by_groups(
+    problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One query that sees every key: a group's heads are as many queries of one head, which is read once."""
+    heads_kv = k.shape[2]
+    by_groups = q[:, 0].unflatten(1, (heads_kv, problem.group_size)).transpose(1, 2)
+    out, lse = attend(config.compute_dtype, by_groups, k, v, False, problem.softmax_scale)
+    return out.transpose(1, 2).reshape(q.shape), lse.flatten(1)[:, :, None]

@@ -2,9 +2,9 @@
 
 Dao 2023, arXiv:2307.08691, Algorithms 1 and 2. Blocks of queries are the outer loop in both directions; key
 blocks that the window hides are skipped and only those on its edge are masked. The query heads of a group are
-folded into the rows of a tile, so that GQA reads each key once and repeats none. Tiles are computed in float32
-(float64 for float64 inputs). The largest temporaries are a few tiles and, for some heads at a time, the keys,
-the values and their gradients.
+folded into the rows of a tile, so that GQA reads each key once and repeats none. Tiles are computed in
+float32 (float64 for float64 inputs). The largest temporaries are a few tiles and, for some heads at a time,
+the keys, the values and their gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def backward(
         dk_chunk, dv_chunk = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
         for rows in chunk.row_blocks():
             dout_tile = chunk.folded(dout, rows)
-            # The rows' terms in dS = P * (dP - delta), delta = rowsum(dout * out) - dlse, and P = exp(S - lse).
+            # P = exp(S - lse) and dS = P * (dP - delta), where delta = rowsum(dout * out) - dlse.
             minus_delta = -(dout_tile * chunk.folded(out, rows)).sum(-1, keepdim=True)
             if dlse is not None:
                 minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
@@ -116,7 +116,7 @@ def _backward_rows(
 def _chunks(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
 ) -> Iterator[_Chunk]:
-    """The call in chunks of at most TILE_HEADS (sequence, key/value head) pairs, whole sequences if they fit."""
+    """The call in chunks of TILE_HEADS (sequence, key/value head) pairs, whole sequences if they fit."""
     batch, _, heads_kv, _ = k.shape
     sequences = max(1, config.TILE_HEADS // heads_kv)
     heads = min(config.TILE_HEADS, heads_kv)

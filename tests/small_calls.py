@@ -1,0 +1,70 @@
+"""Small calls, dense and of variable length, and the results that tests compare."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (5, 2)},
+    "softcap": {"softcap": 3.0, "softmax_scale": 0.3},
+}
+
+
+def dense(
+    device="cpu", batch=2, seqlen_q=9, seqlen_k=12, heads=4, heads_kv=2, head_dim=16, grad=False, dtype=None
+):
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+    tensors = [
+        torch.randn(batch, seqlen, h, head_dim, device=device, dtype=dtype, generator=generator)
+        for seqlen, h in sizes
+    ]
+    return [tensor.requires_grad_(grad) for tensor in tensors]
+
+
+def varlen(device="cpu", lengths_q=(3, 0, 6), lengths_k=(4, 2, 6), heads=4, heads_kv=2, grad=False):
+    """q, k, v and the keyword arguments that go with them."""
+    q, _, _ = dense(device, 1, sum(lengths_q), 1, heads, heads_kv)
+    _, k, v = dense(device, 1, 1, sum(lengths_k), heads, heads_kv)
+    offsets = [
+        torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        for lengths in (lengths_q, lengths_k)
+    ]
+    keywords = {
+        "cu_seqlens_q": offsets[0],
+        "cu_seqlens_k": offsets[1],
+        "max_seqlen_q": max(lengths_q),
+        "max_seqlen_k": max(lengths_k),
+    }
+    return [t[0].detach().clone().requires_grad_(grad) for t in (q, k, v)], keywords
+
+
+def slopes(device="cpu", *shape):
+    return torch.rand(shape or (4,), device=device)
+
+
+def results(function, tensors):
+    """(out, lse) and the gradients of all tensors that want one, by a loss that uses both."""
+    out, lse = function(*tensors)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out)
+    loss = (out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
+    return out, lse, *torch.autograd.grad(loss, [t for t in tensors if t.requires_grad])
+
+
+def results_with_backward(function, tensors):
+    """Like ``results``, by ``backward``: reentrant checkpointing knows no other."""
+    for tensor in tensors:
+        tensor.grad = None
+    out, lse = function(*tensors)
+    (out.square().sum() + lse.sin().sum()).backward()
+    return out, lse, *(t.grad for t in tensors)
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, atol=2e-5, rtol=1e-5)

@@ -1,0 +1,229 @@
+"""Gradients by every path: checkpoints, autocast, partial and compiled ones, and those that are refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import flashtile
+from flashtile import reference
+from flashtile.problem import Options
+from small_calls import DEVICES, assert_same, dense, results, results_with_backward
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("compiled", "use_reentrant"), [(False, True), (False, False), (True, False)])
+def test_checkpoint(compiled, use_reentrant, device):
+    tensors = dense(device, grad=True)
+    call = partial(flashtile.attention, causal=True, return_lse=True)
+
+    def checkpointed(*arguments):
+        return checkpoint(call, *arguments, use_reentrant=use_reentrant)
+
+    if compiled:
+        checkpointed = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
+    assert_same(results_with_backward(checkpointed, tensors), results_with_backward(call, tensors))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_autocast_casts_like_torch(dtype, compiled, device):
+    tensors = dense(device, dtype=dtype, grad=True)
+    call = flashtile.attention
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out, lse = call(*tensors, return_lse=True)
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    expected, _ = reference.attention(*(t.detach().bfloat16() for t in tensors), upcast=torch.float32)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    out.sum().backward()
+    assert all(t.grad is not None and t.grad.dtype == dtype for t in tensors)
+
+
+def test_autocast_leaves_float64_and_disabled_calls():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flashtile.attention(*dense(dtype=torch.float64)).dtype == torch.float64
+        with torch.autocast("cpu", enabled=False):
+            assert flashtile.attention(*dense()).dtype == torch.float32
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=torch.cuda.is_available()):
+        assert flashtile.attention(*dense()).dtype == torch.float32
+    assert flashtile.attention(*dense()).dtype == torch.float32
+
+
+def test_autocast_mixed_dtypes_become_one():
+    q, k, v = dense()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flashtile.attention(q, k.bfloat16(), v.half()).dtype == torch.bfloat16
+        assert flashtile.explain(q, k.bfloat16(), v.half()).problem.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_for_some_inputs(compiled, wanted):
+    tensors = dense()
+    for i in wanted:
+        tensors[i].requires_grad_()
+    call = partial(flashtile.attention, causal=True, return_lse=True)
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_same(results(call, tensors), results(partial(reference.attention, causal=True), tensors))
+
+
+@pytest.mark.parametrize("forward_compiled", [False, True])
+def test_compiled_autograd(forward_compiled):
+    """The backward pass is traced from the graph of nodes that eager or compiled calls left."""
+    tensors = dense(grad=True)
+    call = partial(flashtile.attention, causal=True, return_lse=True)
+    expected = results_with_backward(call, tensors)[2:]
+    out, lse = (torch.compile(call, backend="aot_eager") if forward_compiled else call)(*tensors)
+    for tensor in tensors:
+        tensor.grad = None
+    with compiled_autograd._enable(partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        (out.square().sum() + lse.sin().sum()).backward()
+    assert_same([t.grad for t in tensors], expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("used", [0, 1])
+def test_gradient_through_one_output(used, compiled):
+    tensors = dense(grad=True)
+    call = partial(flashtile.attention, return_lse=True)
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    actual, expected = (
+        torch.autograd.grad(output.sin().sum(), tensors, allow_unused=True, materialize_grads=True)
+        for output in (call(*tensors)[used], reference.attention(*tensors)[used])
+    )
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("shape_of_gradient", ["expanded", "transposed", "sliced"])
+def test_gradients_of_any_strides(shape_of_gradient):
+    tensors = dense(grad=True)
+    out = flashtile.attention(*tensors)
+    expected_out, _ = reference.attention(*tensors)
+    dout = {
+        "expanded": torch.ones(()).expand(out.shape),
+        "transposed": torch.randn(2, 4, 9, 16).transpose(1, 2),
+        "sliced": torch.randn(2, 9, 4, 33)[..., 1::2],
+    }[shape_of_gradient]
+    assert_same(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected_out, tensors, dout))
+
+
+def saved_bytes(call):
+    """Bytes of distinct storages that autograd keeps for the backward of a call."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = call()
+    return sum(storages.values()), out
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_saves_inputs_out_and_lse_only(compiled):
+    tensors = dense(grad=True)
+    call = partial(flashtile.attention, *tensors, return_lse=True, causal=True)
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    saved, (out, lse) = saved_bytes(call)
+    assert saved <= sum(t.untyped_storage().nbytes() for t in (*tensors, out, lse))
+
+
+def test_packed_gradient_is_one_tensor():
+    qkv = torch.randn(2, 7, 3, 4, 16, requires_grad=True)
+    saved, out = saved_bytes(lambda: flashtile.flash_attn_qkvpacked_func(qkv))
+    lse_bytes = 2 * 4 * 7 * 4
+    assert saved <= qkv.untyped_storage().nbytes() + out.untyped_storage().nbytes() + lse_bytes
+    (gradient,) = torch.autograd.grad(out.sum(), qkv)
+    expected = torch.autograd.grad(reference.attention(*qkv.unbind(2))[0].sum(), qkv)
+    assert_same((gradient,), expected)
+
+
+def test_no_node_without_a_gradient():
+    q, k, v = dense(grad=True)
+    with torch.no_grad():
+        assert flashtile.attention(q, k, v).grad_fn is None
+    assert flashtile.attention(*dense()).grad_fn is None
+    with torch.inference_mode():
+        out = flashtile.attention(*dense())
+        assert out.is_inference()
+    torch.testing.assert_close(out.clone(), flashtile.attention(*dense()))
+    assert flashtile.attention(q.detach(), k, v.detach()).requires_grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_modified_inputs_are_noticed(compiled):
+    q, k, v = dense(grad=True)
+    call = torch.compile(flashtile.attention, backend="aot_eager") if compiled else flashtile.attention
+    scaled = k * 1.0
+    out = call(q, scaled, v)
+    scaled.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def gradient_with_graph(call, q, k, v):
+    (gradient,) = torch.autograd.grad(call(q, k, v).square().sum(), q, create_graph=True)
+    return gradient
+
+
+def test_second_derivative_is_refused():
+    q, k, v = dense(grad=True)
+    gradient = gradient_with_graph(flashtile.attention, q, k, v)
+    expected = gradient_with_graph(lambda *t: reference.attention(*t)[0], q, k, v)
+    assert_same((gradient,), (expected,))
+    assert gradient.requires_grad
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        gradient.square().sum().backward()
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.autograd.grad((gradient.sum() + q.sum()), q)
+
+
+def test_second_derivative_is_refused_through_the_operator():
+    def call(q, k, v):
+        return torch.ops.flashtile.forward(q, k, v, None, None, None, *Options())[0]
+
+    gradient = gradient_with_graph(call, *dense(grad=True))
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        gradient.sum().backward()
+
+
+def test_second_derivative_is_refused_when_compiled():
+    compiled = torch.compile(flashtile.attention, backend="aot_eager")
+
+    def second_derivative():
+        gradient_with_graph(compiled, *dense(grad=True)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="double backward"):
+        second_derivative()
+
+
+def test_forward_mode_is_refused():
+    q, k, v = dense()
+    with forward_ad.dual_level():
+        for tensors in ((forward_ad.make_dual(q, q), k, v), (q, forward_ad.make_dual(k, k), v)):
+            with pytest.raises(NotImplementedError, match="tangents"):
+                flashtile.attention(*tensors)
+        torch.testing.assert_close(flashtile.attention(q, k, v), reference.attention(q, k, v)[0])
+    for wrap in (lambda f: f, partial(torch.compile, backend="aot_eager")):
+        with pytest.raises(NotImplementedError, match="tangents"):
+            wrap(lambda q: torch.func.jvp(lambda a: flashtile.attention(a, k, v), (q,), (q,))[1])(q)

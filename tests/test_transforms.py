@@ -1,0 +1,107 @@
+"""``torch.func``: grad, vmap, jacrev and functional_call equal loops and standard attention."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import reference
+from small_calls import OPTIONS, assert_same, dense, slopes, varlen
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_func_grad(options):
+    tensors = dense()
+
+    def loss(attention, *tensors):
+        out, lse = attention(*tensors, **options)
+        return out.square().sum() + lse.cos().sum()
+
+    ours = torch.func.grad(partial(loss, partial(flashtile.attention, return_lse=True)), argnums=(0, 1, 2))
+    expected = torch.func.grad(partial(loss, reference.attention), argnums=(0, 1, 2))
+    assert_same(ours(*tensors), expected(*tensors))
+
+
+def test_func_second_derivative_is_refused():
+    q, k, v = dense()
+    gradient = torch.func.grad(lambda a: flashtile.attention(a, k, v).sum())
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.func.grad(lambda a: gradient(a).sum())(q)
+
+
+def test_functional_call():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(16, 48)
+
+        def forward(self, x):
+            return flashtile.flash_attn_qkvpacked_func(self.qkv(x).unflatten(-1, (3, 2, 8)), causal=True)
+
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(3, 2, 7, 16)
+    weights = dict(block.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(block, weights, (x,)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    for i in range(3):
+        expected = torch.autograd.grad(block(x[i]).square().sum(), list(weights.values()))
+        assert_same([per_sample[name][i] for name in weights], expected)
+
+
+@pytest.mark.parametrize(
+    "in_dims", [(0, 0, 0, 0), (0, None, None, None), (1, 0, None, 0), (None, 0, 2, None)]
+)
+@pytest.mark.parametrize("slopes_shape", [(), (4,), (2, 4)], ids=["plain", "slopes", "slopes-of-batches"])
+def test_vmap_equals_a_loop(in_dims, slopes_shape):
+    samples = 3
+
+    def mapped(tensor, dim):
+        return tensor if dim is None else torch.stack([tensor + i / 3 for i in range(samples)], dim)
+
+    tensors = [mapped(t, d) for t, d in zip(dense(), in_dims[:3], strict=True)]
+    if slopes_shape:
+        tensors.append(mapped(slopes("cpu", *slopes_shape), in_dims[3]))
+    dims = in_dims[: len(tensors)]
+
+    def call(attention, q, k, v, alibi_slopes=None):
+        return attention(q, k, v, causal=True, alibi_slopes=alibi_slopes)
+
+    ours = partial(call, partial(flashtile.attention, return_lse=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where it would loop itself
+        out, lse = torch.func.vmap(ours, in_dims=dims)(*tensors)
+        gradient_of_sample = torch.func.grad(lambda *t: ours(*t)[0].square().sum())
+        gradient = torch.func.vmap(gradient_of_sample, in_dims=dims)(*tensors)
+    for i in range(samples):
+        sample = [t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)]
+        q = sample[0].clone().requires_grad_()
+        expected = call(reference.attention, q, *sample[1:])
+        assert_same((out[i], lse[i]), expected)
+        assert_same((gradient[i],), torch.autograd.grad(expected[0].square().sum(), q))
+
+
+def test_vmap_nests():
+    x = torch.randn(2, 3, 2, 5, 2, 8)
+    out = torch.func.vmap(torch.func.vmap(lambda a: flashtile.attention(a, a, a)))(x)
+    flat = x.flatten(0, 2)
+    torch.testing.assert_close(out, flashtile.attention(flat, flat, flat).view_as(out), atol=2e-6, rtol=1e-5)
+
+
+def test_vmap_of_varlen_is_refused():
+    (q, k, v), keywords = varlen()
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q must be None under vmap"):
+        torch.func.vmap(lambda a: flashtile.attention(a, k, v, **keywords))(torch.stack([q, q]))
+
+
+def test_jacrev():
+    q, k, v = (t.double() for t in dense(batch=1, seqlen_q=2, seqlen_k=3, heads=2, heads_kv=1, head_dim=2))
+    ours = torch.func.jacrev(lambda a: flashtile.attention(a, k, v, causal=True))(q)
+    expected = torch.func.jacrev(lambda a: reference.attention(a, k, v, causal=True)[0])(q)
+    torch.testing.assert_close(ours, expected)

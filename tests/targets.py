@@ -48,7 +48,7 @@ TARGETS = (
         dtypes=(FP16, BF16, FP32, FP64),
         longest=130,
         head_dims=tuple(range(1, 257)),
-        examples=30,
+        examples=25,
     ),
     Target(
         name="interpreter",
@@ -58,7 +58,7 @@ TARGETS = (
         dtypes=(FP16, FP32),  # numpy has no bfloat16: Triton's interpreter multiplies its bits as integers
         longest=40,
         head_dims=tuple(range(1, 81)),
-        examples=10,
+        examples=8,
         marks=(pytest.mark.interpreter,),
         available=INTERPRETING,
     ),

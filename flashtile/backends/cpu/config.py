@@ -22,9 +22,9 @@ class Fused:
     """torch's own flash kernel.
 
     ``compute_dtype`` is the inputs' dtype, or float32 where that is faster or theirs would be too coarse.
-    Windows and ALiBi go by blocks of ``BLOCK_M`` rows: on Zen 4 128 is the fastest for ALiBi, 64 a tenth faster
-    for a window of 256 keys, 256 a sixth slower. Tables of biases hold ``TABLE_ELEMENTS`` numbers or those of
-    one key/value head.
+    Windows and ALiBi go by blocks of ``BLOCK_M`` rows: on Zen 4 128 is the fastest for ALiBi, 64 a tenth
+    faster for a window of 256 keys, 256 a sixth slower. Their tables of biases hold at most
+    ``TABLE_ELEMENTS`` numbers, or those of one key/value head.
     """
 
     compute_dtype: torch.dtype

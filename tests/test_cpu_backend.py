@@ -1,0 +1,266 @@
+"""What is particular to the CPU backend: its two algorithms, their blocks, their memory and their choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from cases import Case
+from flashtile import reference, testing
+from flashtile.backends import cpu
+from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.config import Config, Fused, Tiled
+from flashtile.problem import Options, Problem
+
+WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
+LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6))
+
+
+def using(**configs: Fused | Tiled):
+    """:func:`flashtile.attention` by the CPU backend, with some fields of its configuration replaced."""
+
+    def attention(q, k, v, *, return_lse, alibi_slopes=None, window_size=(-1, -1), **options):
+        options = Options(**options, window_left=window_size[0], window_right=window_size[1])
+        problem = Problem.from_tensors(q, k, v, None, None, alibi_slopes, options)
+        config = dataclasses.replace(cpu.configure(problem), **configs)
+        return _WithConfig.apply(q, k, v, alibi_slopes, problem, config)
+
+    return attention
+
+
+class _WithConfig(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, alibi_slopes, problem, config):
+        out, lse = cpu.prepare_forward(problem, config)(q, k, v, None, None, alibi_slopes)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = alibi_slopes, problem, config
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        alibi_slopes, problem, config = ctx.call
+        launch = cpu.prepare_backward(problem, config)
+        dout = torch.zeros(problem.out_shape, dtype=problem.dtype) if dout is None else dout.contiguous()
+        gradients = launch(dout, dlse, *ctx.saved_tensors, None, None, alibi_slopes)
+        return (*gradients, None, None, None)
+
+
+def tensors(
+    batch=1, seqlen_q=64, seqlen_k=64, heads_q=2, heads_kv=2, head_dim=16, dtype=torch.float32
+):
+    q = testing.random_tensor((batch, seqlen_q, heads_q, head_dim), dtype, "cpu", seed=1)
+    k, v = (testing.random_tensor((batch, seqlen_k, heads_kv, head_dim), dtype, "cpu", seed=s) for s in (2, 3))
+    return q, k, v
+
+
+def configuration(q, k, v, alibi_slopes=None, **options) -> Config:
+    return cpu.configure(Problem.from_tensors(q, k, v, None, None, alibi_slopes, Options(**options)))
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("window", WINDOWS)
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    def test_ranges_agree_with_the_mask(self, lengths: tuple[int, int], window: tuple[int, int]) -> None:
+        seqlen_q, seqlen_k = lengths
+        offset = seqlen_k - seqlen_q
+        seen = reference.visible(seqlen_q, seqlen_k, *window)
+        assert list(visible_rows(*lengths, *window)) == seen.any(1).nonzero().flatten().tolist()
+        for rows in split(visible_rows(*lengths, *window), 3):
+            of_block = seen[rows.start : rows.stop]
+            keys = visible_keys(rows, seqlen_k, offset, *window)
+            assert list(keys) == of_block.any(0).nonzero().flatten().tolist()
+            for block in split(keys, 2):
+                tile = of_block[:, block.start : block.stop]
+                assert sees_all(rows, block, offset, *window) == bool(tile.all())
+
+    def test_split_covers_once(self) -> None:
+        assert [list(block) for block in split(range(3, 10), 3)] == [[3, 4, 5], [6, 7, 8], [9]]
+        assert list(split(range(3, 3), 3)) == []
+
+    def test_no_keys_no_rows(self) -> None:
+        assert len(visible_rows(5, 0, -1, -1)) == 0
+
+    def test_a_window_costs_by_the_window(self) -> None:
+        def scores(window: int) -> int:
+            blocks = split(range(4096), 128)
+            return sum(len(rows) * len(visible_keys(rows, 4096, 0, window, 0)) for rows in blocks)
+
+        assert scores(256) < 4096 * (256 + 128)
+
+
+class TestConfigure:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"causal": True},
+            {"window_left": 5},
+            {"window_left": 9, "window_right": 3},
+            {"softmax_scale": 0.3},
+        ],
+    )
+    def test_torch_kernel(self, options: dict[str, Any]) -> None:
+        config = configuration(*tensors(), **options)
+        assert isinstance(config.forward, Fused)
+        assert isinstance(config.backward, Fused)
+        assert isinstance(config.backward_lse, Tiled)
+
+    @pytest.mark.parametrize("options", [{"softcap": 4.0}, {"softmax_scale": 0.0}, {"softmax_scale": -0.3}])
+    def test_tiled(self, options: dict[str, Any]) -> None:
+        config = configuration(*tensors(), **options)
+        assert isinstance(config.forward, Tiled)
+        assert isinstance(config.backward, Tiled)
+
+    def test_unequal_head_dims_are_tiled(self) -> None:
+        q, k, v = tensors()
+        assert isinstance(configuration(q, k, v[..., :8]).forward, Tiled)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_short_and_alibi_compute_in_float32(self, dtype: torch.dtype) -> None:
+        assert configuration(*tensors(seqlen_q=100, dtype=dtype)).forward.compute_dtype == torch.float32
+        long = tensors(seqlen_q=1024, dtype=dtype)
+        assert configuration(*long, torch.ones(2)).forward.compute_dtype == torch.float32
+
+    def test_float64_stays(self) -> None:
+        config = configuration(*tensors(dtype=torch.float64))
+        assert {config.forward.compute_dtype, config.backward_lse.compute_dtype} == {torch.float64}
+
+    def test_other_devices_are_refused(self) -> None:
+        problem = Problem.from_tensors(*(t.to("meta") for t in tensors()))
+        assert cpu.reason_against(problem, explicit=True) == "it computes on the CPU, q is on meta"
+        assert cpu.reason_against(dataclasses.replace(problem, device=torch.device("cpu")), True) is None
+
+
+CALLS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (21, 6)},
+    "left_only": {"window_size": (13, -1)},
+    "alibi": {"causal": True, "alibi": True},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("lengths", [(70, 70), (33, 90), (90, 33)], ids=str)
+class TestAnyBlocks:
+    """Results meet the error rule wherever the edges of blocks fall."""
+
+    def check(self, call: str, lengths: tuple[int, int], options: dict[str, Any], **configs) -> None:
+        q, k, v = tensors(2, *lengths, heads_q=6, heads_kv=3)
+        arguments = {**CALLS[call], **options}
+        if arguments.pop("alibi", False):
+            arguments["alibi_slopes"] = testing.random_alibi_slopes((2, 6), "cpu")
+        dlse = None if "backward" in configs else testing.random_gradients(q, v)[1]
+        dout = testing.random_gradients(q, v)[0]
+        testing.check(q, k, v, dout=dout, dlse=dlse, function=using(**configs), **arguments)
+
+    @pytest.mark.parametrize("blocks", [(8, 5, 2), (64, 16, 1), (16, 64, 100), (1, 7, 3)], ids=str)
+    @pytest.mark.parametrize("softcap", [0.0, 3.0])
+    def test_tiled(self, call, lengths, blocks, softcap) -> None:
+        tiled = Tiled(*blocks, torch.float32)
+        self.check(call, lengths, {"softcap": softcap}, forward=tiled, backward=tiled, backward_lse=tiled)
+        self.check(call, lengths, {"softcap": softcap}, forward=tiled, backward_lse=tiled)
+
+    @pytest.mark.parametrize("blocks", [(1, 10**6), (16, 1), (24, 24 * 200 * 2 + 1), (128, 10**6)], ids=str)
+    def test_fused(self, call, lengths, blocks) -> None:
+        fused = Fused(torch.float32, *blocks)
+        self.check(call, lengths, {}, forward=fused, backward=fused)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 0)}], ids=str)
+def test_16_bit_products_meet_the_error_rule(dtype, heads, options) -> None:
+    q, k, v = tensors(1, 256, 256, *heads, head_dim=32, dtype=dtype)
+    fused = Fused(dtype)
+    dout, _ = testing.random_gradients(q, v)
+    testing.check(q, k, v, dout=dout, function=using(forward=fused, backward=fused), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 0)}], ids=str)
+def test_decode_with_groups(dtype, options) -> None:
+    q, k, v = tensors(3, 1, 40, heads_q=8, heads_kv=2, dtype=dtype)
+    testing.check(q, k, v, backend="cpu", **options)
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window_size": (100, 50)},
+        {"alibi_slopes": torch.ones(1), "causal": True},
+        {"softcap": 5.0},
+        {"softmax_scale": -0.1, "causal": True},
+    ],
+    ids=lambda options: "-".join(options) or "full",
+)
+def test_no_score_matrix(options: dict[str, Any]) -> None:
+    """The largest tensor anywhere is an eighth of the score matrix at most."""
+    seqlen = 2048
+    q, k, v = (t.requires_grad_() for t in tensors(1, seqlen, seqlen, 1, 1))
+    for with_lse in (False, True):
+        with _Largest() as largest:
+            out, lse = flashtile.attention(q, k, v, return_lse=True, backend="cpu", **options)
+            (out.sum() + (lse.sum() if with_lse else 0)).backward()
+        assert 0 < largest.elements <= seqlen * seqlen // 8
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fused", causal=True),
+        Case("banded", window_size=(30, 3), alibi="batch"),
+        Case("tiled", softcap=4.0, causal=True),
+        Case("ragged", lengths=((9, 40), (0, 5), (33, 33), (4, 0)), causal=True),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("lse_gradient", [False, True])
+def test_same_bits_every_time(case: Case, lse_gradient: bool) -> None:
+    inputs = case.inputs("cpu")
+
+    def results() -> list[torch.Tensor]:
+        leaves = [t.detach().requires_grad_() for t in inputs.qkv]
+        out, lse = flashtile.attention(
+            *leaves, return_lse=True, backend="cpu", deterministic=True, **inputs.arguments
+        )
+        upstream = [torch.ones_like(out), torch.ones_like(lse)][: 1 + lse_gradient]
+        return [out, lse, *torch.autograd.grad([out, lse][: 1 + lse_gradient], leaves, upstream)]
+
+    for first, second in zip(results(), results(), strict=True):
+        assert first.is_contiguous()
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_lse_gradient_of_rows_without_keys(softcap: float, value: float) -> None:
+    """Whatever comes back into an lse of -inf, it reaches no gradient."""
+    q, k, v = (t.requires_grad_() for t in tensors(seqlen_q=9, seqlen_k=4))
+    out, lse = flashtile.attention(q, k, v, causal=True, softcap=softcap, return_lse=True, backend="cpu")
+    upstream = torch.where(lse == -torch.inf, value, 1.0)
+    gradients = torch.autograd.grad([out, lse], [q, k, v], [torch.ones_like(out), upstream])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[0][:, :5].any()
+    assert gradients[0][:, 5:].any()

@@ -25,6 +25,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """A launch ``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)``."""
+    if isinstance(config.forward, Fused) and not problem.varlen:
+        return fused.prepare_dense_forward(problem, config.forward)
     dense = partial(_module(config.forward).forward, problem, config.forward)
     if problem.varlen:
         return partial(varlen.forward, dense, problem)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -48,7 +48,8 @@ def differentiate(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, in ``dtype`` or wider, from dout and what :func:`attend` took and gave."""
-    dout, q, k, v, out = (t.to(dtype) for t in (dout, q, k, v, out))
+    if q.dtype != dtype:
+        dout, q, k, v, out = (t.to(dtype) for t in (dout, q, k, v, out))
     group = q.shape[2] // k.shape[2]
     if group == 1 or dtype.itemsize > 2:
         return _one_backward(dout, q, k, v, out, lse, causal, scale, bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from flashtile.backends.cpu import banded
@@ -10,11 +12,20 @@ from flashtile.backends.cpu.flash import attend, differentiate
 from flashtile.problem import UNLIMITED, Problem
 
 
+def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A launch for tensors of the problem's own lengths, with all that they decide decided."""
+    causal = _kernel_mask(problem, problem.batch, problem.seqlen_q, problem.seqlen_k)
+    if causal is None or (problem.seqlen_q == 1 and problem.group_size > 1):
+        return lambda q, k, v, cu_seqlens_q, cu_seqlens_k, slopes: forward(problem, config, q, k, v, slopes)
+    dtype, scale = config.compute_dtype, problem.softmax_scale
+    return lambda q, k, v, cu_seqlens_q, cu_seqlens_k, slopes: attend(dtype, q, k, v, causal, scale)
+
+
 def forward(
     problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim)."""
-    causal = _kernel_mask(problem, q, k)
+    causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
     if causal is None:
         return banded.forward(problem, config, q, k, v, alibi_slopes)
     if q.shape[1] == 1 and problem.group_size > 1:
@@ -35,17 +46,18 @@ def backward(
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, from the gradient of out."""
-    causal = _kernel_mask(problem, q, k)
+    causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
     if causal is None:
         return banded.backward(problem, config, dout, q, k, v, out, lse, alibi_slopes)
     scale = problem.softmax_scale
     dq, dk, dv = differentiate(config.compute_dtype, dout, q, k, v, out, lse, causal, scale)
+    if q.dtype == config.compute_dtype == dk.dtype:
+        return dq, dk, dv
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _kernel_mask(problem: Problem, q: Tensor, k: Tensor) -> bool | None:
+def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> bool | None:
     """The kernel's ``is_causal`` for these lengths; None if its masks do not fit or no key is there."""
-    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     if problem.alibi or batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return None
     left, right = effective_window(problem, seqlen_q, seqlen_k)

@@ -1,4 +1,4 @@
-"""Standard attention, which stores the score matrix: the oracle of every test and the "standard" row of benchmarks.
+"""Standard attention, which stores the score matrix: every test's oracle, the "standard" row of benchmarks.
 
 Plain torch, differentiable by autograd (twice, too), any device, any floating dtype.
 """
@@ -30,8 +30,8 @@ def attention(
     """(out, lse) by the definition, with the arguments and conventions of :func:`flashtile.attention`.
 
     Args:
-        upcast: compute in this dtype and return out in it, for a reference that is more exact than the inputs.
-            None computes in the dtype of q, as plain PyTorch does: the yardstick of the error rule. lse is then
+        upcast: compute in this dtype and return out in it, for a reference more exact than the inputs. None
+            computes in the dtype of q, as plain PyTorch does: the yardstick of the error rule. lse is then
             float32 (float64 for float64 inputs).
     """
     options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
@@ -44,7 +44,9 @@ def attention(
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs, lses = [], []
     for b in range(problem.batch):
-        slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b : b + 1]
         rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
         out, lse = _dense(q[None, rows], k[None, keys], v[None, keys], slopes, problem)
         outs.append(out[0])
@@ -76,7 +78,9 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, problem: Problem) -> tuple[Tensor, Tensor]:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor]:
     k, v = (t.repeat_interleave(problem.group_size, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q * problem.softmax_scale, k)
     if problem.softcap > 0:

@@ -28,8 +28,11 @@ FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 FLOAT64_UNITS = 64.0
 """Rounding units allowed for float64, where the reference is plain PyTorch itself."""
 
-NOISE_UNITS = 4.0
-"""Rounding units of the accumulator (float32, or float64) that are allowed in any case."""
+SCORE_UNITS = 2.0
+"""Rounding units of the accumulator (float32, or float64) that a score may be off."""
+
+CANCELLED_UNITS = 8.0
+"""The same for a gradient of a score, a difference of sums that may cancel."""
 
 LSE_UNITS = 1 / 8
 """Rounding units of q's dtype that lse may be off: a relative error of P far below P's own rounding."""
@@ -141,7 +144,9 @@ def measure(
     """
     defining = {name: a for name, a in arguments.items() if name not in ("deterministic", "backend")}
     q, k, v = q.detach(), k.detach(), v.detach()
-    if gradients and dout is None and dlse is None:
+    if not gradients:
+        dout = dlse = None
+    elif dout is None and dlse is None:
         dout, dlse = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)
     upstream = (dout, dlse)
     with poisoned_memory() if poison else nullcontext():
@@ -152,7 +157,7 @@ def measure(
     with torch.no_grad():
         plain[1] = reference.attention(q, k, v, upcast=ours[1].dtype, **defining)[1]
 
-    noise = _accumulation_noise(q, k, v, dout, arguments.get("softmax_scale"), exact)
+    noise = _rounding_noise(q, k, v, dout, exact, arguments)
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
         for name, *results in zip(FACTORS, ours, exact, plain, strict=False)
@@ -308,36 +313,53 @@ def _run(
     )
 
 
-def _accumulation_noise(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, softmax_scale: float | None, exact: Sequence[Tensor]
+def _rounding_noise(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, exact: Sequence[Tensor], arguments: dict[str, Any]
 ) -> dict[str, tuple[float, float]]:
-    """By result: what rounding in the accumulator may leave, (largest, rms), however plain PyTorch fares.
+    """By result: what rounding on the way may leave, (largest, rms), where plain PyTorch happens to be exact.
 
     A score is a sum of products of q and k. Its rounding, and in the backward pass that of lse, is a relative
-    error of P and of all that is made of P. A gradient of a score is ``P (dP - delta)``, the difference of
-    two sums of products of dout and v: where a query sees one key it is 0, and plain PyTorch happens to find
-    that exactly. A key gathers these differences from its share of the queries.
+    error of P and of all that is made of P.
+
+    A gradient of a score is ``dS = P (dP - delta)``, the difference of two sums of products of dout and v,
+    and 0 where a query sees one key. It is rounded to the dtype of q before its products with k and q, in
+    which it cancels: the dS of a query sum to 0. A key gathers dS from its share of the queries.
     """
-    eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
-    scale = abs(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    queries_per_key = q[..., 0].numel() / max(k[..., 0].numel(), 1)
+    eps = torch.finfo(q.dtype).eps
+    eps_of_sums = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
+    scale = arguments.get("softmax_scale")
+    scale = abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    p = 1 / _keys_seen(q, k, arguments)
+    queries_per_key = max(q[..., 0].numel() / max(k[..., 0].numel(), 1), 1.0)
 
     def noise(of: Callable[[Tensor], float]) -> dict[str, float]:
-        score = scale * _product(q, k, of)
-        score_gradient = 0.0 if dout is None else scale * _product(dout, v, of)
-        cancelled = {
-            "dq": score_gradient * of(_finite(k)),
-            "dk": score_gradient * of(_finite(q)) * max(queries_per_key, 1.0) ** 0.5,
+        score = SCORE_UNITS * eps_of_sums * scale * _product(q, k, of)
+        lse = SCORE_UNITS * eps_of_sums * of(_finite(exact[1]))
+        allowed = {
+            name: (score + lse) * of(_finite(result)) for name, result in zip(FACTORS, exact, strict=False)
         }
-        sizes = {name: of(_finite(result)) for name, result in zip(FACTORS, exact, strict=False)}
-        relative = score + sizes["lse"]
-        units = {name: relative * size + cancelled.get(name, 0.0) for name, size in sizes.items()}
-        allowed = {name: NOISE_UNITS * eps * unit for name, unit in units.items()}
-        allowed["lse"] = NOISE_UNITS * eps * score + LSE_UNITS * torch.finfo(q.dtype).eps
+        allowed["lse"] = score + LSE_UNITS * eps
+        if dout is not None:
+            score_gradient = scale * _product(dout, v, of)
+            score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + eps * (1 - p))
+            allowed["dq"] += score_gradient * of(_finite(k))
+            allowed["dk"] += score_gradient * of(_finite(q)) * queries_per_key**0.5
         return allowed
 
     largest, rms = noise(_largest), noise(_rms)
     return {name: (largest[name], rms[name]) for name in largest}
+
+
+def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
+    """About how many keys a query sees, at least 1."""
+    cu_seqlens_k = arguments.get("cu_seqlens_k")
+    sequences = 1 if cu_seqlens_k is None else max(cu_seqlens_k.numel() - 1, 1)
+    seqlen_q, seqlen_k = q.shape[-3] / sequences, k.shape[-3] / sequences
+    left, right = arguments.get("window_size", (-1, -1))
+    right = 0 if arguments.get("causal", False) else right
+    left = min(left, seqlen_k) if left >= 0 else seqlen_k
+    right = min(right, seqlen_q) if right >= 0 else seqlen_q
+    return max(1.0, min(seqlen_k, left + right + 1))
 
 
 def _product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:

@@ -13,6 +13,7 @@ import flashtile
 from cases import Case
 from flashtile import reference, testing
 from flashtile.backends import cpu
+from flashtile.backends.cpu import flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.problem import Options, Problem
@@ -123,10 +124,20 @@ class TestConfigure:
         assert isinstance(configuration(q, k, v[..., :8]).forward, Tiled)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_short_and_alibi_compute_in_float32(self, dtype: torch.dtype) -> None:
-        assert configuration(*tensors(seqlen_q=100, dtype=dtype)).forward.compute_dtype == torch.float32
-        long = tensors(seqlen_q=1024, dtype=dtype)
-        assert configuration(*long, torch.ones(2)).forward.compute_dtype == torch.float32
+    def test_16_bits_where_they_are_fast_and_fine_enough(self, dtype: torch.dtype, monkeypatch) -> None:
+        monkeypatch.setattr(cpu.config, "_multiplies_fast", lambda dtype: True)
+
+        def dtypes(alibi_slopes=None, **shape) -> tuple[torch.dtype, torch.dtype]:
+            config = configuration(*tensors(**shape, dtype=dtype), alibi_slopes)
+            return config.forward.compute_dtype, config.backward.compute_dtype
+
+        assert dtypes(seqlen_q=1024) == (dtype, dtype)
+        assert dtypes(seqlen_q=100) == (dtype, torch.float32)
+        assert dtypes(seqlen_q=1) == (torch.float32, torch.float32)
+        assert dtypes(seqlen_q=1, heads_q=4) == (dtype, torch.float32)
+        assert dtypes(torch.ones(2), seqlen_q=1024) == (torch.float32, torch.float32)
+        monkeypatch.setattr(cpu.config, "_multiplies_fast", lambda dtype: False)
+        assert dtypes(seqlen_q=1024) == (torch.float32, torch.float32)
 
     def test_float64_stays(self) -> None:
         config = configuration(*tensors(dtype=torch.float64))
@@ -189,6 +200,18 @@ def test_16_bit_products_meet_the_error_rule(dtype, heads, options) -> None:
 def test_decode_with_groups(dtype, options) -> None:
     q, k, v = tensors(3, 1, 40, heads_q=8, heads_kv=2, dtype=dtype)
     testing.check(q, k, v, backend="cpu", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 2)}, {"alibi": True}])
+@pytest.mark.parametrize("limit", [40 * 32, 5 * 40 * 32, 7 * 40 * 32])
+def test_conversions_of_a_few_heads_at_a_time(monkeypatch, options, limit) -> None:
+    monkeypatch.setattr(flash, "CONVERTED_ELEMENTS", limit)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    q, k, v = tensors(3, 40, 40, heads_q=6, heads_kv=3, head_dim=32, dtype=torch.bfloat16)
+    arguments = {name: value for name, value in options.items() if name != "alibi"}
+    if "alibi" in options:
+        arguments["alibi_slopes"] = testing.random_alibi_slopes((3, 6), "cpu")
+    testing.check(q, k, v, gradients=False, function=using(forward=Fused(torch.float32)), **arguments)
 
 
 class _Largest(TorchDispatchMode):

@@ -36,7 +36,7 @@ def test_training_prints_its_numbers_and_writes_them(run, tmp_path):
     assert len(record["losses"]) == 12
     assert record["losses"][-1] < record["losses"][0]
     assert record["config"]["model"] == {"layers": 1, "heads": 2, "embed": 32}
-    assert record["sample"].startswith("def ")
+    assert record["sample"].startswith("class Reader:\n    def __init__(self")
 
 
 def test_attentions_train_alike(run, tmp_path):

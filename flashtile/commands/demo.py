@@ -12,28 +12,38 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flashtile.demo import exactness, scaling
+from flashtile.demo.agreement import agreement
 from flashtile.demo.corpus import python_library
-from flashtile.demo.model import GPTConfig
+from flashtile.demo.model import GPT, GPTConfig
 from flashtile.demo.plots import format_bytes
 from flashtile.demo.results import Results, Training, by_case, write
 from flashtile.demo.setting import Setting, choose_device, inspect_setting, natural_dtype
-from flashtile.demo.training import TrainingConfig, agreement, default_config, generate, steps_within, train
+from flashtile.demo.training import (
+    TrainingConfig,
+    TrainingResult,
+    bits_per_byte,
+    default_config,
+    generate,
+    train,
+    validate,
+)
 
-PROMPT = b"def "
-TWIN_STEPS = 150
-SLACK = 1.5
-"""Training stops after this many times its budget, should the machine slow down after the trial."""
+PROMPT = b"class Reader:\n    def __init__(self"
+SAMPLE_BYTES = 600
+TWIN_SHARE = 0.4
+MOST_TWIN_STEPS = 150
+"""The twin with standard attention makes the first steps of the run, this share or number of them."""
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for results.json, the plots and report.html.")] = Path(
         "flashtile-demo"
     ),
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time to train with flashtile's attention.")] = 35.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time to train with flashtile's attention.")] = 45.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a look at what it does.")] = False,
 ) -> None:
@@ -70,7 +80,9 @@ def demo(
 
 def training_config(device: torch.device, quick: bool) -> TrainingConfig:
     if quick:
-        return TrainingConfig(GPTConfig(layers=2, heads=2, embed=32), batch=4, seqlen=64, device=str(device))
+        return TrainingConfig(
+            GPTConfig(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10, device=str(device)
+        )
     return default_config(device)
 
 
@@ -83,13 +95,10 @@ def show_setting(console: Console, setting: Setting) -> None:
     found = [f"{name} {version}" for name, version in setting.versions.items() if version]
     console.print(f"[dim]{escape(', '.join(found))}[/]")
     for call in setting.served:
-        console.print(
-            f"{setting.dtype} on {setting.device}, {call.call}: "
-            f"served by [bold]{call.backend}[/], {escape(call.config)}"
-        )
-    reasons = {f"not {name}: {why}" for call in setting.served for name, why in call.reasons_against.items()}
-    for reason in sorted(reasons):
-        console.print(f"[dim]{escape(reason)}[/]")
+        console.print(f"{call.call}, {setting.dtype} on {setting.device}: served by [bold]{call.backend}[/]")
+    against = {item for call in setting.served for item in call.reasons_against.items()}
+    for name, reason in sorted(against):
+        console.print(f"[dim]not by {name}: {escape(reason)}[/]")
 
 
 def measure_exactness(console: Console, device: torch.device, quick: bool) -> list[exactness.Exactness]:
@@ -101,19 +110,19 @@ def measure_exactness(console: Console, device: torch.device, quick: bool) -> li
         for one in exactness.measure(device, cases):
             measured.append(one)
             progress.advance(task)
-    table = Table(caption="flashtile / plain PyTorch in the same dtype; of gradients the worst")
-    table.add_column("call")
     dtypes = list(dict.fromkeys(one.dtype for one in measured))
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("flashtile, below\nplain PyTorch")
     for dtype in dtypes:
-        table.add_column(f"{dtype}\noutput", justify="right")
-        table.add_column("\ngradients", justify="right")
+        table.add_column(f"{dtype}\nout", justify="right")
+        table.add_column("worst\ngradient", justify="right")
     for case, by_dtype in by_case(measured).items():
         cells = []
         for dtype in dtypes:
             one = by_dtype[dtype]
             for error in (one.errors["out"], one.largest(exactness.GRADIENTS)):
-                cell = f"{error.largest:.1e} / {error.plain:.1e}"
-                cells.append(cell if one.holds else f"[bold red]{cell}[/]")
+                style = "green" if one.holds else "bold red"
+                cells.append(f"[{style}]{error.largest:.1e}[/]\n[dim]{error.plain:.1e}[/]")
         table.add_row(case, *cells)
     console.print(table)
     for one in measured:
@@ -134,8 +143,8 @@ def measure_scaling(console: Console, workload: scaling.Workload) -> list[scalin
         for row in scaling.measure(workload):
             rows.append(row)
             progress.advance(task)
-    table = Table()
-    for heading in ("sequence length", "flashtile", "standard", "speed-up", "memory", "standard", "ratio"):
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for heading in ("seqlen", "flashtile", "standard", "speed-up", "flashtile memory", "standard", "ratio"):
         table.add_column(heading, justify="right")
     for row in rows:
         theirs = row.standard
@@ -158,40 +167,43 @@ def measure_scaling(console: Console, workload: scaling.Workload) -> list[scalin
 def run_training(console: Console, config: TrainingConfig, seconds: float) -> Training:
     console.rule("training a byte-level GPT on Python's standard library", align="left")
     corpus = python_library()
-    config = replace(config, steps=steps_within(seconds, config, corpus))
-    twin_config = replace(config, attention="standard", stop=max(20, min(TWIN_STEPS, 2 * config.steps // 5)))
     with _progress(console) as progress:
 
-        def run(config: TrainingConfig):
-            task = progress.add_task(f"{config.attention} attention", total=config.last_step)
+        def run(config: TrainingConfig) -> tuple[GPT, TrainingResult]:
+            task = progress.add_task(f"{config.attention} attention", total=1.0)
 
-            def show(step: int, loss: float) -> None:
-                described = f"{config.attention} attention, loss {loss:.2f}"
-                progress.update(task, completed=step, description=described)
+            def show(step: int, loss: float, share: float) -> None:
+                described = f"{config.attention} attention, step {step}, loss {loss:.2f}"
+                progress.update(task, completed=share, description=described)
 
-            return train(config, corpus, show, SLACK * seconds)
+            return train(config, corpus, show)
 
+        config = replace(config, seconds=seconds)
         model, result = run(config)
-        _, twin = run(twin_config)
-    agreed = agreement(result.losses, twin.losses, config.dtype)
-    sample = generate(model, PROMPT, 100 if config.seqlen < 256 else 500, config).decode(errors="replace")
-    size = f"{config.batch} x {config.seqlen}"
+        steps = len(result.losses)
+        twin_steps = min(MOST_TWIN_STEPS, int(TWIN_SHARE * steps))
+        _, twin = run(replace(config, attention="standard", seconds=None, steps=steps, stop=twin_steps))
+    validation_loss = validate(model, corpus, config)
+    size, bits = f"{config.batch} x {config.seqlen}", bits_per_byte(validation_loss)
     console.print(
-        f"{result.parameters:,} parameters, {len(result.losses)} steps of {size} bytes "
-        f"at {result.tokens_per_second:,.0f} bytes/s; validation {result.bits_per_byte:.2f} bits a byte"
+        f"{result.parameters:,} parameters, {len(result.losses)} steps of {size} bytes at "
+        f"{result.tokens_per_second:,.0f} bytes/s; validation {bits:.2f} bits a byte"
     )
+    sample = generate(model, PROMPT, SAMPLE_BYTES, config)[len(PROMPT) :].decode(errors="replace")
     console.print("[dim]sample:[/]")
-    console.print(sample, markup=False, highlight=False)
+    console.print(PROMPT.decode() + sample, markup=False, highlight=False)
     return Training(
-        config,
-        corpus.source,
-        corpus.files,
-        len(corpus.train),
-        len(corpus.validation),
-        result,
-        twin,
-        agreed,
-        sample,
+        config=config,
+        corpus=corpus.source,
+        corpus_files=corpus.files,
+        train_bytes=len(corpus.train),
+        validation_bytes=len(corpus.validation),
+        result=result,
+        twin=twin,
+        agreement=agreement(result.losses, twin.losses, config.dtype),
+        validation_loss=validation_loss,
+        prompt=PROMPT.decode(),
+        sample=sample,
     )
 
 
@@ -199,7 +211,7 @@ def _progress(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
         console=console,
         transient=True,

@@ -69,8 +69,8 @@ class Case:
 CASES = (
     Case("full"),
     Case("causal", causal=True),
-    Case("window of 64 keys, causal", causal=True, window_size=(63, 0)),
-    Case("grouped queries (8 heads on 2)", heads=8, heads_kv=2, causal=True),
+    Case("causal, 64 keys", causal=True, window_size=(63, 0)),
+    Case("grouped (8 heads on 2)", heads=8, heads_kv=2, causal=True),
     Case("soft-cap 5", softcap=5.0),
     Case("ALiBi", causal=True, alibi=True),
     Case("113 queries, 257 keys", seqlen_q=113, seqlen_k=257, causal=True),

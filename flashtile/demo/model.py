@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm RMSNorm, rotary positions, SwiGLU, tied embeddings."""
+"""A small GPT: pre-norm RMSNorm, normalised queries and keys, rotary positions, SwiGLU, tied embeddings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flashtile.demo.corpus import VOCABULARY
 
 @dataclass(frozen=True)
 class GPTConfig:
-    layers: int = 4
-    heads: int = 4
-    embed: int = 128
+    layers: int
+    heads: int
+    embed: int
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "embed"):
@@ -34,7 +34,7 @@ class GPTConfig:
 
 
 PRESETS = {
-    "tiny": GPTConfig(layers=4, heads=4, embed=128),
+    "tiny": GPTConfig(layers=3, heads=4, embed=128),
     "small": GPTConfig(layers=6, heads=6, embed=384),
     "medium": GPTConfig(layers=12, heads=12, embed=768),
     "large": GPTConfig(layers=24, heads=16, embed=1024),
@@ -94,11 +94,13 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.attention = config.heads, attention
         self.qkv = nn.Linear(config.embed, 3 * config.embed, bias=False)
+        self.norm_q, self.norm_k = nn.RMSNorm(config.head_dim), nn.RMSNorm(config.head_dim)
         self.out = nn.Linear(config.embed, config.embed, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor, past: KeyValue | None) -> tuple[Tensor, KeyValue]:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q = rotate(self.norm_q(q.float()), rotation).to(v.dtype)
+        k = rotate(self.norm_k(k.float()), rotation).to(v.dtype)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
         return self.out(self.attention(q, k, v).flatten(-2)), (k, v)
@@ -124,7 +126,7 @@ def rotary(first: int, seqlen: int, head_dim: int, device: torch.device) -> Tens
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn x (batch, seqlen, heads, head_dim), whose halves are the two coordinates of each pair."""
+    """Turn x (batch, seqlen, heads, head_dim) float32, whose halves are the two coordinates of each pair."""
     cosine, sine = rotation
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,8 +47,8 @@ def render(draw: Draw, theme: Theme) -> bytes:
     draw(axes, theme)
     axes.tick_params(which="both", colors=theme.ink, length=0)
     axes.xaxis.label.set_color(theme.ink)
-    axes.title.set_color(theme.ink)
-    axes.legend(frameon=False, labelcolor=theme.ink)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, labelcolor=theme.ink)
     file = io.BytesIO()
     figure.savefig(file, format="png", facecolor=theme.page)
     return file.getvalue()
@@ -61,7 +62,7 @@ def time_plot(rows: Sequence[Row]) -> Draw:
         theirs = [(row.seqlen, row.standard.milliseconds) for row in rows if row.standard is not None]
         _two_curves(axes, theme, ours, theirs, rows)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: _duration(ms)))
-        axes.set_title("Time of a forward and backward pass", loc="left", fontsize=11)
+        _title(axes, theme, "Time of a forward and backward pass")
 
     return draw
 
@@ -79,31 +80,43 @@ def memory_plot(rows: Sequence[Row]) -> Draw:
         _two_curves(axes, theme, ours, theirs, rows)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
-        axes.set_title("Peak memory of a forward and backward pass, beyond q, k, v", loc="left", fontsize=11)
+        _title(axes, theme, "Peak memory of a forward and backward pass, beyond q, k, v")
 
     return draw
 
 
 def loss_plot(losses: Sequence[float], twin: Sequence[float], validation: float) -> Draw:
-    """Training loss in nats a byte by step, of both attentions, and the validation loss at the end."""
+    """Training loss in nats a byte by step, of both attentions, and the validation loss at the end.
+
+    Every step is a faint line, and its running mean a strong one.
+    """
 
     def draw(axes: Axes, theme: Theme) -> None:
-        axes.plot(range(1, len(losses) + 1), losses, color=theme.ours, linewidth=1.6, label="flashtile")
+        window = max(1, len(losses) // 40)
+        axes.plot(range(1, len(losses) + 1), losses, color=theme.ours, linewidth=0.8, alpha=0.3)
+        for curve, color, style, label in (
+            (losses, theme.ours, "-", "flashtile"),
+            (twin, theme.theirs, (0, (2, 2)), f"standard attention, the same {len(twin)} steps"),
+        ):
+            mean = running_mean(curve, window)
+            axes.plot(range(1, len(mean) + 1), mean, color=color, linewidth=2, linestyle=style, label=label)
         axes.plot(
-            range(1, len(twin) + 1),
-            twin,
-            color=theme.theirs,
-            linewidth=1.6,
-            linestyle=(0, (2, 2)),
-            label=f"standard attention, the same {len(twin)} steps",
-        )
-        axes.plot(
-            [len(losses)], [validation], "o", color=theme.ours, markerfacecolor=theme.page, label="validation"
+            [len(losses)],
+            [validation],
+            "o",
+            markeredgecolor=theme.ink,
+            markerfacecolor=theme.page,
+            label="files it never saw",
         )
         axes.set_xlabel("step")
-        axes.set_title("Loss, nats a byte", loc="left", fontsize=11)
+        _title(axes, theme, "Loss, nats a byte")
 
     return draw
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Of each value and those before it, up to ``window`` values."""
+    return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def format_bytes(size: float) -> str:
@@ -145,6 +158,10 @@ def _two_curves(
     axes.set_xticks([row.seqlen for row in rows], [_length(row.seqlen) for row in rows])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("sequence length")
+
+
+def _title(axes: Axes, theme: Theme, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11, color=theme.ink)
 
 
 def _length(seqlen: int) -> str:

@@ -6,9 +6,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from flashtile.demo.attention import ATTENTIONS
 from flashtile.demo.corpus import VOCABULARY, Corpus, sample_batch
 from flashtile.demo.model import GPT, PRESETS, GPTConfig, KeyValue
+from flashtile.demo.schedule import Schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,16 +28,19 @@ class TrainingConfig:
     """Everything that decides a run.
 
     ``dtype`` is that of the arithmetic: weights, their gradients and the optimizer stay float32, and autocast
-    rounds what goes into matrix products and attention. ``stop`` ends a run early without a new schedule.
+    rounds what goes into matrix products and attention. ``steps`` or ``seconds`` is the length of the run;
+    ``stop`` ends it after so many steps without another schedule.
     """
 
-    model: GPTConfig = GPTConfig()  # noqa: RUF009 - immutable
+    model: GPTConfig = PRESETS["tiny"]
     attention: str = "flashtile"
-    steps: int = 200
+    steps: int | None = None
+    seconds: float | None = None
     stop: int | None = None
-    batch: int = 2
+    batch: int = 1
     seqlen: int = 512
-    learning_rate: float = 6e-3
+    learning_rate: float = 3e-3
+    warm_up: int = 40
     weight_decay: float = 0.1
     seed: int = 0
     device: str = "cpu"
@@ -44,16 +48,12 @@ class TrainingConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seqlen"):
-            if getattr(self, name) < 1:
+        for name in ("steps", "stop", "batch", "seqlen"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, allowed in (("attention", ATTENTIONS), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-
-    @property
-    def last_step(self) -> int:
-        return self.steps if self.stop is None else min(self.stop, self.steps)
 
 
 def default_config(device: torch.device) -> TrainingConfig:
@@ -68,43 +68,36 @@ def default_config(device: torch.device) -> TrainingConfig:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Losses are in nats a byte, ``losses`` one a step. ``tokens_per_second`` is by the median step, as the
-    first may compile kernels. ``seconds`` is the time of all steps, without validation."""
+    """``losses`` are in nats a byte, one a step. ``tokens_per_second`` is by the median step, as the first
+    may compile kernels; ``seconds`` is the time of all steps."""
 
     losses: list[float]
-    validation_loss: float
     tokens_per_second: float
     seconds: float
     parameters: int
 
-    @property
-    def bits_per_byte(self) -> float:
-        return self.validation_loss / math.log(2)
 
-
-Progress = Callable[[int, float], Any]
-"""Called after each step with its number (from 1) and its loss in nats a byte."""
+Progress = Callable[[int, float, float], Any]
+"""Called after each step with its number (from 1), its loss in nats a byte, and the share of the run done."""
 
 
 def train(
-    config: TrainingConfig, corpus: Corpus, progress: Progress | None = None, time_limit: float = math.inf
+    config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
 ) -> tuple[GPT, TrainingResult]:
-    """Train from scratch. The same config gives the same weights at the start and the same batches.
-
-    Args:
-        time_limit: seconds after which no further step starts, for machines slower than expected.
-    """
+    """Train from scratch. Configs that differ in length only make the same first steps."""
     torch.manual_seed(config.seed)
     model = GPT(config.model, ATTENTIONS[config.attention]).to(config.device)
     forward: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
     optimizer = make_optimizer(model, config)
+    schedule = Schedule(config.learning_rate, config.warm_up, config.steps, config.seconds)
     batches = torch.Generator().manual_seed(config.seed)
     losses: list[float] = []
     clock = [time.perf_counter()]
-    for step in range(config.last_step):
+    elapsed = 0.0
+    while len(losses) != config.stop and not schedule.finished(len(losses), elapsed):
         inputs, targets = sample_batch(corpus.train, config.batch, config.seqlen, batches)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
+            group["lr"] = schedule.rate(len(losses))
         loss = loss_of(forward, inputs, targets, config)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,24 +105,16 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())  # waits for the device
         clock.append(time.perf_counter())
+        elapsed = clock[-1] - clock[1]  # the first step may compile kernels
         if progress is not None:
-            progress(step + 1, losses[-1])
-        if clock[-1] - clock[0] > time_limit:
-            break
+            progress(len(losses), losses[-1], schedule.share(len(losses), elapsed))
     step_seconds = [end - start for start, end in itertools.pairwise(clock)]
     return model, TrainingResult(
         losses=losses,
-        validation_loss=validate(model, corpus, config),
         tokens_per_second=config.batch * config.seqlen / statistics.median(step_seconds),
         seconds=sum(step_seconds),
         parameters=sum(p.numel() for p in model.parameters()),
     )
-
-
-def steps_within(seconds: float, config: TrainingConfig, corpus: Corpus, trial_steps: int = 7) -> int:
-    """How many steps of ``config`` fit in ``seconds`` here, judged by a short trial; at least 20."""
-    _, trial = train(replace(config, stop=trial_steps), corpus)
-    return max(20, int(seconds * trial.tokens_per_second / (config.batch * config.seqlen)))
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
@@ -140,14 +125,6 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
-
-
-def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Linear warm-up over the first tenth (at most 100 steps), then linearly towards 0."""
-    warm_up = min(100, max(1, config.steps // 10))
-    if step < warm_up:
-        return config.learning_rate * (step + 1) / warm_up
-    return config.learning_rate * (config.steps - step) / (config.steps - warm_up + 1)
 
 
 def loss_of(
@@ -166,46 +143,27 @@ def arithmetic(config: TrainingConfig) -> AbstractContextManager[Any]:
     return torch.autocast(torch.device(config.device).type, dtype=DTYPES[config.dtype])
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Two loss curves, in nats a byte, from the same start and batches, over the steps that both made."""
-
-    steps: int
-    largest_difference: float
-    mean_difference: float
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        return self.largest_difference <= self.tolerance  # False for NaN
-
-
-CURVE_TOLERANCE = {"float32": 0.02, "bfloat16": 0.1}
-"""How far apart the losses of one step may be, in nats a byte. Rounding differs between two exact attentions,
-and training amplifies the difference from step to step."""
-
-
-def agreement(losses: Sequence[float], twin: Sequence[float], dtype: str) -> Agreement:
-    """Compare two curves over their common steps, of which there must be at least one."""
-    differences = [abs(a - b) for a, b in zip(losses, twin, strict=False)]
-    largest = math.nan if any(map(math.isnan, differences)) else max(differences)
-    return Agreement(len(differences), largest, statistics.fmean(differences), CURVE_TOLERANCE[dtype])
-
-
 @torch.no_grad()
-def validate(model: nn.Module, corpus: Corpus, config: TrainingConfig, batches: int = 8) -> float:
-    """Mean loss in nats a byte over excerpts of the held-out files, the same on each call."""
+def validate(
+    model: Callable[[Tensor], Tensor], corpus: Corpus, config: TrainingConfig, size: int = 2**16
+) -> float:
+    """Mean loss in nats a byte over about ``size`` bytes of the held-out files, the same on each call."""
     generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(batches):
+    for _ in range(max(1, size // (config.batch * config.seqlen))):
         inputs, targets = sample_batch(corpus.validation, config.batch, config.seqlen, generator)
         losses.append(loss_of(model, inputs, targets, config).item())
     return statistics.fmean(losses)
 
 
+def bits_per_byte(loss: float) -> float:
+    """Of a loss in nats a byte. 8 is to know nothing."""
+    return loss / math.log(2)
+
+
 @torch.no_grad()
 def generate(
-    model: GPT, prompt: bytes, length: int, config: TrainingConfig, temperature: float = 0.7
+    model: GPT, prompt: bytes, length: int, config: TrainingConfig, temperature: float = 0.8
 ) -> bytes:
     """``prompt`` and ``length`` sampled bytes. Keys and values are kept: one query attends to all of them.
 

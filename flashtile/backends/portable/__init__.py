@@ -24,6 +24,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     if problem.device.type != "cuda":
         if not interpreting():
             return f"its kernels run on GPUs, not on {problem.device} (TRITON_INTERPRET=1 interprets them)"
+        if problem.device.type != "cpu":
+            return f"Triton's interpreter takes CPU tensors, not tensors on {problem.device}"
         if not explicit:
             return "Triton's interpreter is used on CPU tensors only when backend='portable' asks for it"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):

@@ -71,9 +71,16 @@ def bent(problem: Problem) -> bool:
     return problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
 
 
-def constants(problem: Problem, config: KernelConfig, precision: str, wide: bool) -> dict[str, Any]:
+def constants(
+    problem: Problem, config: KernelConfig, precision: str, wide: bool, aligned: bool
+) -> dict[str, Any]:
     """The constexpr arguments that the three attention kernels share, in their order."""
     left, right = window_limits(problem)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if not aligned:
+        # Tiles of k and v that cannot be loaded asynchronously share one address. Where their widths differ,
+        # Triton 3.6 on sm_90 then multiplies by what lies outside it (docs/measured.md).
+        block_d = block_dv = max(block_d, block_dv)
     return {
         "VARLEN": problem.varlen,
         "HAS_LEFT": left != UNLIMITED,
@@ -85,8 +92,8 @@ def constants(problem: Problem, config: KernelConfig, precision: str, wide: bool
         "EVEN_N": not problem.varlen and problem.seqlen_k % config.BLOCK_N == 0,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded(problem.head_dim),
-        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "WIDE": wide,
@@ -118,6 +125,11 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Te
     )
 
 
+def _aligned(tensor: Tensor) -> bool:
+    """Whether Triton loads rows of ``tensor`` asynchronously: 16-byte pointers, strides of 16 elements."""
+    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+
+
 def _attention_kernel(
     kernel: Any,
     programs: int,
@@ -133,7 +145,9 @@ def _attention_kernel(
     """``backward`` is the argument that only the backward kernels have: the padded rows of a head."""
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in (q, k, v))
-    fixed = tuple(constants(problem, config, precision, wide).values()) + ((ROW_PAD,) if backward else ())
+    aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0
+    aligned = aligned and all(map(_aligned, (q, k, v)))
+    fixed = tuple(constants(problem, config, precision, wide, aligned).values()) + ((ROW_PAD,) if backward else ())
     return KeptKernel(kernel, programs, backward + _scalars(problem, q, k, v, alibi_slopes), fixed, config)
 
 

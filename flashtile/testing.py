@@ -31,7 +31,7 @@ FLOAT64_UNITS = 64.0
 SCORE_UNITS = 2.0
 """Rounding units of the accumulator (float32, or float64) that a score may be off."""
 
-CANCELLED_UNITS = 8.0
+CANCELLED_UNITS = 16.0
 """The same for a gradient of a score, a difference of sums that may cancel."""
 
 LSE_UNITS = 1 / 8
@@ -322,8 +322,8 @@ def _rounding_noise(
     error of P and of all that is made of P.
 
     A gradient of a score is ``dS = P (dP - delta)``, the difference of two sums of products of dout and v,
-    and 0 where a query sees one key. It is rounded to the dtype of q before its products with k and q, in
-    which it cancels: the dS of a query sum to 0. A key gathers dS from its share of the queries.
+    and 0 where a query sees one key. With more keys delta is that of an out rounded to the dtype of q, and so
+    is dS before its products with k and q. A key gathers dS from its share of the queries.
     """
     eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
@@ -341,7 +341,7 @@ def _rounding_noise(
         allowed["lse"] = score + LSE_UNITS * eps
         if dout is not None:
             score_gradient = scale * _product(dout, v, of)
-            score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + eps * (1 - p))
+            score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
             allowed["dq"] += score_gradient * of(_finite(k))
             allowed["dk"] += score_gradient * of(_finite(q)) * queries_per_key**0.5
         return allowed
@@ -364,13 +364,14 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
 
 def _product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
     """The size of a product of a row of each, if they point in unrelated directions."""
-    sizes = [of(torch.linalg.vector_norm(_finite(t), dim=-1)) for t in (left, right)]
+    sizes = [of(_finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
     return sizes[0] * sizes[1] / left.shape[-1] ** 0.5
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Sizes of the values, 0 for infinities and NaN (in rows that are not part of the call)."""
-    return values.detach().double().abs().nan_to_num(nan=0.0, posinf=0.0)
+    """Sizes of the values that are finite: rows that are no part of the call may hold NaN."""
+    sizes = values.detach().double().abs()
+    return sizes[sizes.isfinite()]
 
 
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:

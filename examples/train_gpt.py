@@ -26,6 +26,7 @@ from flashtile.demo.training import (
     TrainingConfig,
     bits_per_byte,
     default_config,
+    fastest_threads,
     generate,
     train,
     validate,
@@ -82,7 +83,8 @@ def main(
         if step == 1 or step % max(1, steps // 20) == 0:
             console.print(f"step {step:6d}  loss {loss:.4f} nats a byte")
 
-    model, result = train(config, corpus, show)
+    with fastest_threads(config, corpus):
+        model, result = train(config, corpus, show)
     console.print(
         f"{result.parameters:,} parameters, {result.tokens_per_second:,.0f} tokens/s, "
         f"{result.seconds:.1f} s"

@@ -27,6 +27,7 @@ from flashtile.demo.setting import choose_device, inspect_setting
 from flashtile.demo.training import (
     TrainingConfig,
     bits_per_byte,
+    fastest_threads,
     generate,
     train,
     validate,
@@ -226,6 +227,13 @@ def test_training_has_seconds_and_says_how_much_is_done(corpus):
     assert 0 <= min(shares) < max(shares) <= 1
 
 
+def test_threads_are_chosen_for_the_training_only(corpus):
+    before = torch.get_num_threads()
+    with fastest_threads(TINY, corpus) as threads:
+        assert 1 <= threads == torch.get_num_threads() <= before
+    assert torch.get_num_threads() == before
+
+
 def test_generation_is_reproducible_and_outlives_the_trained_length(trained):
     config, model, _ = trained
     text = generate(model, b"def ", 150, config)
@@ -335,6 +343,7 @@ def results(trained, corpus) -> Results:
             corpus.files,
             len(corpus.train),
             len(corpus.validation),
+            1,
             result,
             replace(result, losses=result.losses[:10]),
             agreement(result.losses, result.losses[:10], "float32"),
@@ -415,10 +424,12 @@ def test_failures_and_numbers_that_are_none_reach_the_files(results, tmp_path):
     assert "✗" in Page((tmp_path / "report.html").read_text()).text
 
 
-def test_report_without_memory_numbers(results, tmp_path):
-    rows = [replace(row, flashtile=replace(row.flashtile, peak_bytes=None), standard=None) for row in ROWS]
+def test_report_where_the_system_does_not_tell_memory(results, tmp_path):
+    unknown = scaling.Cost(1.0, None, 1)
+    rows = [replace(row, flashtile=unknown, standard=unknown if row.standard else None) for row in ROWS]
     write(replace(results, scaling=rows), tmp_path)
     assert "–" in Page((tmp_path / "report.html").read_text()).text
+    assert [check.name for check in scaling.checks(rows)] == [scaling.checks(ROWS)[0].name]
 
 
 @pytest.mark.parametrize(

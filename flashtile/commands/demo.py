@@ -27,6 +27,7 @@ from flashtile.demo.training import (
     TrainingResult,
     bits_per_byte,
     default_config,
+    fastest_threads,
     generate,
     train,
     validate,
@@ -179,10 +180,11 @@ def run_training(console: Console, config: TrainingConfig, seconds: float) -> Tr
             return train(config, corpus, show)
 
         config = replace(config, seconds=seconds)
-        model, result = run(config)
-        steps = len(result.losses)
-        twin_steps = min(MOST_TWIN_STEPS, int(TWIN_SHARE * steps))
-        _, twin = run(replace(config, attention="standard", seconds=None, steps=steps, stop=twin_steps))
+        with fastest_threads(config, corpus) as threads:
+            model, result = run(config)
+            steps = len(result.losses)
+            twin_steps = min(MOST_TWIN_STEPS, int(TWIN_SHARE * steps))
+            _, twin = run(replace(config, attention="standard", seconds=None, steps=steps, stop=twin_steps))
     validation_loss = validate(model, corpus, config)
     size, bits = f"{config.batch} x {config.seqlen}", bits_per_byte(validation_loss)
     console.print(
@@ -198,6 +200,7 @@ def run_training(console: Console, config: TrainingConfig, seconds: float) -> Tr
         corpus_files=corpus.files,
         train_bytes=len(corpus.train),
         validation_bytes=len(corpus.validation),
+        threads=threads,
         result=result,
         twin=twin,
         agreement=agreement(result.losses, twin.losses, config.dtype),

@@ -31,6 +31,7 @@ class Training:
     corpus_files: int
     train_bytes: int
     validation_bytes: int
+    threads: int
     result: TrainingResult
     twin: TrainingResult
     agreement: Agreement

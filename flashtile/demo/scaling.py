@@ -123,6 +123,7 @@ def too_slow(at_half_length: Cost | None) -> str | None:
 def memory_obstacle(workload: Workload, seqlen: int) -> str | None:
     """Why standard attention cannot run at this length: its score matrices against the memory there is."""
     if torch.device(workload.device).type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of earlier passes is free
         budget = GPU_MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(workload.device))[0]
         described = f"{GPU_MEMORY_SHARE:.0%} of the GPU's free memory"
     else:
@@ -188,23 +189,23 @@ def _cost_on_cpu(attention: str, workload: Workload, seqlen: int) -> Cost:
 
 
 def _cost_on_gpu(attention: str, workload: Workload, seqlen: int) -> Cost:
-    device = torch.device(workload.device)
-    run = _prepare(attention, workload, seqlen)
-    run()  # compiles kernels
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    milliseconds: list[float] = []
-    while sum(milliseconds) < 1e3 * workload.seconds_each and len(milliseconds) < 100:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    with torch.cuda.device(workload.device):
+        run = _prepare(attention, workload, seqlen)
+        run()  # compiles kernels
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         run()
-        end.record()
-        end.synchronize()
-        milliseconds.append(start.elapsed_time(end))
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        milliseconds: list[float] = []
+        while sum(milliseconds) < 1e3 * workload.seconds_each and len(milliseconds) < 100:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            milliseconds.append(start.elapsed_time(end))
     return Cost(statistics.median(milliseconds), peak, len(milliseconds))
 
 

@@ -6,9 +6,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from flashtile.demo.corpus import VOCABULARY, Corpus, sample_batch
 from flashtile.demo.model import GPT, PRESETS, GPTConfig, KeyValue
 from flashtile.demo.schedule import Schedule
 
+TRIAL_STEPS = 5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -115,6 +116,30 @@ def train(
         seconds=sum(step_seconds),
         parameters=sum(p.numel() for p in model.parameters()),
     )
+
+
+@contextmanager
+def fastest_threads(config: TrainingConfig, corpus: Corpus) -> Iterator[int]:
+    """Compute inside with the number of threads that trains fastest here, found by a few steps with each.
+
+    All cores are too many for a small model on a large machine, or on one that is busy with something else.
+    """
+    before = torch.get_num_threads()
+    if torch.device(config.device).type != "cpu":
+        yield before
+        return
+    trial = replace(config, steps=TRIAL_STEPS, seconds=None, compile=False)
+    speeds = {}
+    try:
+        for threads in sorted({1, 2, 4, 8, before}):
+            if threads <= before:
+                torch.set_num_threads(threads)
+                speeds[threads] = train(trial, corpus)[1].tokens_per_second
+        fastest = max(speeds, key=lambda threads: speeds[threads])
+        torch.set_num_threads(fastest)
+        yield fastest
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:

@@ -215,6 +215,22 @@ def head_dims(*dims: int | tuple[int, int]) -> Variants:
     return {f"d{qk}-{v}" if qk != v else f"d{qk}": {"head_dim": qk, "head_dim_v": v} for qk, v in pairs}
 
 
+def diagonals(seqlen_q: int, *tiles: int) -> tuple[tuple[int, int], ...]:
+    """Sequences whose diagonal crosses corners of tiles of these sizes, or passes right beside them."""
+    corners = [sign * tile for tile in (0, *tiles) for sign in (-1, 1)]
+    offsets = {corner + beside for corner in corners for beside in range(-2, 3)}
+    return tuple((seqlen_q, seqlen_q + offset) for offset in sorted(offsets) if seqlen_q + offset >= 0)
+
+
+EDGES: Variants = {
+    "causal": {"causal": True},
+    "window-narrow": {"window_size": (2, 1)},
+    "window-tile": {"window_size": (31, 30)},
+    "window-tiles": {"window_size": (127, 64)},
+}
+"""Masks whose edges lie on or beside corners of tiles where the diagonal does."""
+
+
 def tiny() -> Iterator[Case]:
     mask = masks(5, 3)
     dense = Case(size="tiny", batch=1, seqlen_q=19, seqlen_k=35, heads_q=2, heads_kv=1, head_dim=24)
@@ -247,6 +263,8 @@ def tiny() -> Iterator[Case]:
         "varlen-only-tail": replace(ragged, lengths=(), unused_tail=4, slack=2),
     }
     yield from cross(batches, some(mask, "full", "causal", "window", "everything"))
+    corners = replace(dense, lengths=diagonals(34, 32), heads_q=1, heads_kv=1, head_dim=16)
+    yield from cross({"diagonals": corners}, some(EDGES, "causal", "window-narrow", "window-tile"))
 
 
 def medium() -> Iterator[Case]:
@@ -292,6 +310,10 @@ def large() -> Iterator[Case]:
     precise = replace(dense, seqlen_q=1000, seqlen_k=1100, dtype=FP32)
     dims = head_dims(64, 128, 256)
     yield from cross({"fp32": precise}, with_masks(dims, some(mask, "full", "causal", "everything")))
+    corners = replace(few, lengths=diagonals(260, 16, 32, 64, 128), heads_q=2, heads_kv=1)
+    for head_dim in (64, 128, 256):
+        yield from cross({f"diagonals-d{head_dim}": replace(corners, head_dim=head_dim)}, EDGES)
+    yield from cross({"diagonals-fp32": replace(corners, dtype=FP32)}, EDGES)
     many = tuple((37 * i % 701, 53 * i % 601) for i in range(64))
     yield from cross({"varlen": replace(few, lengths=many, unused_tail=129)}, mask)
 

@@ -18,7 +18,7 @@ TENSOR_CORE = {"sm_80": "HMMA", "sm_90a": "HGMMA"}
 
 
 def is_16_bit(case: CompileCase) -> bool:
-    """Whether the case multiplies 16-bit queries; fp32 takes whichever tensor-core instruction Triton picks."""
+    """Whether the case multiplies 16-bit queries; of fp32, Triton picks the tensor-core instruction."""
     return case.signature.get("q_ptr") in ("*bf16", "*fp16")
 
 

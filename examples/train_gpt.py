@@ -85,13 +85,13 @@ def main(
 
     with fastest_threads(config, corpus):
         model, result = train(config, corpus, show)
+        loss = validate(model, corpus, config)
+        written = generate(model, prompt.encode(), sample, config).decode(errors="replace") if sample else ""
     console.print(
         f"{result.parameters:,} parameters, {result.tokens_per_second:,.0f} tokens/s, "
         f"{result.seconds:.1f} s"
     )
-    loss = validate(model, corpus, config)
     console.print(f"validation loss {loss:.4f} nats a byte = {bits_per_byte(loss):.3f} bits a byte")
-    written = generate(model, prompt.encode(), sample, config).decode(errors="replace") if sample else ""
     if sample:
         console.print(written, markup=False)
     if json_file is not None:

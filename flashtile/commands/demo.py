@@ -168,7 +168,7 @@ def measure_scaling(console: Console, workload: scaling.Workload) -> list[scalin
 def run_training(console: Console, config: TrainingConfig, seconds: float) -> Training:
     console.rule("training a byte-level GPT on Python's standard library", align="left")
     corpus = python_library()
-    with _progress(console) as progress:
+    with _progress(console) as progress, fastest_threads(config, corpus) as threads:
 
         def run(config: TrainingConfig) -> tuple[GPT, TrainingResult]:
             task = progress.add_task(f"{config.attention} attention", total=1.0)
@@ -180,18 +180,17 @@ def run_training(console: Console, config: TrainingConfig, seconds: float) -> Tr
             return train(config, corpus, show)
 
         config = replace(config, seconds=seconds)
-        with fastest_threads(config, corpus) as threads:
-            model, result = run(config)
-            steps = len(result.losses)
-            twin_steps = min(MOST_TWIN_STEPS, int(TWIN_SHARE * steps))
-            _, twin = run(replace(config, attention="standard", seconds=None, steps=steps, stop=twin_steps))
-    validation_loss = validate(model, corpus, config)
+        model, result = run(config)
+        validation_loss = validate(model, corpus, config)
+        sample = generate(model, PROMPT, SAMPLE_BYTES, config)[len(PROMPT) :].decode(errors="replace")
+        steps = len(result.losses)
+        twin_steps = min(MOST_TWIN_STEPS, int(TWIN_SHARE * steps))
+        _, twin = run(replace(config, attention="standard", seconds=None, steps=steps, stop=twin_steps))
     size, bits = f"{config.batch} x {config.seqlen}", bits_per_byte(validation_loss)
     console.print(
         f"{result.parameters:,} parameters, {len(result.losses)} steps of {size} bytes at "
         f"{result.tokens_per_second:,.0f} bytes/s; validation {bits:.2f} bits a byte"
     )
-    sample = generate(model, PROMPT, SAMPLE_BYTES, config)[len(PROMPT) :].decode(errors="replace")
     console.print("[dim]sample:[/]")
     console.print(PROMPT.decode() + sample, markup=False, highlight=False)
     return Training(

@@ -79,7 +79,7 @@ class Oracle:
         """
         eps = torch.finfo(torch.promote_types(self._workload.torch_dtype, torch.float32)).eps
         lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
-        relative = testing.NOISE_UNITS * eps * (LARGEST_SCORE + lse)
+        relative = testing.SCORE_UNITS * eps * (LARGEST_SCORE + lse)
         values = exact.double()
         return relative * values.abs().max().item(), relative * values.square().mean().sqrt().item()
 

@@ -42,7 +42,7 @@ def main(
     embed: Annotated[int | None, typer.Option(help="Width, instead of the size's.")] = None,
     seqlen: Annotated[int | None, typer.Option("--seqlen", "--block-size", help="Bytes of context.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps to train.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = 2000,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, batches and sample.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,

@@ -39,8 +39,8 @@ class TrainingConfig:
     seconds: float | None = None
     stop: int | None = None
     batch: int = 1
-    seqlen: int = 512
-    learning_rate: float = 3e-3
+    seqlen: int = 256
+    learning_rate: float = 2e-3
     warm_up: int = 40
     weight_decay: float = 0.1
     seed: int = 0

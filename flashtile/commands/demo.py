@@ -37,8 +37,8 @@ PROMPT = b"class Reader:\n    def __init__(self"
 SAMPLE_BYTES = 600
 TWIN_SHARE = 0.4
 MOST_TWIN_STEPS = 100
-"""The twin with standard attention makes the first steps of the run, this share or number of them. Differences
-of rounding grow about tenfold every fifty steps: a few hundred steps would compare chaos."""
+"""The twin with standard attention makes the first steps of the run: this share or number of them. Rounding
+differences grow about tenfold every fifty steps, and a few hundred steps would compare chaos."""
 
 
 def demo(

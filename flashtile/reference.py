@@ -87,7 +87,7 @@ def _dense(
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     seqlen_q, seqlen_k = scores.shape[-2:]
     if alibi_slopes is not None:
-        slopes = alibi_slopes.reshape(-1, problem.num_heads_q, 1, 1)
+        slopes = alibi_slopes.to(_lse_dtype(q)).reshape(-1, problem.num_heads_q, 1, 1)
         scores = scores - (slopes * _distance(seqlen_q, seqlen_k, q.device).abs()).to(scores.dtype)
     seen = visible(seqlen_q, seqlen_k, problem.window_left, problem.window_right, q.device)
     # A row that sees no key would be a softmax over nothing: give it finite scores, then zero its output.

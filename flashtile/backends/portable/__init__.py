@@ -28,6 +28,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
             return f"Triton's interpreter takes CPU tensors, not tensors on {problem.device}"
         if not explicit:
             return "Triton's interpreter is used on CPU tensors only when backend='portable' asks for it"
+    if problem.device.type == "cpu" and problem.dtype == torch.bfloat16:
+        return "Triton's interpreter cannot multiply bfloat16: it takes the bits for integers"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it computes in float16, bfloat16 or float32, not {problem.dtype}"
     if problem.device.type == "cuda" and torch.version.hip is None:

@@ -59,7 +59,7 @@ class Workload:
 def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workload:
     name = str(dtype).removeprefix("torch.")
     if quick:
-        return Workload(str(device), name, 1, 2, 32, (128, 256, 512, 1024), 0.05)
+        return Workload(str(device), name, 1, 4, 64, (256, 1024, 2048), 0.05)
     if device.type == "cpu":
         return Workload(str(device), name, 1, 8, 64, (256, 512, 1024, 2048, 4096, 8192), 1.0)
     return Workload(str(device), name, 1, 16, 128, tuple(2**n for n in range(9, 18)), 0.3)

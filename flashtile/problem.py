@@ -85,6 +85,13 @@ class Problem:
     def causal(self) -> bool:
         return self.window_right == 0 and self.window_left == UNLIMITED
 
+    def effective_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """(left, right) of the window, a side that hides no key at these lengths as unlimited (-1)."""
+        return (
+            UNLIMITED if self.window_left >= seqlen_k - 1 else self.window_left,
+            UNLIMITED if self.window_right >= seqlen_q - 1 else self.window_right,
+        )
+
     @property
     def out_shape(self) -> tuple[int, ...]:
         if self.varlen:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
-from flashtile.backends.cpu.config import Fused, effective_window
+from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.flash import attend, differentiate
 from flashtile.problem import UNLIMITED, Problem
 
@@ -85,7 +85,7 @@ def _tiles(
 ) -> Iterator[_Tile]:
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
-    window = effective_window(problem, seqlen_q, seqlen_k)
+    window = problem.effective_window(seqlen_q, seqlen_k)
     offset = seqlen_k - seqlen_q
     all_rows = visible_rows(seqlen_q, seqlen_k, *window)
     if not all_rows:

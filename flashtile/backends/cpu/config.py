@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.problem import UNLIMITED, Problem
+from flashtile.problem import Problem
 
 TILE_ELEMENTS = 512 * 1024
 """Scores of one tile of ``Tiled``, 2 MiB in float32; from 128K to 1M equally fast (Zen 4, head_dim 64)."""
@@ -56,15 +56,6 @@ def configure(problem: Problem) -> Config:
     if not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)
-
-
-def effective_window(problem: Problem, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """(left, right) of the window, a side that hides no key at these lengths as unlimited (-1)."""
-    left, right = problem.window_left, problem.window_right
-    return (
-        UNLIMITED if left >= seqlen_k - 1 else left,
-        UNLIMITED if right >= seqlen_q - 1 else right,
-    )
 
 
 def _fused_covers(problem: Problem) -> bool:

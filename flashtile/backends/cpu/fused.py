@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flashtile.backends.cpu import banded
-from flashtile.backends.cpu.config import Fused, effective_window
+from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.flash import attend, differentiate
 from flashtile.problem import UNLIMITED, Problem
 
@@ -60,7 +60,7 @@ def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> 
     """The kernel's ``is_causal`` for these lengths; None if its masks do not fit or no key is there."""
     if problem.alibi or batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return None
-    left, right = effective_window(problem, seqlen_q, seqlen_k)
+    left, right = problem.effective_window(seqlen_q, seqlen_k)
     if left != UNLIMITED:
         return None
     if right == UNLIMITED:

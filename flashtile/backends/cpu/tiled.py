@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
-from flashtile.backends.cpu.config import Tiled, effective_window
+from flashtile.backends.cpu.config import Tiled
 from flashtile.problem import Problem
 
 
@@ -146,7 +146,7 @@ class _Chunk:
         self.batch, self.heads_kv = batch, heads_kv
         self.heads_q = slice(heads_kv.start * group, heads_kv.stop * group)
         self.softmax_scale, self.softcap = problem.softmax_scale, problem.softcap
-        self.window = effective_window(problem, q.shape[1], k.shape[1])
+        self.window = problem.effective_window(q.shape[1], k.shape[1])
         self.seqlen_q, self.seqlen_k = q.shape[1], k.shape[1]
         self.offset = self.seqlen_k - self.seqlen_q
         self.block_m = max(1, config.BLOCK_M // group)

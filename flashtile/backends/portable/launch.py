@@ -56,16 +56,6 @@ class KeptKernel:
             self._run = compiled[self._grid]
 
 
-def window_limits(problem: Problem) -> tuple[int, int]:
-    """The window's sides; -1 where a side hides no key at these lengths, so that it costs no mask."""
-    left, right = problem.window_left, problem.window_right
-    if left >= problem.seqlen_k - 1:
-        left = UNLIMITED
-    if right >= problem.seqlen_q - 1:
-        right = UNLIMITED
-    return left, right
-
-
 def bent(problem: Problem) -> bool:
     """Whether the scores are more than raw products times a positive scale (which keeps their maximum)."""
     return problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
@@ -75,7 +65,7 @@ def constants(
     problem: Problem, config: KernelConfig, precision: str, wide: bool, aligned: bool
 ) -> dict[str, Any]:
     """The constexpr arguments that the three attention kernels share, in their order."""
-    left, right = window_limits(problem)
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
         # Tiles of k and v that cannot be loaded asynchronously share one address. Where their widths differ,
@@ -107,7 +97,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Te
     for tensor in (q, k, v):
         batch = () if problem.varlen else (tensor.stride(0),)
         strides += [*(batch or (0,)), tensor.stride(-3), tensor.stride(-2)]
-    left, right = window_limits(problem)
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return (
         *strides,
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
@@ -147,7 +137,8 @@ def _attention_kernel(
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in (q, k, v))
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0
     aligned = aligned and all(map(_aligned, (q, k, v)))
-    fixed = tuple(constants(problem, config, precision, wide, aligned).values()) + ((ROW_PAD,) if backward else ())
+    fixed = tuple(constants(problem, config, precision, wide, aligned).values())
+    fixed += (ROW_PAD,) if backward else ()
     return KeptKernel(kernel, programs, backward + _scalars(problem, q, k, v, alibi_slopes), fixed, config)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.portable.config import padded
+
 KERNELS = ("forward", "dkdv", "dq")
 TOKENS = 16384
 HIDDEN = 2048
@@ -41,10 +43,9 @@ class Candidate:
 
 
 def candidates(kernel: str, head_dim: int, dtype: str, causal: bool) -> Iterator[Candidate]:
-    """Tiles worth timing: accumulators within the register file and operands within shared memory,
-    roughly."""
+    """Tiles worth timing: accumulators fit the register file and operands shared memory, roughly."""
     size = 4 if dtype == "float32" else 2
-    width = max(16, 1 << (head_dim - 1).bit_length())
+    width = padded(head_dim)
     for block_m, block_n, warps, stages in itertools.product(
         (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)
     ):

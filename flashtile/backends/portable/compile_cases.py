@@ -4,8 +4,12 @@ tests)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from flashtile.backends.portable import launch
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.backward_prepare import ROW_PAD, prepare_kernel
@@ -13,17 +17,31 @@ from flashtile.backends.portable.config import (
     HEAD_DIMS,
     KernelConfig,
     family_of_capability,
-    precision_of,
     row,
 )
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.backends.portable.launch import PREPARE_BLOCK_M, PREPARE_NUM_WARPS
 from flashtile.compile_report import CompileCase, architecture
+from flashtile.problem import Problem
 
-_VARIANTS: dict[str, dict[str, bool]] = {
-    "full": {},
-    "causal": {"HAS_RIGHT": True},
-    "features": {"VARLEN": True, "HAS_LEFT": True, "HAS_RIGHT": True, "HAS_SOFTCAP": True, "HAS_ALIBI": True},
+_PLAIN = Problem(
+    batch=2,
+    seqlen_q=4096,
+    seqlen_k=4096,
+    total_q=8192,
+    total_k=8192,
+    num_heads_q=8,
+    num_heads_kv=8,
+    head_dim=64,
+    head_dim_v=64,
+    dtype=torch.bfloat16,
+    device=torch.device("meta"),
+    softmax_scale=1.0,
+)
+_VARIANTS: dict[str, Problem] = {
+    "full": _PLAIN,
+    "causal": replace(_PLAIN, window_right=0),
+    "features": replace(_PLAIN, varlen=True, window_left=64, window_right=64, softcap=1.0, alibi=True),
 }
 """Plain problems as most calls have them, and one with every feature at once."""
 
@@ -36,7 +54,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     table_family = family_of_capability(*divmod(architecture(arch).capability, 10))
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
         for head_dim in HEAD_DIMS:
-            for variant, flags in _VARIANTS.items():
+            for variant, any_head_dim in _VARIANTS.items():
+                problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
                 config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
                 for name, kernel, tile in (
                     ("forward", forward_kernel, config.forward),
@@ -46,44 +65,20 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     yield CompileCase(
                         name=f"{name} {dtype} head_dim {head_dim} {variant}",
                         kernel=kernel,
-                        **_arguments(
-                            kernel, dtype, _constants(kernel, tile, head_dim, config.precision, flags)
-                        ),
+                        **_arguments(kernel, dtype, _constants(kernel, problem, tile, config.precision)),
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=tile.features_spill_budget
                         if variant == "features"
                         else tile.spill_budget,
-                        tensor_cores=precision_of(table_family, element_bytes) != "ieee",
+                        tensor_cores=config.precision != "ieee",
                     )
             yield _prepare_case(dtype, head_dim)
 
 
-def _constants(
-    kernel: Any, tile: KernelConfig, head_dim: int, precision: str, flags: dict[str, bool]
-) -> dict[str, Any]:
-    bent = flags.get("HAS_SOFTCAP", False)
-    even = not flags.get("VARLEN", False)
-    values: dict[str, Any] = {
-        "VARLEN": False,
-        "HAS_LEFT": False,
-        "HAS_RIGHT": False,
-        "HAS_SOFTCAP": False,
-        "HAS_ALIBI": False,
-        "BENT": bent,
-        "EVEN_M": even,
-        "EVEN_N": even,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim,
-        "BLOCK_D": head_dim,
-        "BLOCK_DV": head_dim,
-        "BLOCK_M": tile.BLOCK_M,
-        "BLOCK_N": tile.BLOCK_N,
-        "WIDE": False,
-        "PRECISION": precision,
-        "ROW_PAD": ROW_PAD,
-    } | flags
-    return {name: value for name, value in values.items() if name in kernel.arg_names}
+def _constants(kernel: Any, problem: Problem, tile: KernelConfig, precision: str) -> dict[str, Any]:
+    values = launch.constants(problem, tile, precision, wide=False, aligned=True)
+    return values | ({"ROW_PAD": ROW_PAD} if "ROW_PAD" in kernel.arg_names else {})
 
 
 def _prepare_case(dtype: str, head_dim: int) -> CompileCase:

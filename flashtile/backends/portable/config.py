@@ -136,13 +136,9 @@ def family_of_capability(major: int, minor: int) -> str:
 
 def precision_of(table_family: str, element_bytes: int) -> str:
     """Only tensor cores with tf32 (compute capability 8.0 and up) can split fp32 into three products."""
-    return (
-        "ieee"
-        if element_bytes == 4 and table_family == "other"
-        else "tf32x3"
-        if element_bytes == 4
-        else "tf32"
-    )
+    if element_bytes != 4:
+        return "tf32"
+    return "ieee" if table_family == "other" else "tf32x3"
 
 
 def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Config:

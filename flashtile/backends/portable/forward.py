@@ -80,8 +80,7 @@ def attend_blocks(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Key blocks ``first`` to ``last`` (exclusive) into the running (accumulator, maximum, sum) of each
-    row."""
+    """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum."""
     for n in range(first, last):
         start = n * BLOCK_N
         PAST_END: tl.constexpr = MASKED and not EVEN_N

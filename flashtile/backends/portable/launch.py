@@ -1,7 +1,7 @@
 """Launchers: from tensors to kernel arguments, and compiled kernels kept after their first launch.
 
-Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not (7
-us).
+Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not
+(7 us).
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Te
     """The scalar arguments that the three attention kernels share, in their order."""
     strides: list[int] = []
     for tensor in (q, k, v):
-        batch = () if problem.varlen else (tensor.stride(0),)
-        strides += [*(batch or (0,)), tensor.stride(-3), tensor.stride(-2)]
+        strides += [0 if problem.varlen else tensor.stride(0), tensor.stride(-3), tensor.stride(-2)]
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return (
         *strides,

@@ -162,8 +162,7 @@ def bend_scores(
 
 @triton.jit
 def visible(distance, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr):
-    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance`` from the row's own
-    position."""
+    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance`` from the row."""
     if HAS_BACK and HAS_AHEAD:
         return (distance >= -back) & (distance <= ahead)
     elif HAS_BACK:

@@ -27,16 +27,37 @@ def write_json(document: dict[str, Any], path: Path) -> None:
 
 def print_report(document: dict[str, Any], console: Console, unit: str = "tflops") -> None:
     """Every table; the geometric means come last."""
-    _print_head(document, console)
+    print_head(document, console)
     for which in document["settings"]["passes"]:
         cells = [cell for cell in document["cells"] if cell["pass"] == which]
         if cells:
             console.print(cells_table(document, cells, unit))
+    print_notes(document, console)
+    if any(row["peer"] == summary.BEST_PEER for row in document["summary"]):
+        console.print(summary_table(document))
+
+
+def print_head(document: dict[str, Any], console: Console) -> None:
+    """Where and with what it was measured: device, versions, date, ceilings, rounds."""
+    settings, ceilings = document["settings"], document["ceilings"]
+    threads = f", {settings['threads']} threads" if settings["threads"] else ""
+    console.print(f"{_headline(document)}{threads}", highlight=False, markup=False)
+    factor, label = _scale(document, "tflops")
+    products = ", ".join(
+        f"{dtype} {factor * speed:.3g} {label}" for dtype, speed in ceilings["matmul_tflops"].items()
+    )
+    console.print(
+        f"measured ceilings: matrix product {products}; copy {ceilings['copy_gbps']:.4g} GB/s. "
+        f"{settings['rounds']} rounds of {settings['rep_ms']:g} ms, contestants in rotation.",
+        highlight=False,
+    )
+
+
+def print_notes(document: dict[str, Any], console: Console) -> None:
+    """What was not timed and why, and the host time of a small call."""
     _print_refusals(document, console)
     if "host_time_us" in document:
         console.print(_host_times(document), highlight=False, markup=False)
-    if any(row["peer"] == summary.BEST_PEER for row in document["summary"]):
-        console.print(summary_table(document))
 
 
 def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str = "tflops") -> Table:
@@ -160,21 +181,6 @@ def _headline(document: dict[str, Any]) -> str:
     versions = document["versions"]
     software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "cuda") if versions[name])
     return f"{document['device']['name']}, {software}, {document['date'][:10]}"
-
-
-def _print_head(document: dict[str, Any], console: Console) -> None:
-    settings, ceilings = document["settings"], document["ceilings"]
-    threads = f", {settings['threads']} threads" if settings["threads"] else ""
-    console.print(f"{_headline(document)}{threads}", highlight=False, markup=False)
-    factor, label = _scale(document, "tflops")
-    products = ", ".join(
-        f"{dtype} {factor * speed:.3g} {label}" for dtype, speed in ceilings["matmul_tflops"].items()
-    )
-    console.print(
-        f"measured ceilings: matrix product {products}; copy {ceilings['copy_gbps']:.4g} GB/s. "
-        f"{settings['rounds']} rounds of {settings['rep_ms']:g} ms, contestants in rotation.",
-        highlight=False,
-    )
 
 
 def _host_times(document: dict[str, Any]) -> str:

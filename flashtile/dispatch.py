@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import apply_autocast, make_options
-from flashtile.problem import PREFERENCE, Problem
+from flashtile.problem import PREFERENCE, Extras, Problem
 
 ForwardLaunch = Callable[..., tuple[Tensor, Tensor]]
-"""``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)``, both contiguous."""
+"""``(q, k, v, extras) -> (out, lse)``, both contiguous."""
 
-BackwardLaunch = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""``(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (dq, dk, dv)``; dout and
-dlse are contiguous, dlse may be None; the results are contiguous."""
+BackwardLaunch = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+"""``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)``; dout and dlse are contiguous, dlse may
+be None; the results are contiguous; dsink, in the dtype of sink, is None without one."""
 
 
 class Backend(Protocol):
@@ -101,11 +101,13 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -119,7 +121,8 @@ def explain(
     )
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
-    problem = Problem.from_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    problem = Problem.from_tensors(q, k, v, extras, options)
     chosen: str | None = None
     config: Any = None
     reasons: dict[str, str] = {}

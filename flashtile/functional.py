@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtile import operators
 from flashtile.arguments import apply_autocast, make_options
-from flashtile.problem import check_dense
+from flashtile.problem import NO_EXTRAS, Extras, check_dense
 
 
 def attention(
@@ -25,16 +25,18 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Exact attention, differentiable in q, k and v (and through lse).
+    """Exact attention, differentiable in q, k, v and sink (and through lse).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
@@ -47,6 +49,9 @@ def attention(
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
             synchronises.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
+        seqused_k: (batch,) int32 on the device of q: keys that each sequence uses, of those it has in memory.
+            The others do not exist: they are not read, their gradients are 0, and masks are aligned to the
+            used length. Checked as the values of cu_seqlens are; the kernels clamp it.
         softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
         causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
             ``i + seqlen_k - seqlen_q``.
@@ -54,6 +59,9 @@ def attention(
             ``causal`` makes right 0.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
+        sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
+            every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
+            arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
         deterministic: gradients bitwise reproducible from run to run.
         return_lse: also return the log-sum-exp of the scores of each row.
         backend: "portable" or "cpu" to insist on one; None lets dispatch choose (see ``flashtile.explain``).
@@ -61,7 +69,7 @@ def attention(
     Returns:
         out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse),
         lse in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or
-        (heads_q, total_q), -inf for a row that sees no key.
+        (heads_q, total_q), the sink included; -inf for a row that sees no key and has no sink.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
@@ -69,7 +77,7 @@ def attention(
     """
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, backend,
+        softcap, alibi_slopes, deterministic, backend, seqused_k, sink,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -87,6 +95,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -103,7 +112,7 @@ def flash_attn_func(
     _refuse_dropout(dropout_p)
     out, lse = _call(
         q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, backend,
+        deterministic, backend, None, sink,
     )  # fmt: skip
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -120,6 +129,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -127,7 +137,7 @@ def flash_attn_kvpacked_func(
     k, v = _unpack("kv", kv, 5, 2, "(batch, seqlen_k, 2, heads_kv, head_dim)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, return_lse=return_lse, backend=backend,
+        return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -142,6 +152,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -149,7 +160,7 @@ def flash_attn_qkvpacked_func(
     q, k, v = _unpack("qkv", qkv, 5, 3, "(batch, seqlen, 3, heads, head_dim)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, return_lse=return_lse, backend=backend,
+        return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -171,6 +182,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    seqused_k: Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -192,7 +205,7 @@ def flash_attn_varlen_func(
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, backend,
+        softcap, alibi_slopes, deterministic, backend, seqused_k, sink,
     )  # fmt: skip
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -213,6 +226,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -221,7 +235,7 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        return_lse=return_lse, backend=backend,
+        sink=sink, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -238,6 +252,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -246,7 +261,7 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        return_lse=return_lse, backend=backend,
+        sink=sink, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -265,13 +280,18 @@ def _call(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     backend: str | None,
+    seqused_k: Tensor | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
     )
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
-    return operators.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+    extras = NO_EXTRAS
+    if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
+        extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    return operators.forward(q, k, v, extras, options)
 
 
 def _refuse_dropout(dropout_p: float) -> None:

@@ -48,6 +48,20 @@ class Options(NamedTuple):
     backend: str | None = None
 
 
+class Extras(NamedTuple):
+    """The tensors that a call may have beside q, k and v; None for each that it has not."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+
+
+NO_EXTRAS = Extras()
+"""The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a call computes. Lengths are in tokens; a window side of -1 is unlimited.
@@ -73,7 +87,9 @@ class Problem:
     window_right: int = UNLIMITED
     softcap: float = 0.0
     alibi: bool = False
+    sink: bool = False
     varlen: bool = False
+    seqused_k: bool = False
     deterministic: bool = False
 
     @property
@@ -114,13 +130,12 @@ class Problem:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
         options: Options = Options(),  # noqa: B008 - immutable
     ) -> Problem:
         """Check every argument and describe the call; see :func:`check_call` for the errors."""
-        check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+        check_call(q, k, v, extras, options)
+        cu_seqlens_q = extras.cu_seqlens_q
         varlen = cu_seqlens_q is not None
         if cu_seqlens_q is not None:
             assert options.max_seqlen_q is not None
@@ -149,21 +164,15 @@ class Problem:
             window_left=int(options.window_left),
             window_right=0 if options.causal else int(options.window_right),
             softcap=float(options.softcap),
-            alibi=alibi_slopes is not None,
+            alibi=extras.alibi_slopes is not None,
+            sink=extras.sink is not None,
             varlen=varlen,
+            seqused_k=extras.seqused_k is not None,
             deterministic=bool(options.deterministic),
         )
 
 
-def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    options: Options,
-) -> None:
+def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
     """Raise for a call that no backend could compute. Looks at shapes and types only, never at data.
 
     Raises:
@@ -171,7 +180,8 @@ def check_call(
         ValueError: a shape, stride, device or number is not allowed.
         NotImplementedError: a device or head size that flashtile does not serve.
     """
-    check_types(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    check_types(q, k, v, extras)
+    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     rank, layout = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -196,31 +206,26 @@ def check_call(
     elif options.max_seqlen_q is not None or options.max_seqlen_k is not None:
         name = "max_seqlen_q" if options.max_seqlen_q is not None else "max_seqlen_k"
         raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k, got an int")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if seqused_k is not None:
+        _check_seqused(seqused_k, q, batch)
     if alibi_slopes is not None:
-        _check_alibi(alibi_slopes, q, cu_seqlens_q)
+        _check_alibi(alibi_slopes, q, batch)
+    if sink is not None:
+        _check_sink(sink, q)
     _check_options(options)
 
 
-def check_types(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> None:
+def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
     """Raise TypeError for what is not a dense tensor."""
     check_dense("q", q)
     check_dense("k", k)
     check_dense("v", v)
-    for name, tensor in (
-        ("cu_seqlens_q", cu_seqlens_q),
-        ("cu_seqlens_k", cu_seqlens_k),
-        ("alibi_slopes", alibi_slopes),
-    ):
+    for name, tensor in zip(Extras._fields, extras, strict=True):
         if tensor is not None:
             check_dense(name, tensor)
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+    slopes = extras.alibi_slopes
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
         )
@@ -290,11 +295,33 @@ def _check_varlen(
         _check_range(name, length, 0, f"from 0 to {MAX_LENGTH}")
 
 
-def _check_alibi(alibi_slopes: Tensor, q: Tensor, cu_seqlens_q: Tensor | None) -> None:
+def _check_seqused(seqused_k: Tensor, q: Tensor, batch: int) -> None:
+    if seqused_k.dtype != torch.int32:
+        raise TypeError(f"seqused_k must be int32, got {seqused_k.dtype}")
+    _check_device("seqused_k", seqused_k, q)
+    if tuple(seqused_k.shape) != (batch,):
+        raise ValueError(f"seqused_k must have shape (batch,) = {(batch,)}, got {tuple(seqused_k.shape)}")
+    if batch > 1 and seqused_k.stride(0) != 1:
+        raise ValueError(f"seqused_k must be contiguous (stride 1), got stride {seqused_k.stride(0)}")
+
+
+def _check_sink(sink: Tensor, q: Tensor) -> None:
+    if sink.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"sink must be float32 or have the dtype of q ({q.dtype}), got {sink.dtype}")
+    _check_device("sink", sink, q)
+    heads = q.shape[-2]
+    if tuple(sink.shape) != (heads,):
+        raise ValueError(f"sink must have shape (heads_q,) = {(heads,)}, got {tuple(sink.shape)}")
+    if heads > 1 and sink.stride(0) != 1:
+        raise ValueError(
+            f"sink must be contiguous (stride 1), got stride {sink.stride(0)}: call sink.contiguous()"
+        )
+
+
+def _check_alibi(alibi_slopes: Tensor, q: Tensor, batch: int) -> None:
     if alibi_slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be float32, got {alibi_slopes.dtype}")
     _check_device("alibi_slopes", alibi_slopes, q)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     heads = q.shape[-2]
     if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
@@ -333,11 +360,30 @@ def debug_checks() -> bool:
     return os.environ.get("FLASHTILE_DEBUG", "0") == "1"
 
 
-def check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Raise ValueError unless ``cu_seqlens`` rises from 0 up to ``total`` in steps of at most ``max_seqlen``.
+def check_lengths(q: Tensor, k: Tensor, extras: Extras, options: Options) -> None:
+    """Raise ValueError for lengths that no sequences of these tensors can have.
 
     Reads the data: done for every CPU call, and for CUDA calls only under ``FLASHTILE_DEBUG=1``.
     """
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = extras
+    if cu_seqlens_q is not None:
+        assert cu_seqlens_k is not None
+        assert options.max_seqlen_q is not None
+        assert options.max_seqlen_k is not None
+        _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], options.max_seqlen_q)
+        _check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], options.max_seqlen_k)
+    if seqused_k is not None:
+        used = seqused_k.tolist()
+        lengths = [k.shape[1]] * len(used) if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
+        for b, (count, length) in enumerate(zip(used, lengths, strict=True)):
+            if not 0 <= count <= length:
+                raise ValueError(
+                    f"seqused_k must be from 0 to the {length} keys of sequence {b}, got {count}"
+                )
+
+
+def _check_offsets(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    """Raise unless ``cu_seqlens`` rises from 0 up to ``total`` in steps of at most ``max_seqlen``."""
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"{name} must start with 0, got {offsets[0]}")

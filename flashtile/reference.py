@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.problem import Options, Problem
+from flashtile.problem import Extras, Options, Problem
 
 
 def attention(
@@ -35,7 +35,8 @@ def attention(
             float32 (float64 for float64 inputs).
     """
     options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    problem = Problem.from_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, None)
+    problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
     if cu_seqlens_q is None or cu_seqlens_k is None:

@@ -6,10 +6,15 @@ over become batches of one call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashtile.problem import Extras
+
+_NUM_EXTRAS = len(Extras._fields)
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -19,7 +24,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _Forward.apply(*arguments)
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``flashtile::backward``, under whatever transforms are active."""
     if not _transforming():
         return torch.ops.flashtile.backward(*arguments)
@@ -43,24 +48,20 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-        ctx.options = options
+        q, k, v, *rest = inputs
+        ctx.save_for_backward(q, k, v, *output, *rest[:_NUM_EXTRAS])
+        ctx.has_sink = Extras(*rest[:_NUM_EXTRAS]).sink is not None
+        ctx.options = rest[_NUM_EXTRAS:]
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        no_gradients = (None,) * (3 + len(ctx.options))
-        return (*backward(dout, dlse, *ctx.saved_tensors, *ctx.options), *no_gradients)
+        *gradients, dsink = backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
+        of_extras = Extras(sink=dsink if ctx.has_sink else None)
+        return *gradients, *of_extras, *(None,) * len(ctx.options)
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, *options):
-        _refuse_varlen(cu_seqlens_q)
-        samples = info.batch_size
-        q, k, v = (_samples_first(t, dim, samples) for t, dim in zip((q, k, v), in_dims[:3], strict=True))
-        batch = q.shape[1]
-        slopes = _slopes_by_batch(alibi_slopes, in_dims[5], samples, batch)
-        results = forward(*(t.flatten(0, 1) for t in (q, k, v)), None, None, slopes, *options)
-        return tuple(t.unflatten(0, (samples, batch)) for t in results), (0, 0)
+    def vmap(info, in_dims, *arguments):
+        return _vmap(forward, 3, info.batch_size, in_dims, arguments)
 
 
 class _Backward(torch.autograd.Function):
@@ -76,19 +77,51 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        tensors, (cu_seqlens_q, _, alibi_slopes), options = arguments[:7], arguments[7:10], arguments[10:]
-        _refuse_varlen(cu_seqlens_q)
-        samples = info.batch_size
-        flat = []
-        for tensor, dim in zip(tensors, in_dims[:7], strict=True):
-            if tensor is not None:  # dout or dlse may be
-                tensor = _samples_first(tensor, dim, samples)
-                batch = tensor.shape[1]
-                tensor = tensor.flatten(0, 1)
-            flat.append(tensor)
-        slopes = _slopes_by_batch(alibi_slopes, in_dims[9], samples, batch)
-        results = backward(*flat, None, None, slopes, *options)
-        return tuple(t.unflatten(0, (samples, batch)) for t in results), (0, 0, 0)
+        return _vmap(backward, 7, info.batch_size, in_dims, arguments)
+
+
+def _vmap(
+    operator: Callable[..., tuple[Tensor, ...]], num_tensors: int, samples: int, in_dims: Any, arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """The results of ``operator`` for each sample, and where their samples are.
+
+    ``arguments`` are ``num_tensors`` tensors with a batch, of which some may be None, Extras and Options.
+    """
+    tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
+    extras, options = Extras(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
+    dims: tuple[int | None, ...] = in_dims[:num_tensors]
+    dim_of = dict(zip(Extras._fields, in_dims[num_tensors:], strict=False))
+    _refuse_varlen(extras.cu_seqlens_q)
+    if extras.sink is not None:
+        return _one_by_one(operator, samples, in_dims, arguments)
+    flat = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if tensor is not None:
+            tensor = _samples_first(tensor, dim, samples)
+            batch = tensor.shape[1]
+            tensor = tensor.flatten(0, 1)
+        flat.append(tensor)
+    used = extras.seqused_k
+    if used is not None:
+        used = _samples_first(used, dim_of["seqused_k"], samples).flatten()
+    slopes = _slopes_by_batch(extras.alibi_slopes, dim_of["alibi_slopes"], samples, batch)
+    results = operator(*flat, *Extras(seqused_k=used, alibi_slopes=slopes), *options)
+    # dsink of no sink has no batch.
+    out_dims = tuple(None if t.dim() == 1 else 0 for t in results)
+    return tuple(t if t.dim() == 1 else t.unflatten(0, (samples, batch)) for t in results), out_dims
+
+
+def _one_by_one(
+    operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """A loop, for a sink: a call has one, and one gradient of it, for all of its batch."""
+    results = [
+        operator(
+            *(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True))
+        )
+        for i in range(samples)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 def _refuse_varlen(cu_seqlens_q: Tensor | None) -> None:

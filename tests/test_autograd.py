@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import reference
-from flashtile.problem import Options
+from flashtile.problem import NO_EXTRAS, Options
 from small_calls import DEVICES, assert_same, dense, results, results_with_backward
 
 
@@ -200,7 +200,7 @@ def test_second_derivative_is_refused():
 
 def test_second_derivative_is_refused_through_the_operator():
     def call(q, k, v):
-        return torch.ops.flashtile.forward(q, k, v, None, None, None, *Options())[0]
+        return torch.ops.flashtile.forward(q, k, v, *NO_EXTRAS, *Options())[0]
 
     gradient = gradient_with_graph(call, *dense(grad=True))
     with pytest.raises(NotImplementedError, match="first derivatives only"):

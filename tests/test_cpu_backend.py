@@ -16,7 +16,7 @@ from flashtile.backends import cpu
 from flashtile.backends.cpu import flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
-from flashtile.problem import Options, Problem
+from flashtile.problem import Extras, Options, Problem
 
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
 LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6))
@@ -27,7 +27,7 @@ def using(**configs: Fused | Tiled):
 
     def attention(q, k, v, *, return_lse, alibi_slopes=None, window_size=(-1, -1), **options):
         options = Options(**options, window_left=window_size[0], window_right=window_size[1])
-        problem = Problem.from_tensors(q, k, v, None, None, alibi_slopes, options)
+        problem = Problem.from_tensors(q, k, v, Extras(alibi_slopes=alibi_slopes), options)
         config = dataclasses.replace(cpu.configure(problem), **configs)
         return _WithConfig.apply(q, k, v, alibi_slopes, problem, config)
 
@@ -37,7 +37,7 @@ def using(**configs: Fused | Tiled):
 class _WithConfig(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, alibi_slopes, problem, config):
-        out, lse = cpu.prepare_forward(problem, config)(q, k, v, None, None, alibi_slopes)
+        out, lse = cpu.prepare_forward(problem, config)(q, k, v, Extras(alibi_slopes=alibi_slopes))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = alibi_slopes, problem, config
         ctx.set_materialize_grads(False)
@@ -48,7 +48,7 @@ class _WithConfig(torch.autograd.Function):
         alibi_slopes, problem, config = ctx.call
         launch = cpu.prepare_backward(problem, config)
         dout = torch.zeros(problem.out_shape, dtype=problem.dtype) if dout is None else dout.contiguous()
-        gradients = launch(dout, dlse, *ctx.saved_tensors, None, None, alibi_slopes)
+        *gradients, _ = launch(dout, dlse, *ctx.saved_tensors, Extras(alibi_slopes=alibi_slopes))
         return (*gradients, None, None, None)
 
 
@@ -62,7 +62,8 @@ def tensors(
 
 
 def configuration(q, k, v, alibi_slopes=None, **options) -> Config:
-    return cpu.configure(Problem.from_tensors(q, k, v, None, None, alibi_slopes, Options(**options)))
+    extras = Extras(alibi_slopes=alibi_slopes)
+    return cpu.configure(Problem.from_tensors(q, k, v, extras, Options(**options)))
 
 
 class TestBlocks:

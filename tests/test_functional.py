@@ -34,7 +34,7 @@ SIGNATURES = {
     "flash_attn_varlen_kvpacked_func": (("q", "kv", *LENGTHS), COMMON),
     "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), COMMON),
 }
-OWN_KEYWORDS = {"return_lse": False, "backend": None}
+OWN_KEYWORDS = {"sink": None, "return_lse": False, "backend": None}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -49,7 +49,8 @@ def test_signature_is_flash_attentions(name):
     types = [type(p.default) for p in positional[len(required) :]]  # 0.0 == False
     assert types == [type(default) for _, default in defaulted]
     keyword_only = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert keyword_only == OWN_KEYWORDS
+    own = OWN_KEYWORDS | ({"seqused_k": None} if name == "flash_attn_varlen_func" else {})
+    assert keyword_only == own
     assert len(positional) + len(keyword_only) == len(parameters)
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile import operators, reference
-from flashtile.problem import Options
+from flashtile.problem import NO_EXTRAS, Extras, Options
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, slopes, varlen
 
 
@@ -27,15 +27,19 @@ def _fresh_compiler():
 
 def operator_calls(device):
     """Arguments of ``flashtile::forward`` by name."""
-    (vq, vk, vv), keywords = varlen(device)
+    ragged, keywords = varlen(device)
     offsets = keywords["cu_seqlens_q"], keywords["cu_seqlens_k"]
     return {
-        "dense": (*dense(device), None, None, None, *Options()),
-        "causal-alibi": (*dense(device), None, None, slopes(device), *Options(causal=True)),
-        "window-softcap": (*dense(device), None, None, None, *Options(window_left=3, softcap=2.0)),
-        "strided": (*(t[:, ::2] for t in dense(device)), None, None, slopes(device, 2, 4), *Options()),
-        "no-rows": (*dense(device, seqlen_q=0), None, None, None, *Options()),
-        "varlen": (vq, vk, vv, *offsets, None, *Options(max_seqlen_q=6, max_seqlen_k=6, causal=True)),
+        "dense": (*dense(device), *NO_EXTRAS, *Options()),
+        "causal-alibi": (*dense(device), *Extras(alibi_slopes=slopes(device)), *Options(causal=True)),
+        "window-softcap": (*dense(device), *NO_EXTRAS, *Options(window_left=3, softcap=2.0)),
+        "strided": (
+            *(t[:, ::2] for t in dense(device)),
+            *Extras(alibi_slopes=slopes(device, 2, 4)),
+            *Options(),
+        ),
+        "no-rows": (*dense(device, seqlen_q=0), *NO_EXTRAS, *Options()),
+        "varlen": (*ragged, *Extras(*offsets), *Options(max_seqlen_q=6, max_seqlen_k=6, causal=True)),
     }
 
 
@@ -305,8 +309,8 @@ def test_direct_path_and_operator_agree_bitwise(grad):
     """The eager short cut is the operator without the dispatcher."""
     tensors = dense(grad=grad)
     options = Options(causal=True)
-    direct = operators.forward(*tensors, None, None, None, options)
-    dispatched = torch.ops.flashtile.forward(*tensors, None, None, None, *options)
+    direct = operators.forward(*tensors, NO_EXTRAS, options)
+    dispatched = torch.ops.flashtile.forward(*tensors, *NO_EXTRAS, *options)
     for a, b in zip(direct, dispatched, strict=True):
         assert torch.equal(a, b)
     if grad:

@@ -77,7 +77,7 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     """A zero-argument callable that runs the candidate's kernel alone on prepared tensors."""
     from flashtile.backends.portable import launch
     from flashtile.backends.portable.config import Config, KernelConfig, choose
-    from flashtile.problem import Options, Problem
+    from flashtile.problem import NO_EXTRAS, Options, Problem
 
     q, k, v, dout = tensors
     problem = Problem.from_tensors(q, k, v, options=Options(causal=candidate.causal))
@@ -89,8 +89,8 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     )
     forward = launch.ForwardLaunch(problem, config)
     if candidate.kernel == "forward":
-        return lambda: forward(q, k, v, None, None, None)
-    out, lse = forward(q, k, v, None, None, None)
+        return lambda: forward(q, k, v, NO_EXTRAS)
+    out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
     prepare, dkdv, dq = backward.prepare(None, q, k, v, None)
     statistics = torch.empty((2, *backward.statistics_shape), device=q.device).unbind()

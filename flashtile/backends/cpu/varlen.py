@@ -6,11 +6,12 @@ Rows that are in no sequence, or in one without keys, keep out 0, lse -inf and g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.problem import Problem
+from flashtile.problem import Extras, Problem
 
 
 def forward(
@@ -19,9 +20,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
+    extras: Extras,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as (total_q, heads_q, head_dim_v) and (heads_q, total_q).
 
@@ -29,7 +28,7 @@ def forward(
     """
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    for rows, keys, slopes in _sequences(cu_seqlens_q, cu_seqlens_k, alibi_slopes):
+    for rows, keys, slopes in _sequences(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.alibi_slopes):
         out_one, lse_one = dense(q[None, rows], k[None, keys], v[None, keys], slopes)
         out[rows], lse[:, rows] = out_one[0], lse_one[0]
     return out, lse
@@ -44,24 +43,22 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); ``dense(dout, dlse, q, k, v, out, lse, alibi_slopes)`` computes one sequence."""
+    extras: Extras,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """(dq, dk, dv, None); ``dense(dout, dlse, q, k, v, out, lse, alibi_slopes)`` computes one sequence."""
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, keys, slopes in _sequences(cu_seqlens_q, cu_seqlens_k, alibi_slopes):
+    for rows, keys, slopes in _sequences(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.alibi_slopes):
         dlse_one = None if dlse is None else dlse[None, :, rows]
         dq_one, dk_one, dv_one = dense(
             dout[None, rows], dlse_one, q[None, rows], k[None, keys], v[None, keys],
             out[None, rows], lse[None, :, rows], slopes,
         )  # fmt: skip
         dq[rows], dk[keys], dv[keys] = dq_one[0], dk_one[0], dv_one[0]
-    return dq, dk, dv
+    return dq, dk, dv, None
 
 
 def _sequences(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, alibi_slopes: Tensor | None
+    cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Tensor | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Rows, keys and ALiBi slopes of each sequence that has both."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -17,7 +17,7 @@ from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows, prepare_kernel
 from flashtile.backends.portable.config import Config, KernelConfig, padded
 from flashtile.backends.portable.forward import forward_kernel
-from flashtile.problem import LOG2_E, UNLIMITED, Problem
+from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
 PREPARE_BLOCK_M = 64
 PREPARE_NUM_WARPS = 4
@@ -142,7 +142,7 @@ def _attention_kernel(
 
 
 class ForwardLaunch:
-    """``(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (out, lse)`` for tensors of one signature."""
+    """``(q, k, v, extras) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
@@ -156,10 +156,9 @@ class ForwardLaunch:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        alibi_slopes: Tensor | None,
+        extras: Extras,
     ) -> tuple[Tensor, Tensor]:
+        cu_seqlens_q, cu_seqlens_k, _, alibi_slopes, _ = extras
         if cu_seqlens_q is None:
             out = q.new_empty(self._out_shape)
             lse = q.new_empty(self._lse_shape, dtype=torch.float32)
@@ -182,7 +181,7 @@ class ForwardLaunch:
 
 
 class BackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes) -> (dq, dk, dv)``."""
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
@@ -201,10 +200,9 @@ class BackwardLaunch:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        cu_seqlens_q, cu_seqlens_k, _, alibi_slopes, _ = extras
         problem = self._problem
         no_rows = problem.batch * problem.seqlen_q == 0
         no_keys = problem.batch * problem.seqlen_k == 0
@@ -212,7 +210,7 @@ class BackwardLaunch:
         allocate = torch.zeros if problem.varlen or no_rows or no_keys else torch.empty
         dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         if no_rows or no_keys:
-            return dq, dk, dv
+            return dq, dk, dv, None
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, alibi_slopes)
         prepare, compute_dkdv, compute_dq = self.kernels
@@ -223,7 +221,7 @@ class BackwardLaunch:
         inputs = (q, k, v, dout, shift, dp_shift)
         compute_dkdv(device, *inputs, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
         compute_dq(device, *inputs, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-        return dq, dk, dv
+        return dq, dk, dv, None
 
     def prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None

@@ -1,0 +1,154 @@
+"""GPUs by what they can do at most: arithmetic, memory traffic, and the sizes of their memories.
+
+Numbers are the makers' own, for dense (not sparse) tensor-core products that accumulate in fp32, at the boost
+clock. What a kernel reaches is less: a large matrix product gets 60 to 80 % of the peak of a H100, because
+its clock falls under load. :func:`flashtile.io_model.measured_card` measures the machine at hand instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+_VOLTA = "NVIDIA Tesla V100 GPU Architecture whitepaper (WP-08608-001), table 1"
+_TURING = "NVIDIA Turing GPU Architecture whitepaper (WP-09183-001), appendix C"
+_AMPERE = "NVIDIA A100 Tensor Core GPU Architecture whitepaper, tables 1 and 4"
+_GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, tables 2 and 11"
+_HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper, tables 1 and 3"
+_H200 = "NVIDIA H200 Tensor Core GPU datasheet; SMs and caches as in the H100 whitepaper"
+_ADA = "NVIDIA Ada GPU Architecture whitepaper, appendices A to D"
+_L40S = "NVIDIA L40S GPU datasheet; caches as in the Ada whitepaper (AD102)"
+_BLACKWELL = "NVIDIA Blackwell (HGX B200) datasheet; L2 and SMs as CUDA reports them"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU (or whatever :func:`measured_card` found).
+
+    Args:
+        name: as people call it.
+        sm_count: streaming multiprocessors.
+        clock_mhz: boost clock; 0 where it is not known.
+        tflops: peak of dense products by dtype, in 10^12 operations a second (a multiply-add is two).
+        bandwidth_gbps: of the memory, in 10^9 bytes a second.
+        memory_bytes, l2_bytes: sizes.
+        shared_bytes: of the shared memory of one SM: the SRAM that a tile of attention lives in.
+        capability: CUDA's compute capability; (0, 0) for what is no NVIDIA GPU.
+        device_name: part of the name that the driver gives it.
+        source: where the numbers are from.
+    """
+
+    name: str
+    sm_count: int
+    clock_mhz: float
+    tflops: Mapping[str, float] = field(hash=False)
+    bandwidth_gbps: float
+    memory_bytes: int
+    l2_bytes: int
+    shared_bytes: int
+    capability: tuple[int, int]
+    device_name: str
+    source: str
+
+    def peak_tflops(self, dtype: str) -> float:
+        """Peak of products in ``dtype``.
+
+        Raises:
+            ValueError: the card's table has no such dtype.
+        """
+        if dtype not in self.tflops:
+            raise ValueError(f"dtype on {self.name} must be one of {', '.join(self.tflops)}, got {dtype!r}")
+        return self.tflops[dtype]
+
+    def ridge(self, dtype: str) -> float:
+        """FLOPs a byte at which arithmetic and memory take equally long (roofline, Williams et al. 2009)."""
+        return self.peak_tflops(dtype) * 1e3 / self.bandwidth_gbps
+
+    @property
+    def sram_bytes(self) -> int:
+        """Shared memory of all SMs."""
+        return self.sm_count * self.shared_bytes
+
+    @property
+    def sram_gbps(self) -> float:
+        """Bandwidth of all shared memories, 128 bytes a clock and SM; 0 where the clock is not known."""
+        return self.sm_count * 128 * self.clock_mhz * 1e-3
+
+
+def _tensor(half: float, tf32: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
+    """Peaks of a card from Ampere on. float32 is that of the fp32 units: flashtile rounds no fp32 to tf32;
+    ``tf32`` is there for kernels that split a product into three."""
+    peaks = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": fp32, "float64": fp64}
+    return peaks if fp8 is None else {**peaks, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
+
+
+CARDS: dict[str, Card] = {
+    "v100": Card(
+        "V100 SXM2 32GB", 80, 1530, {"float16": 125.0, "float32": 15.7, "float64": 7.8},
+        900, 32 * GIB, 6 * MIB, 96 * KIB, (7, 0), "V100-SXM2-32GB", _VOLTA,
+    ),
+    "t4": Card(
+        "T4", 40, 1590, {"float16": 65.0, "float32": 8.1, "float64": 0.25},
+        320, 16 * GIB, 4 * MIB, 64 * KIB, (7, 5), "Tesla T4", _TURING,
+    ),
+    "a100-40gb": Card(
+        "A100 SXM4 40GB", 108, 1410, _tensor(312.0, 156.0, 19.5, 19.5),
+        1555, 40 * GIB, 40 * MIB, 164 * KIB, (8, 0), "A100-SXM4-40GB", _AMPERE,
+    ),
+    "a100": Card(
+        "A100 SXM4 80GB", 108, 1410, _tensor(312.0, 156.0, 19.5, 19.5),
+        2039, 80 * GIB, 40 * MIB, 164 * KIB, (8, 0), "A100-SXM4-80GB", _AMPERE,
+    ),
+    "rtx3090": Card(
+        "GeForce RTX 3090", 82, 1695, _tensor(71.0, 35.6, 35.6, 0.56),
+        936, 24 * GIB, 6 * MIB, 100 * KIB, (8, 6), "GeForce RTX 3090", _GA102,
+    ),
+    "rtx4090": Card(
+        "GeForce RTX 4090", 128, 2520, _tensor(165.2, 82.6, 82.6, 1.29, fp8=330.3),
+        1008, 24 * GIB, 72 * MIB, 100 * KIB, (8, 9), "GeForce RTX 4090", _ADA,
+    ),
+    "l4": Card(
+        "L4", 58, 2040, _tensor(121.0, 60.5, 30.3, 0.47, fp8=242.5),
+        300, 24 * GIB, 48 * MIB, 100 * KIB, (8, 9), "NVIDIA L4", _ADA,
+    ),
+    "l40s": Card(
+        "L40S", 142, 2520, _tensor(362.1, 183.1, 91.6, 1.43, fp8=733.0),
+        864, 48 * GIB, 96 * MIB, 100 * KIB, (8, 9), "L40S", _L40S,
+    ),
+    "h100-pcie": Card(
+        "H100 PCIe 80GB", 114, 1755, _tensor(756.0, 378.0, 51.2, 51.2, fp8=1513.0),
+        2000, 80 * GIB, 50 * MIB, 228 * KIB, (9, 0), "H100 PCIe", _HOPPER,
+    ),
+    "h100": Card(
+        "H100 SXM5 80GB", 132, 1830, _tensor(989.4, 494.7, 66.9, 66.9, fp8=1978.9),
+        3350, 80 * GIB, 50 * MIB, 228 * KIB, (9, 0), "H100 80GB HBM3", _HOPPER,
+    ),
+    "h200": Card(
+        "H200 SXM 141GB", 132, 1830, _tensor(989.4, 494.7, 66.9, 66.9, fp8=1978.9),
+        4800, 141 * GIB, 50 * MIB, 228 * KIB, (9, 0), "NVIDIA H200", _H200,
+    ),
+    "b200": Card(
+        "B200 SXM 180GB", 148, 1965, _tensor(2250.0, 1125.0, 75.0, 37.0, fp8=4500.0),
+        7700, 180 * GIB, 126 * MIB, 228 * KIB, (10, 0), "NVIDIA B200", _BLACKWELL,
+    ),
+}  # fmt: skip
+"""Known cards by the name that ``flashtile explain --card`` takes."""
+
+
+def find_card(name: str) -> Card:
+    """The card of that name in :data:`CARDS`, whatever its case.
+
+    Raises:
+        ValueError: there is none.
+    """
+    card = CARDS.get(name.lower())
+    if card is None:
+        raise ValueError(f"card must be one of {', '.join(CARDS)}, got {name!r}")
+    return card
+
+
+def card_of_device(device_name: str) -> Card | None:
+    """The card whose name is part of what the driver calls a device; None if the table does not know it."""
+    return next((card for card in CARDS.values() if card.device_name in device_name), None)

@@ -39,13 +39,13 @@ def make_options(
         text = f"window_size must be a pair (left, right) of ints, got {_named(window_size)}"
         raise type(error)(text) from None
     if type(left) is not int:
-        left = _as_int("window_size[0]", left)
+        left = as_int("window_size[0]", left)
     if type(right) is not int:
-        right = _as_int("window_size[1]", right)
+        right = as_int("window_size[1]", right)
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
-        max_seqlen_q = _as_int("max_seqlen_q", max_seqlen_q)
+        max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
-        max_seqlen_k = _as_int("max_seqlen_k", max_seqlen_k)
+        max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = _as_float("softmax_scale", softmax_scale, "a number or None")
     if type(softcap) is not float:
@@ -76,7 +76,7 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return cast[0], cast[1], cast[2]
 
 
-def _as_int(name: str, value: Any) -> Any:
+def as_int(name: str, value: Any) -> Any:
     """An int from anything that is one (numpy integers, integer tensors of one element)."""
     if isinstance(value, torch.SymInt):
         return value

@@ -370,8 +370,8 @@ def check_lengths(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Non
         assert cu_seqlens_k is not None
         assert options.max_seqlen_q is not None
         assert options.max_seqlen_k is not None
-        _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], options.max_seqlen_q)
-        _check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], options.max_seqlen_k)
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], options.max_seqlen_q)
+        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], options.max_seqlen_k)
     if seqused_k is not None:
         used = seqused_k.tolist()
         lengths = [k.shape[1]] * len(used) if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
@@ -382,7 +382,7 @@ def check_lengths(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Non
                 )
 
 
-def _check_offsets(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+def check_offsets(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     """Raise unless ``cu_seqlens`` rises from 0 up to ``total`` in steps of at most ``max_seqlen``."""
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
@@ -393,7 +393,7 @@ def _check_offsets(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -
         if end - start > max_seqlen:
             raise ValueError(
                 f"{name} has a sequence of {end - start} tokens (number {i}), "
-                f"longer than max_seqlen_{name[-1]} = {max_seqlen}"
+                f"longer than {name.replace('cu_seqlens', 'max_seqlen')} = {max_seqlen}"
             )
     if offsets[-1] > total:
         raise ValueError(f"{name} must end within the tensor's {total} tokens, got {offsets[-1]}")

@@ -1,5 +1,11 @@
 """flashtile: exact, IO-aware attention in pure Python."""
 
+from flashtile.decode.functional import (
+    append_kvcache,
+    copy_blocks,
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+)
 from flashtile.dispatch import Explanation, explain
 from flashtile.functional import (
     attention,
@@ -16,13 +22,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "append_kvcache",
     "attention",
+    "copy_blocks",
     "explain",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "merge_states",
 ]

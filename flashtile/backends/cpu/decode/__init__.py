@@ -1,0 +1,34 @@
+"""Decoding on the CPU in plain torch: every feature, and no memory that grows with the scores."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from flashtile.backends.cpu.decode.attend import attend
+from flashtile.backends.cpu.decode.cache import append, copy_blocks
+from flashtile.backends.cpu.decode.combine import combine
+from flashtile.decode.dispatch import AnyProblem, Launch
+from flashtile.decode.problem import AppendProblem, CombineProblem, CopyProblem, DecodeProblem
+
+
+def reason_against(problem: AnyProblem, explicit: bool) -> str | None:
+    """Why this backend does not serve the problem; None if it does."""
+    if problem.device.type != "cpu":
+        return f"it computes on the CPU, the tensors are on {problem.device}"
+    return None
+
+
+def prepare_decode(problem: DecodeProblem) -> Launch:
+    return partial(attend, problem)
+
+
+def prepare_append(problem: AppendProblem) -> Launch:
+    return partial(append, problem)
+
+
+def prepare_combine(problem: CombineProblem) -> Launch:
+    return partial(combine, problem)
+
+
+def prepare_copy(problem: CopyProblem) -> Launch:
+    return copy_blocks

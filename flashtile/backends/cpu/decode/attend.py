@@ -1,0 +1,173 @@
+"""Attention over a cache on the CPU: online softmax over blocks of keys that are gathered as they are needed.
+
+One sequence after another, so that no result depends on its batch. The query heads of a key/value head are
+rows of one tile. Tiles are computed in float32 (float64 for float64 inputs), to which keys and values are
+converted one block at a time; the largest temporaries are a tile of scores and such a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.cpu.blocks import split, visible_keys
+from flashtile.decode.problem import CacheTensors, DecodeProblem
+
+BLOCK_ROWS = 256
+TILE_ELEMENTS = 1 << 18
+"""Of a tile of scores over all heads: it stays in the second-level cache."""
+
+
+def attend(
+    problem: DecodeProblem, q: Tensor, k_cache: Tensor, v_cache: Tensor, *tensors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the whole batch."""
+    given = CacheTensors(*tensors)
+    out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
+    lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
+    for b, (rows, out_rows, lse_rows) in enumerate(_sequences(problem, q, out, lse, given.cu_seqlens_q)):
+        sequence = _Sequence(problem, b, rows, k_cache, v_cache, given)
+        for block in split(range(rows.shape[0]), max(1, BLOCK_ROWS // problem.group_size)):
+            out_tile, lse_tile = sequence.attend(block)
+            out_rows[block.start : block.stop] = out_tile
+            lse_rows[:, block.start : block.stop] = lse_tile
+    return out, lse
+
+
+def _sequences(
+    problem: DecodeProblem, q: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(seqlen_q, heads, head_dim) of q, the same of out, and (heads, seqlen_q) of lse, for each sequence."""
+    if cu_seqlens_q is None:
+        yield from zip(q, out, lse, strict=True)
+        return
+    starts = cu_seqlens_q.tolist()
+    for b in range(problem.batch):
+        rows = slice(starts[b], starts[b + 1])
+        yield q[rows], out[rows], lse[:, rows]
+
+
+class _Sequence:
+    """One sequence's queries and where its keys lie."""
+
+    def __init__(
+        self, problem: DecodeProblem, b: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
+    ) -> None:
+        self.problem = problem
+        self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
+        self.k_descale, self.v_descale = given.k_descale, given.v_descale
+        self.dtype = problem.lse_dtype
+        self.seqlen_q, self.seqlen_k = q.shape[0], _length(problem, b, given)
+        self.offset = self.seqlen_k - self.seqlen_q
+        self.first_key = 0 if given.cache_leftpad is None else int(given.cache_leftpad[b])
+        self.blocks = None if given.block_table is None else given.block_table[b].long()
+        self.row = b if given.cache_batch_idx is None else int(given.cache_batch_idx[b])
+        slopes = given.alibi_slopes
+        self.slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        self.sink = given.sink
+        self.tree = None if given.tree_mask is None else given.tree_mask[min(b, given.tree_mask.shape[0] - 1)]
+
+    def attend(self, rows: range) -> tuple[Tensor, Tensor]:
+        """(rows, heads_q, head_dim_v) and (heads_q, rows)."""
+        heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
+        q = self.q[rows.start : rows.stop].to(self.dtype) * self.problem.softmax_scale
+        q = q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)
+        row_max, row_sum = self._start(len(rows))
+        acc = q.new_zeros((*q.shape[:2], self.problem.head_dim_v))
+        window = self.problem.window_left, self.problem.window_right
+        seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
+        seen = range(max(seen.start, self.first_key), seen.stop)
+        for keys in split(seen, max(256, TILE_ELEMENTS // (heads_kv * q.shape[1]))):
+            k = self._gather(self.k_cache, self.k_descale, keys)
+            scores = self._masked(torch.matmul(q, k.permute(1, 2, 0)), rows, keys)
+            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+            p = scores.sub_(new_max).exp_()
+            correction = torch.exp(row_max - new_max)
+            row_sum = row_sum * correction + p.sum(-1, keepdim=True)
+            v = self._gather(self.v_cache, self.v_descale, keys)
+            acc = acc.mul_(correction).baddbmm_(p, v.transpose(0, 1))
+            row_max = new_max
+        empty = row_sum == 0
+        out = acc.div_(row_sum.masked_fill(empty, 1.0)).view(heads_kv * group, len(rows), -1)
+        lse = (row_max + row_sum.log()).view(heads_kv * group, len(rows))
+        return out.transpose(0, 1), lse
+
+    def _start(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """(max, sum) before the first key, (heads_kv, group * rows, 1): those of the sink, if any."""
+        heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
+        # The lowest finite number, not -inf: a row whose first keys are hidden gets exp(-inf - lowest) = 0.
+        lowest = torch.finfo(self.dtype).min
+        if self.sink is None:
+            row_max = torch.full((heads_kv, group * num_rows, 1), lowest, dtype=self.dtype)
+            return row_max, torch.zeros_like(row_max)
+        sink = self.sink.to(self.dtype).view(heads_kv, group, 1).expand(-1, -1, num_rows)
+        sink = sink.reshape(heads_kv, group * num_rows, 1)
+        row_max = sink.clamp(min=lowest)
+        return row_max, torch.exp(sink - row_max)
+
+    def _gather(self, cache: Tensor, descale: Tensor | None, keys: range) -> Tensor:
+        """(keys, heads_kv, head_dim) in compute dtype, scaled back."""
+        if self.blocks is None:
+            tokens = cache[self.row, keys.start : keys.stop].to(self.dtype)
+            if descale is not None:
+                tokens *= (descale if descale.dim() == 1 else descale[self.row]).to(self.dtype).unsqueeze(-1)
+            return tokens
+        page_size = cache.shape[1]
+        first = keys.start // page_size
+        blocks = self.blocks[first : -(-keys.stop // page_size)]
+        if cache.itemsize == 1:  # torch indexes no FP8 tensors on the CPU
+            pages = cache.view(torch.uint8)[blocks].view(cache.dtype).to(self.dtype)
+        else:
+            pages = cache[blocks].to(self.dtype)
+        if descale is not None:
+            factor = descale if descale.dim() == 1 else descale[blocks].unsqueeze(1)
+            pages *= factor.to(self.dtype).unsqueeze(-1)
+        return pages.flatten(0, 1)[keys.start - first * page_size : keys.stop - first * page_size]
+
+    def _masked(self, scores: Tensor, rows: range, keys: range) -> Tensor:
+        """Soft-cap, ALiBi and masks on a tile (heads_kv, group * rows, keys), in place."""
+        problem = self.problem
+        if problem.softcap > 0:
+            scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
+        by_head = scores.view(problem.num_heads_q, len(rows), len(keys))
+        own = torch.arange(rows.start, rows.stop) + self.offset
+        distance = torch.arange(keys.start, keys.stop) - own[:, None]
+        if self.slopes is not None:
+            by_head.sub_(self.slopes.to(self.dtype)[:, None, None] * distance.abs())
+        hidden = self._hidden(distance, rows, keys)
+        if hidden is not None:
+            by_head.masked_fill_(hidden, -torch.inf)
+        return scores
+
+    def _hidden(self, distance: Tensor, rows: range, keys: range) -> Tensor | None:
+        """(rows, keys) bool, None if every row sees every key."""
+        left, right = self.problem.window_left, self.problem.window_right
+        if self.tree is not None:
+            return self._hidden_by_tree(rows, keys)
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if left >= 0:
+            hidden |= distance < -left
+        if right >= 0:
+            hidden |= distance > right
+        return hidden if left >= 0 or right >= 0 else None
+
+    def _hidden_by_tree(self, rows: range, keys: range) -> Tensor | None:
+        start = max(keys.start, self.offset)  # the first key of this tile that belongs to the tree
+        if start >= keys.stop:
+            return None
+        assert self.tree is not None
+        hidden = torch.zeros((len(rows), len(keys)), dtype=torch.bool)
+        mask = self.tree[rows.start : rows.stop, start - self.offset : keys.stop - self.offset]
+        hidden[:, start - keys.start :] = ~mask
+        return hidden
+
+
+def _length(problem: DecodeProblem, b: int, given: CacheTensors) -> int:
+    if given.cache_seqlens is None:
+        return problem.capacity
+    length = int(given.cache_seqlens[b]) + problem.seqlen_new
+    if given.cu_seqlens_k_new is not None:
+        length += int(given.cu_seqlens_k_new[b + 1] - given.cu_seqlens_k_new[b])
+    return length

@@ -1,0 +1,27 @@
+"""Partial results of Flash-Decoding put together, on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.decode.problem import CombineProblem
+
+
+def combine(problem: CombineProblem, out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) as (batch, seqlen, heads, head_dim) and (batch, heads, seqlen), one part after another."""
+    lse_partial = lse_partial.masked_fill(lse_partial == torch.inf, -torch.inf)
+    largest = lse_partial.amax(0)
+    empty = largest == -torch.inf
+    largest = largest.masked_fill(empty, 0.0)
+    total = torch.zeros_like(largest)
+    out = torch.zeros(out_partial.shape[1:], dtype=lse_partial.dtype)
+    for out_part, lse_part in zip(out_partial, lse_partial, strict=True):
+        weight = torch.exp(lse_part - largest)
+        total += weight
+        # Nobody has written out where a part has no key: it may hold NaN, which a weight of 0 would keep.
+        part = out_part.to(out.dtype).masked_fill((lse_part == -torch.inf).unsqueeze(-1), 0.0)
+        out.addcmul_(part, weight.unsqueeze(-1))
+    out /= total.masked_fill(empty, 1.0).unsqueeze(-1)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf)
+    return out.to(problem.out_dtype), lse.transpose(1, 2).contiguous()

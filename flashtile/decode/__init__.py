@@ -1,0 +1,1 @@
+"""Decoding: attention of new queries over a key/value cache, dense or paged, and the cache's writing."""

@@ -1,0 +1,62 @@
+"""Which sequence and position each new token has, and where in the cache a position lies: in plain torch.
+
+For the CPU, for the checks of data, and for readers of the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.decode.problem import AppendTensors, CacheTensors
+
+
+def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(sequence, number within it) of each row of k or q as it lies in memory, both (rows,) int64.
+
+    Rows after the last of ``cu_seqlens`` belong to no sequence and are left out.
+    """
+    if cu_seqlens_k_new is None:
+        batch, seqlen = k.shape[:2]
+        sequence = torch.arange(batch, device=k.device).repeat_interleave(seqlen)
+        return sequence, torch.arange(seqlen, device=k.device).repeat(batch)
+    starts = cu_seqlens_k_new.long()
+    sequence = torch.arange(starts.shape[0] - 1, device=k.device).repeat_interleave(starts.diff())
+    return sequence, torch.arange(sequence.shape[0], device=k.device) - starts[sequence]
+
+
+def sequence_lengths(
+    batch: int, capacity: int, tensors: CacheTensors | AppendTensors, seqlen_new: int
+) -> Tensor | None:
+    """(batch,) int64 keys of each sequence with its new ones; None if each fills the capacity."""
+    if tensors.cache_seqlens is None:
+        return None
+    lengths = tensors.cache_seqlens.long() + seqlen_new
+    if tensors.cu_seqlens_k_new is not None:
+        lengths = lengths + tensors.cu_seqlens_k_new.long().diff()
+    return lengths
+
+
+def locate(
+    sequence: Tensor, position: Tensor, k_cache: Tensor, tensors: CacheTensors | AppendTensors
+) -> tuple[Tensor, Tensor]:
+    """(page, offset in it) of positions in a paged cache, (row, position) in a dense one; all (n,) int64."""
+    if tensors.block_table is not None:
+        page_size = k_cache.shape[1]
+        return tensors.block_table[sequence, position // page_size].long(), position % page_size
+    if tensors.cache_batch_idx is not None:
+        return tensors.cache_batch_idx.long()[sequence], position
+    return sequence, position
+
+
+def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, page or row, offset) of everything that an append writes, all (n,) int64."""
+    if tensors.slot_mapping is not None:
+        token = (tensors.slot_mapping >= 0).nonzero().squeeze(1)
+        slots = tensors.slot_mapping[token]
+        return token, slots // k_cache.shape[1], slots % k_cache.shape[1]
+    assert tensors.cache_seqlens is not None
+    sequence, number = new_tokens(k, tensors.cu_seqlens_k_new)
+    position = tensors.cache_seqlens.long()[sequence] + number
+    token = torch.arange(sequence.shape[0], device=k.device)
+    return token, *locate(sequence, position, k_cache, tensors)

@@ -1,0 +1,124 @@
+"""Launches of the decoding functions, kept per call signature as in :mod:`flashtile.launches`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.decode.checks import check_append, check_combine, check_copy, check_decode
+from flashtile.decode.dispatch import Launch, select
+from flashtile.decode.problem import (
+    AppendOptions,
+    AppendProblem,
+    AppendTensors,
+    CacheTensors,
+    CombineProblem,
+    CopyProblem,
+    DecodeOptions,
+    DecodeProblem,
+)
+from flashtile.decode.values import check_append_values, check_copy_values, check_decode_values, wanted
+from flashtile.launches import LaunchCache
+
+_decode_launches = LaunchCache()
+_append_launches = LaunchCache()
+_combine_launches = LaunchCache()
+_copy_launches = LaunchCache()
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention over a cache."""
+    launch = find_decode(q, k_cache, v_cache, tensors, options)
+    if wanted(q, options.debug_checks):
+        check_decode_values(q, k_cache, tensors, options)
+    return launch(q, k_cache, v_cache, *tensors)
+
+
+def find_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> Launch:
+    """The launch for this signature; a new one is checked and prepared."""
+    try:
+        key = (options, *map(_signature, (q, k_cache, v_cache, *tensors)))
+    except Exception:  # not a tensor, or one without strides: the checks name it
+        check_decode(q, k_cache, v_cache, tensors, options)
+        raise
+    launch = _decode_launches.get(key)
+    if launch is None:
+        check_decode(q, k_cache, v_cache, tensors, options)
+        problem = DecodeProblem.from_tensors(q, k_cache, v_cache, tensors, options)
+        launch = _decode_launches.keep(key, select(problem, options.backend).prepare_decode(problem))
+    return launch
+
+
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
+) -> None:
+    """Write k and v into the caches in place, and the rotated queries into their tensor."""
+    try:
+        key = (options, *map(_signature, (k_cache, v_cache, k, v, *tensors)))
+    except Exception:
+        check_append(k_cache, v_cache, k, v, tensors, options)
+        raise
+    launch = _append_launches.get(key)
+    if launch is None:
+        check_append(k_cache, v_cache, k, v, tensors, options)
+        problem = AppendProblem.from_tensors(k_cache, v_cache, k, v, tensors, options)
+        launch = _append_launches.keep(key, select(problem, options.backend).prepare_append(problem))
+    if wanted(k, options.debug_checks):
+        check_append_values(k_cache, k, tensors, options)
+    launch(k_cache, v_cache, k, v, *tensors)
+
+
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as (batch, seqlen, heads, head_dim) and (batch, heads, seqlen) from 5- and 4-dimensional
+    partial results."""
+    key = (out_dtype, backend, _signature(out_partial), _signature(lse_partial))
+    launch = _combine_launches.get(key)
+    if launch is None:
+        check_combine(out_partial, lse_partial, None, out_dtype)
+        num_splits, batch, seqlen, heads, head_dim = out_partial.shape
+        problem = CombineProblem(
+            num_splits, batch, seqlen, heads, head_dim, out_partial.dtype, out_dtype, out_partial.device
+        )
+        launch = _combine_launches.keep(key, select(problem, backend).prepare_combine(problem))
+    return launch(out_partial, lse_partial)
+
+
+def copy_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_pairs: Tensor,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    backend: str | None,
+    debug_checks: bool,
+) -> None:
+    """Copy blocks of caches with a dimension of layers in front, in place."""
+    tensors = (k_cache, v_cache, block_pairs, k_descale, v_descale)
+    key = (backend, *map(_signature, tensors))
+    launch = _copy_launches.get(key)
+    if launch is None:
+        check_copy(*tensors)
+        problem = CopyProblem(
+            num_pairs=block_pairs.shape[0],
+            num_layers=k_cache.shape[0],
+            num_blocks=k_cache.shape[1],
+            dtype=k_cache.dtype,
+            device=k_cache.device,
+            descales=k_descale is not None,
+        )
+        launch = _copy_launches.keep(key, select(problem, backend).prepare_copy(problem))
+    if wanted(k_cache, debug_checks):
+        check_copy_values(k_cache.shape[1], block_pairs)
+    launch(*tensors)
+
+
+def _signature(tensor: Tensor | None) -> tuple | None:
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)

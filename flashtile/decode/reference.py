@@ -1,0 +1,214 @@
+"""Standard attention over a cache, which stores the scores: the oracle of the decoding functions.
+
+Plain torch, one sequence after another, on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.decode.addresses import destinations, new_tokens
+from flashtile.decode.problem import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
+from flashtile.decode.rotary import rotate
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_k_new: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    upcast: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, k_cache, v_cache) by the definition; the caches with k and v in them are copies.
+
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. What is written into the cache, and
+    the rotated queries, are rounded to their dtypes; ``upcast`` is the dtype that attention over them is
+    computed in and out returned in (None: that of q, as plain PyTorch does). lse is float32, or float64 where
+    that or q is.
+    """
+    if isinstance(cache_seqlens, int):
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    left, right = window_size
+    right = 0 if causal else right
+    lengths = cache_seqlens
+    if k is not None and v is not None:
+        assert cache_seqlens is not None
+        tensors = AppendTensors(
+            cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
+            rotary_seqlens, k_descale, v_descale, q, cu_seqlens_q,
+        )  # fmt: skip
+        options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, left >= 0 or right >= 0)
+        k_cache, v_cache = append(k_cache, v_cache, k, v, tensors, options)
+        if rotary_cos is not None:
+            q = rotated_queries(q, tensors, options)
+        added = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+        lengths = cache_seqlens + added
+
+    compute = q.dtype if upcast is None else upcast
+    lse_dtype = torch.float64 if torch.float64 in (compute, q.dtype) else torch.float32
+    heads = q.shape[-2]
+    varlen = cu_seqlens_q is not None
+    rows = q if varlen else q.flatten(0, 1)
+    batch, seqlen_q = (q.shape[0], q.shape[1]) if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, 0)
+    starts = [b * seqlen_q for b in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    out = rows.new_zeros((*rows.shape[:-1], v_cache.shape[-1]), dtype=compute)
+    lse = rows.new_full((heads, rows.shape[0]), -torch.inf, dtype=lse_dtype)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    for b in range(batch):
+        mine = slice(starts[b], starts[b + 1])
+        tensors_b = CacheTensors(None, None, cache_batch_idx, block_table)
+        length = None if lengths is None else int(lengths[b])
+        k_b = sequence(k_cache, b, length, tensors_b, k_descale, compute)
+        v_b = sequence(v_cache, b, length, tensors_b, v_descale, compute)
+        seqlen_q, seqlen_k = mine.stop - mine.start, k_b.shape[0]
+        offset = seqlen_k - seqlen_q
+        distance = (
+            torch.arange(seqlen_k, device=q.device)
+            - torch.arange(seqlen_q, device=q.device)[:, None]
+            - offset
+        )
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if left >= 0:
+            seen &= distance >= -left
+        if right >= 0:
+            seen &= distance <= right
+        if cache_leftpad is not None:
+            seen[:, : int(cache_leftpad[b])] = False
+        if tree_mask is not None:
+            mask = tree_mask if tree_mask.dim() == 2 else tree_mask[min(b, tree_mask.shape[0] - 1)]
+            tree = min(seqlen_q, seqlen_k)
+            seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
+        out[mine], lse[:, mine] = _attend(
+            rows[mine].to(compute), k_b, v_b, seen, distance, scale, softcap, slopes, sink, lse_dtype
+        )
+    if varlen:
+        return out, lse, k_cache, v_cache
+    unflat = (batch, q.shape[1])
+    return out.unflatten(0, unflat), lse.unflatten(1, unflat).transpose(0, 1), k_cache, v_cache
+
+
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
+) -> tuple[Tensor, Tensor]:
+    """Copies of the caches with k and v in them."""
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    token, row, offset = destinations(k_cache, k, tensors)
+    k_rows, v_rows = (t.flatten(0, -3)[token] for t in (k, v))
+    if tensors.rotary_cos is not None:
+        assert tensors.rotary_sin is not None
+        assert tensors.cache_seqlens is not None
+        first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
+        sequence_of, number = new_tokens(k, tensors.cu_seqlens_k_new)
+        positions = first.long()[sequence_of] + number
+        k_rows = rotate(k_rows, tensors.rotary_cos, tensors.rotary_sin, positions, options.rotary_interleaved)
+    for cache, new, descale in ((k_cache, k_rows, tensors.k_descale), (v_cache, v_rows, tensors.v_descale)):
+        for i in range(token.shape[0]):
+            factor = None if descale is None else descale if descale.dim() == 1 else descale[row[i]]
+            cache[row[i], offset[i]] = quantized(new[i], factor, cache.dtype)
+    return k_cache, v_cache
+
+
+def rotated_queries(q: Tensor, tensors: AppendTensors, options: AppendOptions) -> Tensor:
+    """q rotated as the queries of an append are."""
+    assert tensors.cache_seqlens is not None
+    assert tensors.rotary_cos is not None
+    assert tensors.rotary_sin is not None
+    first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
+    sequence_of, number = new_tokens(q, tensors.cu_seqlens_q)
+    positions = first.long()[sequence_of] + (number if options.rotate_q_by_token else 0)
+    rows = q.flatten(0, -3).clone()
+    used = sequence_of.shape[0]
+    rows[:used] = rotate(
+        rows[:used], tensors.rotary_cos, tensors.rotary_sin, positions, options.rotary_interleaved
+    )
+    return rows.view(q.shape)
+
+
+def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``x / descale`` (heads, head_dim) in the dtype of a cache, saturated if that is FP8."""
+    if dtype != FP8:
+        return x
+    x = x.float() if descale is None else x.float() / descale[:, None]
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def sequence(
+    cache: Tensor,
+    b: int,
+    length: int | None,
+    tensors: CacheTensors,
+    descale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(length, heads_kv, head_dim): the keys or values of sequence b, scaled back, in ``dtype``."""
+    factor = descale if descale is None or descale.dim() == 1 else None
+    if tensors.block_table is None:
+        row = b if tensors.cache_batch_idx is None else int(tensors.cache_batch_idx[b])
+        tokens = cache[row, :length].to(dtype if descale is None else torch.float32)
+        if descale is not None and descale.dim() == 2:
+            factor = descale[row]
+    else:
+        page_size = cache.shape[1]
+        used = tensors.block_table.shape[1] if length is None else -(-length // page_size)
+        blocks = tensors.block_table[b, :used].long()
+        pages = cache.view(torch.uint8)[blocks].view(cache.dtype) if cache.dtype == FP8 else cache[blocks]
+        tokens = pages.flatten(0, 1)[:length].to(dtype if descale is None else torch.float32)
+        if descale is not None and descale.dim() == 2:
+            factor = descale[blocks].repeat_interleave(page_size, 0)[:length]
+    return tokens if factor is None else (tokens * factor.unsqueeze(-1)).to(dtype)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    distance: Tensor,
+    scale: float,
+    softcap: float,
+    slopes: Tensor | None,
+    sink: Tensor | None,
+    lse_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q (seqlen_q, heads_q, head_dim) over k and v (seqlen_k, heads_kv, ...)."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q * scale, k)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores - (slopes.to(lse_dtype)[:, None, None] * distance.abs()).to(scores.dtype)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sink is not None:  # a key more, in front, whose value is 0
+        scores = torch.cat([sink.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1), scores], -1)
+        v = torch.cat([v.new_zeros((1, *v.shape[1:])), v])
+    empty = ~(scores > -torch.inf).any(-1)
+    lse = torch.logsumexp(scores.to(lse_dtype), -1).masked_fill(empty, -torch.inf)
+    probabilities = torch.softmax(scores, -1).masked_fill(empty[..., None], 0.0)
+    return torch.einsum("hqk,khd->qhd", probabilities, v), lse

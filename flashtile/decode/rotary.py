@@ -1,0 +1,31 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864, section 3.4), whole or partial."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first ``rotary_dim`` elements of each head by the angles of its token's position.
+
+    Computed in float32 (float64 for float64) and rounded once to the dtype of x.
+
+    Args:
+        x: (tokens, heads, head_dim).
+        cos, sin: (rows, rotary_dim / 2), row p the angles of position p.
+        positions: (tokens,) int64.
+        interleaved: pairs are elements (0, 1), (2, 3), ... (GPT-J); otherwise elements i and
+            ``i + rotary_dim / 2`` (GPT-NeoX, Llama).
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rotary_dim = 2 * cos.shape[1]
+    c, s = (table[positions].to(wide).unsqueeze(1) for table in (cos, sin))  # (tokens, 1, rotary_dim / 2)
+    part = x[..., :rotary_dim].to(wide)
+    if interleaved:
+        a, b = part[..., 0::2], part[..., 1::2]
+        rotated = torch.stack([a * c - b * s, b * c + a * s], -1).flatten(-2)
+    else:
+        a, b = part.chunk(2, -1)
+        rotated = torch.cat([a * c - b * s, b * c + a * s], -1)
+    return torch.cat([rotated.to(x.dtype), x[..., rotary_dim:]], -1)

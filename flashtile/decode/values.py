@@ -1,0 +1,162 @@
+"""Checks of the decoding functions' data: lengths, block tables, writers.
+
+They read from the device, and so are done for every CPU call but for CUDA calls only when asked for
+(``debug_checks=True`` or ``FLASHTILE_DEBUG=1``). The kernels stay within the caches in any case.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.decode.addresses import destinations, new_tokens, sequence_lengths
+from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions, capacity
+from flashtile.problem import check_offsets, debug_checks
+
+
+def wanted(q: Tensor, asked: bool) -> bool:
+    """Whether the data of a call on the device of ``q`` is checked."""
+    return asked or not q.is_cuda or debug_checks()
+
+
+def check_decode_values(q: Tensor, k_cache: Tensor, tensors: CacheTensors, options: DecodeOptions) -> None:
+    """Raise ValueError for lengths, offsets or block numbers that lead out of the cache."""
+    if tensors.cu_seqlens_q is not None:
+        assert options.max_seqlen_q is not None
+        check_offsets("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0], options.max_seqlen_q)
+        batch = tensors.cu_seqlens_q.shape[0] - 1
+    else:
+        batch = q.shape[0]
+    most = capacity(k_cache, tensors.block_table)
+    _check_between("cache_seqlens", tensors.cache_seqlens, 0, most, _capacity_words(k_cache, tensors))
+    _check_between("cache_leftpad", tensors.cache_leftpad, 0, most, "the capacity of a sequence")
+    _check_rows(k_cache, tensors.cache_batch_idx)
+    lengths = sequence_lengths(batch, most, tensors, options.seqlen_new)
+    if lengths is not None:
+        _check_between(
+            "cache_seqlens with the new tokens", lengths, 0, most, _capacity_words(k_cache, tensors)
+        )
+    if tensors.block_table is not None:
+        if lengths is None:
+            lengths = torch.full((batch,), most, device=q.device)
+        _check_table(k_cache, tensors.block_table, lengths)
+
+
+def check_append_values(k_cache: Tensor, k: Tensor, tensors: AppendTensors, options: AppendOptions) -> None:
+    """Raise ValueError for an append past the capacity, out of the pool or with two writers of one place."""
+    if tensors.cu_seqlens_k_new is not None:
+        longest = options.max_seqlen_k_new
+        most_new = k.shape[0] if longest is None else longest
+        check_offsets("cu_seqlens_k_new", tensors.cu_seqlens_k_new, k.shape[0], most_new)
+    most = capacity(k_cache, tensors.block_table)
+    if tensors.slot_mapping is not None:
+        slots = k_cache.shape[0] * k_cache.shape[1]
+        if k.shape[0] and int(tensors.slot_mapping.max()) >= slots:
+            slot = int(tensors.slot_mapping.max())
+            raise ValueError(f"slot_mapping must be below {slots}, the slots of the cache, got {slot}")
+    else:
+        assert tensors.cache_seqlens is not None
+        batch = tensors.cache_seqlens.shape[0]
+        _check_between("cache_seqlens", tensors.cache_seqlens, 0, most, _capacity_words(k_cache, tensors))
+        _check_rows(k_cache, tensors.cache_batch_idx)
+        seqlen_new = k.shape[1] if tensors.cu_seqlens_k_new is None else 0
+        lengths = sequence_lengths(batch, most, tensors, seqlen_new)
+        assert lengths is not None
+        words = _capacity_words(k_cache, tensors)
+        _check_between("cache_seqlens with the tokens to append", lengths, 0, most, words)
+        if tensors.block_table is not None:
+            _check_table(k_cache, tensors.block_table, lengths)
+        _check_angles(k, lengths, tensors, options)
+    _check_writers(k_cache, k, tensors)
+
+
+def check_copy_values(num_blocks: int, block_pairs: Tensor) -> None:
+    """Raise ValueError for blocks out of the pool, two writers of a block, or a source that is written."""
+    sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
+    for name, blocks in (("sources", sources), ("destinations", destinations)):
+        _check_between(f"block_pairs ({name})", blocks, 0, num_blocks - 1, "the last block of the pool")
+    again = _first_repeated(destinations)
+    if again is not None:
+        raise ValueError(f"block_pairs must write each block once, got destination {again} twice")
+    both = sources[torch.isin(sources, destinations)]
+    if both.numel():
+        raise ValueError(f"block_pairs must not read a block that they write, got {int(both[0])} as both")
+
+
+def _capacity_words(k_cache: Tensor, tensors: CacheTensors | AppendTensors) -> str:
+    if tensors.block_table is None:
+        return "the capacity of a row of the cache"
+    return (
+        f"the {tensors.block_table.shape[1]} pages of {k_cache.shape[1]} that a row of block_table can name"
+    )
+
+
+def _check_between(name: str, values: Tensor | None, least: int, most: int, words: str) -> None:
+    if values is None:
+        return
+    wrong = ((values < least) | (values > most)).nonzero()
+    if wrong.numel():
+        i = int(wrong[0, 0])
+        raise ValueError(
+            f"{name} must be from {least} to {most} ({words}), got {int(values[i])} at entry {i}"
+        )
+
+
+def _check_rows(k_cache: Tensor, cache_batch_idx: Tensor | None) -> None:
+    _check_between("cache_batch_idx", cache_batch_idx, 0, k_cache.shape[0] - 1, "the last row of the cache")
+
+
+def _check_table(k_cache: Tensor, block_table: Tensor, lengths: Tensor) -> None:
+    """Entries beyond a sequence's length are nobody's and may hold anything."""
+    num_blocks, page_size = k_cache.shape[:2]
+    columns = torch.arange(block_table.shape[1], device=block_table.device)
+    used = columns[None, :] * page_size < lengths[:, None]
+    wrong = (used & ((block_table < 0) | (block_table >= num_blocks))).nonzero()
+    if wrong.numel():
+        b, i = wrong[0].tolist()
+        raise ValueError(
+            f"block_table must name blocks from 0 to {num_blocks - 1} within a sequence's length, "
+            f"got {int(block_table[b, i])} at [{b}, {i}] of a sequence of {int(lengths[b])} tokens"
+        )
+
+
+def _check_angles(k: Tensor, lengths: Tensor, tensors: AppendTensors, options: AppendOptions) -> None:
+    """Every position that is rotated has its row in the tables of angles."""
+    if tensors.rotary_cos is None:
+        return
+    assert tensors.cache_seqlens is not None
+    first = (tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens).long()
+    count = lengths - tensors.cache_seqlens.long()
+    if tensors.q is not None:
+        sequence, _ = new_tokens(tensors.q, tensors.cu_seqlens_q)
+        queries = sequence.bincount(minlength=first.shape[0])
+        count = torch.maximum(count, queries if options.rotate_q_by_token else queries.clamp(max=1))
+    last = torch.where(count > 0, first + count - 1, first.new_zeros(()))
+    name = "cache_seqlens" if tensors.rotary_seqlens is None else "rotary_seqlens"
+    _check_between(name, first, 0, 2**31 - 1, "positions")
+    rows = tensors.rotary_cos.shape[0]
+    _check_between(
+        f"{name} with the tokens to rotate", last, 0, max(rows - 1, 0), "the last row of rotary_cos"
+    )
+
+
+def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:
+    _, rows, offsets = destinations(k_cache, k, tensors)
+    again = _first_repeated(rows * k_cache.shape[1] + offsets)
+    if again is None:
+        return
+    row, offset = divmod(again, k_cache.shape[1])
+    if tensors.slot_mapping is not None:
+        raise ValueError(f"slot_mapping must name each slot once, got {again} twice")
+    if tensors.block_table is not None:
+        raise ValueError(
+            f"block_table lets two tokens be written to one place, offset {offset} of block {row}: "
+            "a shared block must be copied before it is written"
+        )
+    raise ValueError(f"cache_batch_idx must name each row that is appended to once, got {row} twice")
+
+
+def _first_repeated(values: Tensor) -> int | None:
+    distinct, counts = values.unique(return_counts=True)
+    repeated = distinct[counts > 1]
+    return int(repeated[0]) if repeated.numel() else None

@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-gpu bench inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-gpu bench docs inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -45,6 +45,9 @@ test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is 
 
 bench: $(READY) ## time attention against its peers; ARGS="--help" for the options
 	$(RUN) -m flashtile bench $(ARGS)
+
+docs: $(READY) ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 inspect: $(READY) ## registers, spills and tensor-core use of every kernel, without a GPU
 	$(RUN) -m flashtile inspect $(ARGS)

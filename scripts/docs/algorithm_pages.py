@@ -1,0 +1,24 @@
+"""MkDocs hook: a page about an algorithm shows the algorithm's file beside its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+FOLDER = "algorithms"
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    page_path = Path(page.file.src_uri)
+    source = Path(config.config_file_path).parent / "flashtile" / FOLDER / f"{page_path.stem}.py"
+    if page_path.parent.as_posix() != FOLDER or not source.exists():
+        return markdown
+    name = f"flashtile/{FOLDER}/{source.name}"
+    return (
+        f'<div class="beside" markdown="1">\n<div markdown="1">\n\n{markdown}\n\n</div>\n'
+        f'<div class="source" markdown="1">\n\n````python title="{name}" linenums="1"\n'
+        f"{source.read_text().rstrip()}\n````\n\n</div>\n</div>\n"
+    )

@@ -1,0 +1,23 @@
+"""Griffe extension: docstrings written for a reader of the source, as Markdown for the reference pages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:func|class|meth|mod|data):`~?([\w.]+)`")
+
+
+class SourceDocstrings(griffe.Extension):
+    """Sphinx roles such as ``:func:`name``` become links where the reference has the name, else code."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = ROLE.sub(lambda role: _link(role[1], obj), obj.docstring.value)
+
+
+def _link(name: str, obj: griffe.Object) -> str:
+    known = name if "." in name else f"{obj.module.path}.{name}"
+    return f'<autoref identifier="{known}" optional><code>{name}</code></autoref>'

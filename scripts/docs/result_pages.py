@@ -1,0 +1,87 @@
+"""MkDocs hook: a page for each measurement under benchmarks/results, newest first in the navigation.
+
+Tables and charts are those of ``flashtile bench --show``; nothing is copied by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flashtile.bench import report
+
+SECTION = "Measurements"
+"""The part of the navigation that the pages join."""
+
+FOLDER = "benchmarks/results"
+
+
+HIDE_CONTENTS = "---\nhide: [toc]\n---"
+"""Front matter that gives wide tables the whole page."""
+
+
+def markdown_table(table: Table) -> str:
+    """A table for the terminal as one for a page: numbers to the right, bold where the terminal has style."""
+    heads = [str(column.header) for column in table.columns]
+    rules = ["--:" if column.justify == "right" else "---" for column in table.columns]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    lines = [heads, rules, *([_cell(str(cell)) for cell in row] for row in rows)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{text}\n\n{table.caption}\n" if table.caption else f"{text}\n"
+
+
+def _cell(markup: str) -> str:
+    text = Text.from_markup(markup)
+    plain = text.plain.replace("|", "\\|")
+    return f"**{plain}**" if text.spans else plain
+
+
+def page(document: dict[str, Any], name: str, charts: list[str]) -> str:
+    """A document of ``flashtile bench`` as Markdown; ``charts`` are files beside the page."""
+    head = StringIO()
+    report.print_head(document, Console(file=head, width=10_000, no_color=True))
+    notes = StringIO()
+    report.print_notes(document, Console(file=notes, width=10_000, no_color=True))
+    parts = [HIDE_CONTENTS, f"# {document['device']['name']}, {document['date'][:10]}"]
+    parts += [line for line in head.getvalue().splitlines() if line]
+    if note := document.get("source", {}).get("note"):
+        parts.append(f"Commit {document['source']['commit']}: {note}.")
+    parts.append(f"Every number of this run: [{name}.json]({name}.json).")
+    parts += [f"![{Path(chart).stem}]({chart})" for chart in charts]
+    for which in document["settings"]["passes"]:
+        cells = [cell for cell in document["cells"] if cell["pass"] == which]
+        if cells:
+            table = report.cells_table(document, cells)
+            parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_table(table)]
+    if document["summary"]:
+        parts += ["## Geometric means of speed ratios", markdown_table(report.summary_table(document))]
+    lines = [f"- {line}" for line in notes.getvalue().splitlines() if line]
+    parts += ["## Refused, out of memory, host time", "\n".join(lines)] if lines else []
+    return "\n\n".join(parts) + "\n"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    root = Path(config.config_file_path).parent
+    listed = []
+    for path in sorted((root / FOLDER).glob("*.json"), reverse=True):
+        document = json.loads(path.read_text())
+        place = f"{FOLDER}/{path.name}"
+        if files.get_file_from_path(place) is None:
+            files.append(File.generated(config, place, content=path.read_text()))
+        if "cells" not in document or "contestants" not in document:
+            continue
+        name = f"{FOLDER}/{path.stem}.md"
+        files.append(File.generated(config, name, content=page(document, path.stem, [])))
+        listed.append(name)
+    entries = [entry for entry in config.nav or [] if isinstance(entry, dict)]
+    section = next(entry[SECTION] for entry in entries if SECTION in entry)
+    section.extend(listed)
+    return files

@@ -1,0 +1,172 @@
+"""Every code block of the README and the docs is held to the code; every relative link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = {document: document.relative_to(ROOT).as_posix() for document in DOCUMENTS}
+
+NEEDS_GPU = "# needs a GPU\n"
+"""First line of a Python block that the CPU cannot run."""
+
+LANGUAGES = {"python", "bash", "text", ""}
+"""What a block may be: Python runs, shell commands are checked, the rest is no code."""
+
+READ_ONLY_COMMANDS = {"info", "explain"}
+"""Commands that take no time and leave nothing behind: they run as they stand."""
+
+
+def blocks(document: Path, language: str) -> list[tuple[int, str]]:
+    """(line it starts on, code) of each fenced block of a language."""
+    text = document.read_text()
+    return [
+        (text.count("\n", 0, match.start(1)) + 1, match[1])
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def documents_with(language: str, needle: str = "") -> list:
+    """Parameters: the documents with a block of ``language`` that holds ``needle``."""
+    return [
+        pytest.param(document, id=NAMES[document])
+        for document in DOCUMENTS
+        if any(needle in code for _, code in blocks(document, language))
+    ]
+
+
+def run_python(document: Path, *, gpu: bool) -> None:
+    """In order, in one namespace: later blocks build on earlier ones, as a reader does."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for line, code in blocks(document, "python"):
+        if gpu or not code.startswith(NEEDS_GPU):
+            # Blank lines in front make tracebacks point to the document's own lines.
+            exec(compile("\n" * (line - 1) + code, str(document), "exec"), namespace)
+
+
+def shell_commands(document: Path) -> list[list[str]]:
+    """The commands of its bash blocks, as words; comments and continued lines resolved."""
+    text = "\n".join(code for _, code in blocks(document, "bash")).replace("\\\n", " ")
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [without_variables(command) for command in commands if command]
+
+
+def without_variables(command: list[str]) -> list[str]:
+    """``A=b make c`` without its variables."""
+    while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
+        command = command[1:]
+    return command
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def anchors(document: Path) -> set[str]:
+    """What ``#...`` may name in a document: its headings, as code hosts and the site spell them."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_readme_shows_python():
+    assert len(blocks(ROOT / "README.md", "python")) >= 2
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_fences_are_of_known_languages(document):
+    """A block that no test looks at must say that it is text."""
+    text = re.sub(r"^````.*?^````$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    opening = re.findall(r"^ *```(.*)$", text, re.MULTILINE)[::2]
+    assert set(opening) <= LANGUAGES
+
+
+@pytest.mark.parametrize("document", documents_with("python"))
+def test_python_blocks_run(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(document, gpu=torch.cuda.is_available())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("document", documents_with("python"))
+def test_python_blocks_run_on_a_gpu(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(document, gpu=True)
+
+
+@pytest.mark.parametrize("document", documents_with("bash"))
+def test_shell_commands_exist(document):
+    """Programs, make targets, scripts, extras and the options of ``flashtile``."""
+    typer_main = pytest.importorskip("typer.main")
+    from flashtile.cli import application
+
+    group = typer_main.get_command(application())
+    context = group.make_context("flashtile", [], resilient_parsing=True)
+    for words in shell_commands(document):
+        program, *arguments = words
+        if program == "make":
+            targets = [word for word in arguments if "=" not in word and not word.startswith("-")]
+            assert set(targets) <= make_targets(), words
+        elif program == "flashtile":
+            command = group.get_command(context, arguments[0])
+            assert command is not None, words
+            blank = command.make_context(arguments[0], [], resilient_parsing=True)
+            command.make_parser(blank).parse_args(arguments[1:])
+        elif program == "pip":
+            for extra in re.findall(r"\[([a-z,]+)\]", " ".join(arguments)):
+                declared = (ROOT / "pyproject.toml").read_text()
+                assert all(f"\n{name} = [" in declared for name in extra.split(",")), words
+        elif program in ("python", ".venv/bin/python"):
+            scripts = [word for word in arguments if word.endswith(".py") or word.startswith("tests")]
+            assert all((ROOT / script).exists() for script in scripts), words
+        else:
+            assert program in {"cd", "pre-commit", "pytest"}, words
+
+
+@pytest.mark.parametrize("document", documents_with("bash", "flashtile "))
+def test_read_only_commands_run(document):
+    for words in shell_commands(document):
+        if words[0] == "flashtile" and words[1] in READ_ONLY_COMMANDS:
+            result = subprocess.run(
+                [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_links_lead_somewhere(document):
+    broken = []
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+        path = document.parent / target if target else document
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+            broken.append(f"{target}#{anchor}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_named_make_targets_exist(document):
+    assert set(re.findall(r"`make ([a-z-]+)", document.read_text())) <= make_targets()
+
+
+def test_site_builds_without_a_warning(tmp_path):
+    """What ``make docs`` does: strict, so that the first warning is an error."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "site" / "index.html").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -10,38 +12,45 @@ from flashtile.problem import DTYPES, check_dense
 LSE_DTYPES = (torch.float32, torch.float64)
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint sets of keys into attention over their union.
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *more: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over two or more disjoint sets of keys into attention over their union.
 
-    ``out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b)``, ``lse = log(e^lse_a + e^lse_b)``,
-    computed in the dtype of lse with the larger exponent taken out (Flash-Decoding, 2023). Associative, so
-    that any number of partial results can be merged, and differentiable in all four.
+    ``out = sum_i e^lse_i out_i / sum_i e^lse_i``, ``lse = log(sum_i e^lse_i)``, computed in the dtype of lse
+    with the largest exponent taken out (Flash-Decoding, 2023), out rounded once. Associative, and
+    differentiable in all of them.
 
     Args:
         out_a, out_b: (batch, seqlen, heads, head_dim) or (total, heads, head_dim), both of one dtype:
             float16, bfloat16, float32 or float64.
         lse_a, lse_b: natural log, (batch, heads, seqlen) or (heads, total), both float32 or both float64.
-            -inf is a row without keys; so is +inf, FlashAttention-2's mark for it.
+        lse_a, lse_b: natural log, (batch, heads, seqlen) or (heads, total), both float32 or both float64. -inf
+            is a row without keys, whose out is not looked at; so is +inf, FlashAttention-2's mark for it.
 
     Returns:
-        (out, lse) in the shapes and dtypes of the arguments; a row without keys in either is 0 and -inf.
+        (out, lse) in the shapes and dtypes of the arguments; a row without keys in any is 0 and -inf.
 
     Raises:
         TypeError: an argument is not a tensor, or of a dtype that is not allowed.
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes or devices do not fit, or an out comes without its lse.
     """
-    _check(out_a, lse_a, out_b, lse_b)
-    lse_a, lse_b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
-    largest = torch.maximum(lse_a, lse_b).detach()
+    outs, lses = (out_a, out_b, *more[::2]), (lse_a, lse_b, *more[1::2])
+    _check(outs, lses)
+    lses = tuple(lse.masked_fill(lse == torch.inf, -torch.inf) for lse in lses)
+    largest = functools.reduce(torch.maximum, lses).detach()
     empty = largest == -torch.inf
     largest = largest.masked_fill(empty, 0.0)
-    weight_a, weight_b = torch.exp(lse_a - largest), torch.exp(lse_b - largest)
-    # Both weights of an empty row are 0; a sum of 1 keeps its values and gradients finite.
-    total = (weight_a + weight_b).masked_fill(empty, 1.0)
+    weights = [torch.exp(lse - largest) for lse in lses]
+    # All weights of an empty row are 0; a sum of 1 keeps its values and gradients finite.
+    total = sum(weights[1:], weights[0]).masked_fill(empty, 1.0)
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
     # out first in each product, so that the result has its memory layout.
-    out = out_a * _over_heads(weight_a / total) + out_b * _over_heads(weight_b / total)
-    return out.to(out_a.dtype), lse
+    parts = [
+        out.masked_fill(_over_heads(part == -torch.inf), 0.0) * _over_heads(weight / total)
+        for out, part, weight in zip(outs, lses, weights, strict=True)
+    ]
+    return sum(parts[1:], parts[0]).to(out_a.dtype), lse
 
 
 def _over_heads(weight: Tensor) -> Tensor:
@@ -49,8 +58,14 @@ def _over_heads(weight: Tensor) -> Tensor:
     return weight.transpose(-1, -2).unsqueeze(-1)
 
 
-def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
+    if len(outs) != len(lses):
+        raise ValueError(f"more must hold pairs of out and lse, got {len(outs) + len(lses) - 4} tensors")
+    (out_a, *_), (lse_a, *_) = outs, lses
+    suffixes = ["a", "b", *(str(i) for i in range(2, len(outs)))]  # of `more`: out_2, lse_2, ...
+    named = [(f"out_{i}", out) for i, out in zip(suffixes, outs, strict=True)]
+    named += [(f"lse_{i}", lse) for i, lse in zip(suffixes, lses, strict=True)]
+    for name, tensor in named:
         check_dense(name, tensor)
         if tensor.device != out_a.device:
             raise ValueError(
@@ -69,10 +84,14 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     expected = (heads, *rows) if len(rows) == 1 else (rows[0], heads, rows[1])
     if tuple(lse_a.shape) != expected:
         raise ValueError(f"lse_a must have shape {expected} beside out_a, got {tuple(lse_a.shape)}")
-    for a, b, name in ((out_a, out_b, "out"), (lse_a, lse_b, "lse")):
-        if b.shape != a.shape:
+    for name, tensor in named:
+        first_name, first = ("out_a", out_a) if name.startswith("out") else ("lse_a", lse_a)
+        if tensor.shape != first.shape:
             raise ValueError(
-                f"{name}_b has shape {tuple(b.shape)}, but {name}_a has {tuple(a.shape)}: they must be equal"
+                f"{name} has shape {tuple(tensor.shape)}, but {first_name} has {tuple(first.shape)}: "
+                "they must be equal"
             )
-        if b.dtype != a.dtype:
-            raise TypeError(f"{name}_b has dtype {b.dtype}, but {name}_a has {a.dtype}: they must be equal")
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}, but {first_name} has {first.dtype}: they must be equal"
+            )

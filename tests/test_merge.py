@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -41,6 +42,38 @@ def test_order_and_grouping_do_not_matter(varlen: bool) -> None:
     near(merge_states(*a, *b), merge_states(*b, *a))
     left = functools.reduce(lambda x, y: merge_states(*x, *y), (a, b, c, d))
     near(merge_states(*merge_states(*a, *b), *merge_states(*c, *d)), left)
+
+
+@pytest.mark.parametrize("parts", [3, 7])
+def test_any_number_of_parts_at_once(parts: int) -> None:
+    q, k, v = (testing.random_tensor((2, s, 3, 4), FP64, "cpu", seed=i) for i, s in enumerate((5, 20, 20)))
+    cuts = [0, *range(1, parts), 20]
+    found = [reference.attention(q, k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(cuts)]
+    near(merge_states(*itertools.chain.from_iterable(found)), reference.attention(q, k, v))
+
+
+def test_many_parts_are_rounded_once() -> None:
+    found = states(5, BF16)
+    out, lse = merge_states(*itertools.chain.from_iterable(found))
+    exact = merge_states(*(t.double() for t in itertools.chain.from_iterable(found)))
+    torch.testing.assert_close(out.double(), exact[0], rtol=torch.finfo(BF16).eps / 2, atol=1e-7)
+    torch.testing.assert_close(lse.double(), exact[1], rtol=1e-6, atol=1e-6)
+
+
+def test_out_of_a_part_without_keys_is_not_looked_at() -> None:
+    ((out, lse),) = states(1)
+    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    near(merge_states(out, lse, *nothing, *nothing), (out, lse))
+
+
+def test_more_parts_are_checked_too() -> None:
+    a, b, c = states(3)
+    with pytest.raises(ValueError, match="pairs of out and lse, got 1"):
+        merge_states(*a, *b, c[0])
+    with pytest.raises(TypeError, match="out_2 has dtype torch.float32, but out_a has torch.float64"):
+        merge_states(*a, *b, c[0].float(), c[1])
+    with pytest.raises(ValueError, match="lse_2 has shape"):
+        merge_states(*a, *b, c[0], c[1][:1])
 
 
 @pytest.mark.parametrize("mark", [-torch.inf, torch.inf], ids=["-inf", "+inf"])

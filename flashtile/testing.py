@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from flashtile import functional, reference
 
-FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
+FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0}
 """How much further from the reference than plain PyTorch each result may be."""
 
 FLOAT64_UNITS = 64.0
@@ -124,7 +125,7 @@ def measure(
     function: Callable[..., tuple[Tensor, Tensor]] = functional.attention,
     **arguments: Any,
 ) -> Report:
-    """Errors of out, lse, dq, dk and dv of one call against the reference, beside what the rule allows.
+    """Errors of out, lse, dq, dk, dv and dsink of one call against the reference, and what the rule allows.
 
     out and the gradients are held against plain PyTorch in the dtype of q; lse, which is not rounded to that
     dtype, against plain PyTorch in its own dtype (float32) and a small part of a rounding unit of q's.
@@ -133,35 +134,39 @@ def measure(
         q, k, v: as for :func:`flashtile.attention`, on any device; neither changed nor given gradients.
         dout: gradient of out, in its shape and dtype. If neither it nor dlse is given, both are random.
         dlse: gradient of lse, likewise.
-        gradients: whether dq, dk and dv are computed and compared.
+        gradients: whether dq, dk, dv and, with a sink, dsink are computed and compared.
         poison: run the call under :func:`poisoned_memory`.
         function: what is measured; called like :func:`flashtile.attention` with ``return_lse=True``.
         arguments: the other arguments of :func:`flashtile.attention`, handed to ``function``; the reference
-            gets those that decide the result (all but ``deterministic`` and ``backend``).
+            gets those that decide the result (all but ``deterministic`` and ``backend``). A ``sink`` is
+            given a gradient, too.
 
     Costs the memory of standard attention in float64: 8 bytes a score (batch * heads * seqlen_q * seqlen_k),
     several times.
     """
+    sink = arguments.pop("sink", None)
     defining = {name: a for name, a in arguments.items() if name not in ("deterministic", "backend")}
-    q, k, v = q.detach(), k.detach(), v.detach()
+    given = [t.detach() for t in (q, k, v, sink) if t is not None]
+    q, k, v, *_ = given
     if not gradients:
         dout = dlse = None
     elif dout is None and dlse is None:
         dout, dlse = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)
     upstream = (dout, dlse)
     with poisoned_memory() if poison else nullcontext():
-        ours = _run(lambda *qkv: function(*qkv, return_lse=True, **arguments), (q, k, v), upstream, gradients)
-    wide = (q.double(), k.double(), v.double())
-    exact = _run(lambda *qkv: reference.attention(*qkv, **defining), wide, upstream, gradients)
-    plain = _run(lambda *qkv: reference.attention(*qkv, **defining), (q, k, v), upstream, gradients)
-    with torch.no_grad():
-        plain[1] = reference.attention(q, k, v, upcast=ours[1].dtype, **defining)[1]
+        ours = _run(partial(function, return_lse=True, **arguments), given, upstream, gradients)
+    standard = partial(reference.attention, **defining)
+    exact = _run(standard, [t.double() for t in given], upstream, gradients)
+    plain = _run(standard, given, upstream, gradients)
+    plain[1] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[1]
 
-    noise = _rounding_noise(q, k, v, dout, exact, arguments)
+    noise = _rounding_noise(q, k, v, sink, upstream, exact, arguments)
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
         for name, *results in zip(FACTORS, ours, exact, plain, strict=False)
     ]
+    if sink is not None:
+        arguments["sink"] = sink
     return Report(_describe(q, k, v, arguments), tuple(comparisons))
 
 
@@ -290,13 +295,16 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
 
 def _run(
     attend: Callable[..., tuple[Tensor, Tensor]],
-    qkv: Sequence[Tensor],
+    given: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
     gradients: bool,
 ) -> list[Tensor]:
-    """[out, lse], and with ``gradients`` dq, dk, dv behind them, 0 where a result does not depend on them."""
-    leaves = [t.detach().requires_grad_(gradients) for t in qkv]
-    results = attend(*leaves)
+    """[out, lse], and with ``gradients`` those of all that is ``given``: q, k, v and perhaps the sink.
+
+    They are 0 where a result does not depend on what is given.
+    """
+    leaves = [t.detach().requires_grad_(gradients) for t in given]
+    results = attend(*leaves[:3], **dict(zip(["sink"], leaves[3:], strict=False)))
     detached = [result.detach() for result in results]
     if not gradients:
         return detached
@@ -314,7 +322,13 @@ def _run(
 
 
 def _rounding_noise(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, exact: Sequence[Tensor], arguments: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    upstream: tuple[Tensor | None, Tensor | None],
+    exact: Sequence[Tensor],
+    arguments: dict[str, Any],
 ) -> dict[str, tuple[float, float]]:
     """By result: what rounding on the way may leave, (largest, rms), where plain PyTorch happens to be exact.
 
@@ -323,8 +337,10 @@ def _rounding_noise(
 
     A gradient of a score is ``dS = P (dP - delta)``, the difference of two sums of products of dout and v,
     and 0 where a query sees one key. With more keys delta is that of an out rounded to the dtype of q, and so
-    is dS before its products with k and q. A key gathers dS from its share of the queries.
+    is dS before its products with k and q. A key gathers dS from its share of the queries. The sink has no
+    value, so that its dS is ``P (dlse - delta)``; it gathers it from all rows.
     """
+    dout, dlse = upstream
     eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
     scale = arguments.get("softmax_scale")
@@ -344,10 +360,22 @@ def _rounding_noise(
             score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
             allowed["dq"] += score_gradient * of(_finite(k))
             allowed["dk"] += score_gradient * of(_finite(q)) * queries_per_key**0.5
+        if sink is not None:
+            delta = 0.0 if dout is None else _product(dout, exact[0], of)
+            score_gradient = delta + (0.0 if dlse is None else of(_finite(dlse)))
+            error = score_gradient * (score + lse + CANCELLED_UNITS * eps_of_sums) + eps * delta
+            allowed["dsink"] = error * of(_gathered(sink, exact[1]))
         return allowed
 
     largest, rms = noise(_largest), noise(_rms)
     return {name: (largest[name], rms[name]) for name in largest}
+
+
+def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
+    """(heads,): how much of a row's error the sink's gradient gathers, if those of the rows are unrelated."""
+    p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    squares = p.square().sum(-1)
+    return (squares if squares.dim() == 1 else squares.sum(0)).sqrt()
 
 
 def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
@@ -355,6 +383,9 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
     cu_seqlens_k = arguments.get("cu_seqlens_k")
     sequences = 1 if cu_seqlens_k is None else max(cu_seqlens_k.numel() - 1, 1)
     seqlen_q, seqlen_k = q.shape[-3] / sequences, k.shape[-3] / sequences
+    seqused_k = arguments.get("seqused_k")
+    if seqused_k is not None and seqused_k.numel():
+        seqlen_k = seqused_k.double().mean().item()
     left, right = arguments.get("window_size", (-1, -1))
     right = 0 if arguments.get("causal", False) else right
     left = min(left, seqlen_k) if left >= 0 else seqlen_k

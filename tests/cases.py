@@ -65,6 +65,10 @@ class Case:
     softmax_scale: float | None = None
     alibi: str | None = None
     """Slopes per "head", or per "batch" and head."""
+    sink: str | None = None
+    """A sink in "float32" or in the dtype of q ("own")."""
+    unused_keys: int = 0
+    """Keys of NaN at the end of sequence b that seqused_k leaves out, b + 1 times as many (all at most)."""
     layout: str = "contiguous"
     upstream: str = "both"
     """Gradients: "both", of "out" or "lse" alone, "sum" (of out.sum(): one element, expanded), "transposed"
@@ -102,6 +106,11 @@ class Case:
         if self.alibi is not None:
             shape = (self.heads_q,) if self.alibi == "head" else (batch, self.heads_q)
             arguments["alibi_slopes"] = testing.random_alibi_slopes(shape, device, seed=seed + 3)
+        if self.sink is not None:
+            dtype = self.dtype if self.sink == "own" else FP32
+            arguments["sink"] = testing.random_tensor((self.heads_q,), dtype, device, seed=seed + 4)
+        if self.unused_keys:
+            arguments["seqused_k"] = self._leave_out_keys(k, v)
         arguments.update(
             causal=self.causal,
             window_size=self.window_size,
@@ -113,6 +122,19 @@ class Case:
             if tensor is not None and self.unused_tail:
                 poison_last_rows(tensor, self.unused_tail)
         return Inputs(q, k, v, arguments, dout, dlse)
+
+    def _leave_out_keys(self, k: Tensor, v: Tensor) -> Tensor:
+        """seqused_k, with NaN written to what it leaves out."""
+        lengths = [(0, self.seqlen_k)] * self.batch if self.lengths is None else self.lengths
+        keys = [length for _, length in lengths]
+        used = [max(0, length - self.unused_keys * (b + 1)) for b, length in enumerate(keys)]
+        start = 0
+        for b, (length, count) in enumerate(zip(keys, used, strict=True)):
+            for tensor in (k, v):
+                own = tensor[b] if self.lengths is None else tensor[start : start + length]
+                poison_last_rows(own, length - count)
+            start += length
+        return torch.tensor(used, dtype=torch.int32, device=k.device)
 
     def _gradients(self, q: Tensor, v: Tensor, seed: int) -> tuple[Tensor | None, Tensor | None]:
         dout, dlse = testing.random_gradients(q, v, varlen=self.lengths is not None, seed=seed)
@@ -132,7 +154,7 @@ def poison_last_rows(tensor: Tensor, count: int) -> None:
     if tensor.stride(0) == 0:
         return
     once = (slice(1) if stride == 0 else slice(None) for stride in tensor.stride()[1:])
-    tensor[(slice(-count, None), *once)] = torch.nan
+    tensor[(slice(tensor.shape[0] - count, None), *once)] = torch.nan
 
 
 def masks(left: int, right: int) -> Variants:
@@ -160,18 +182,25 @@ def masks(left: int, right: int) -> Variants:
         "scale-negative": {"softmax_scale": -0.2},
         "scale-negative-causal": {"softmax_scale": -0.2, "causal": True},
         "scale-zero": {"softmax_scale": 0.0, "causal": True},
+        "sink": {"sink": "float32"},
+        "sink-causal": {"sink": "own", "causal": True},
+        "used": {"unused_keys": 3},
+        "used-window": {"unused_keys": left, "window_size": (left, right)},
         "everything": {
             "causal": True,
             "window_size": (left, -1),
             "softcap": 3.0,
             "alibi": "batch",
             "softmax_scale": 0.25,
+            "sink": "float32",
+            "unused_keys": 2,
         },
         "everything-window": {
             "window_size": (left, right),
             "softcap": 3.0,
             "alibi": "head",
             "softmax_scale": -0.25,
+            "sink": "own",
         },
     }
 

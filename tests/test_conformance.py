@@ -10,7 +10,10 @@ from cases import CASES, Case, Inputs
 from flashtile import testing
 from targets import Target
 
-FEATURES = ("causal", "softcap", "alibi", "lengths", "unused_tail", "softmax_scale", "head_dim_v")
+FEATURES = (
+    "causal", "softcap", "alibi", "sink", "lengths", "unused_tail", "unused_keys", "softmax_scale",
+    "head_dim_v",
+)  # fmt: skip
 MIXED = Case(
     name="mixed",
     lengths=((7, 13), (0, 4), (5, 0), (20, 9), (16, 33)),

@@ -39,6 +39,8 @@ def calls(draw: st.DrawFn, target: Target, dtype, varlen: bool) -> Case:
         softcap=draw(st.just(0.0) | st.floats(0.5, 50.0)),
         softmax_scale=draw(st.none() | st.just(0.0) | st.floats(0.01, 0.5) | st.floats(-0.5, -0.01)),
         alibi=draw(st.sampled_from((None, "head", "batch"))),
+        sink=draw(st.sampled_from((None, "float32", "own"))),
+        unused_keys=draw(st.sampled_from((0, 0, 1, 17, target.longest))),
         layout=draw(st.sampled_from(testing.LAYOUTS)),
         upstream=draw(st.sampled_from(("both", "out", "lse", "sum", "transposed"))),
     )

@@ -92,14 +92,14 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
         return lambda: forward(q, k, v, NO_EXTRAS)
     out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
-    prepare, dkdv, dq = backward.prepare(None, q, k, v, None)
+    prepare, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
     statistics = torch.empty((2, *backward.statistics_shape), device=q.device).unbind()
-    prepare(q.device, out, dout, lse, None, *statistics, None)
+    prepare(q.device, out, dout, lse, None, *statistics, None, None, None)
     inputs = (q, k, v, dout, *statistics)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":
-        return lambda: dkdv(q.device, *inputs, grads[1], grads[2], None, None, None)
-    return lambda: dq(q.device, *inputs, grads[0], None, None, None)
+        return lambda: dkdv(q.device, *inputs, grads[1], grads[2], *NO_EXTRAS[:-1])
+    return lambda: dq(q.device, *inputs, grads[0], *NO_EXTRAS[:-1])
 
 
 def _compile(candidate: Candidate) -> str | None:

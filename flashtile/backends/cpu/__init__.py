@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.cpu import fused, tiled, varlen
+from flashtile.backends.cpu import fused, sink, tiled, varlen
 from flashtile.backends.cpu.config import Config, Fused, Tiled, configure
 from flashtile.problem import Extras, Problem
 
@@ -20,23 +20,32 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
     if problem.device.type != "cpu":
         return f"it computes on the CPU, q is on {problem.device}"
-    if problem.sink or problem.seqused_k:
-        return "it takes neither sink nor seqused_k"
     return None
 
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """A launch ``(q, k, v, extras) -> (out, lse)``."""
-    if isinstance(config.forward, Fused) and not problem.varlen:
-        return fused.prepare_dense_forward(problem, config.forward)
-    dense = partial(_module(config.forward).forward, problem, config.forward)
-    if problem.varlen:
-        return partial(varlen.forward, dense, problem)
+    attend = _prepare_attend(problem, config)
+    if not problem.sink:
+        return attend
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, extras: Extras):
-        return dense(q, k, v, extras.alibi_slopes)
+    def launch(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, k, v, extras)
+        sink.join(out, lse, extras)
+        return out, lse
 
     return launch
+
+
+def _prepare_attend(problem: Problem, config: Config) -> Any:
+    """A launch that leaves the sink out."""
+    ragged = problem.varlen or problem.seqused_k
+    if isinstance(config.forward, Fused) and not ragged:
+        return fused.prepare_dense_forward(problem, config.forward)
+    dense = partial(_module(config.forward).forward, problem, config.forward)
+    if ragged:
+        return partial(varlen.forward, dense, problem)
+    return lambda q, k, v, extras: dense(q, k, v, extras.alibi_slopes)
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
@@ -46,11 +55,23 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         chosen = config.backward if dlse is None else config.backward_lse
         return _module(chosen).backward(problem, chosen, dout, dlse, *tensors)
 
-    if problem.varlen:
-        return partial(varlen.backward, dense)
-
-    def launch(dout: Tensor, dlse: Tensor | None, q, k, v, out, lse, extras: Extras):
-        return *dense(dout, dlse, q, k, v, out, lse, extras.alibi_slopes), None
+    def launch(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        tensors = (dout, dlse, q, k, v, out, lse)
+        if problem.varlen or problem.seqused_k:
+            gradients = varlen.backward(dense, problem, *tensors, extras)
+        else:
+            gradients = dense(*tensors, extras.alibi_slopes)
+        dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
+        return *gradients, dsink
 
     return launch
 

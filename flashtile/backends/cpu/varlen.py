@@ -1,12 +1,13 @@
-"""Sequences of different lengths as a loop over dense calls.
+"""Sequences of different lengths, behind one another or with unused keys, as a loop over dense calls.
 
-Rows that are in no sequence, or in one without keys, keep out 0, lse -inf and gradients 0.
+Rows that are in no sequence, or in one without keys, keep out 0, lse -inf and gradients 0; the gradients of
+keys that are not used are 0, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +23,20 @@ def forward(
     v: Tensor,
     extras: Extras,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as (total_q, heads_q, head_dim_v) and (heads_q, total_q).
-
-    ``dense(q, k, v, alibi_slopes)`` computes one sequence.
-    """
+    """(out, lse) in the shapes of the problem; ``dense(q, k, v, alibi_slopes)`` computes one sequence."""
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    for rows, keys, slopes in _sequences(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.alibi_slopes):
-        out_one, lse_one = dense(q[None, rows], k[None, keys], v[None, keys], slopes)
-        out[rows], lse[:, rows] = out_one[0], lse_one[0]
+    q, k, v, all_out, all_lse = _with_batch(problem, q, k, v, out, lse)
+    for one in _sequences(problem, extras):
+        all_out[one.queries], all_lse[one.statistics] = dense(
+            q[one.queries], k[one.keys], v[one.keys], one.alibi_slopes
+        )
     return out, lse
 
 
 def backward(
     dense: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    problem: Problem,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -44,26 +45,53 @@ def backward(
     out: Tensor,
     lse: Tensor,
     extras: Extras,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    """(dq, dk, dv, None); ``dense(dout, dlse, q, k, v, out, lse, alibi_slopes)`` computes one sequence."""
-    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, keys, slopes in _sequences(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.alibi_slopes):
-        dlse_one = None if dlse is None else dlse[None, :, rows]
-        dq_one, dk_one, dv_one = dense(
-            dout[None, rows], dlse_one, q[None, rows], k[None, keys], v[None, keys],
-            out[None, rows], lse[None, :, rows], slopes,
-        )  # fmt: skip
-        dq[rows], dk[keys], dv[keys] = dq_one[0], dk_one[0], dv_one[0]
-    return dq, dk, dv, None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); ``dense(dout, dlse, q, k, v, out, lse, alibi_slopes)`` computes one sequence."""
+    gradients = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dq, dk, dv = _with_batch(problem, *gradients)
+    dout, q, k, v, out, lse = _with_batch(problem, dout, q, k, v, out, lse)
+    if dlse is not None:
+        (dlse,) = _with_batch(problem, dlse)
+    for one in _sequences(problem, extras):
+        dq[one.queries], dk[one.keys], dv[one.keys] = dense(
+            dout[one.queries],
+            None if dlse is None else dlse[one.statistics],
+            q[one.queries],
+            k[one.keys],
+            v[one.keys],
+            out[one.queries],
+            lse[one.statistics],
+            one.alibi_slopes,
+        )
+    return gradients
 
 
-def _sequences(
-    cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Tensor | None
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Rows, keys and ALiBi slopes of each sequence that has both."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for b in range(len(starts_q) - 1):
-        rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
-        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
+class _Sequence(NamedTuple):
+    """Indices of one sequence into tensors with a batch, and its slopes."""
+
+    queries: tuple[slice, slice]  # into q and out
+    keys: tuple[slice, slice]  # into k and v
+    statistics: tuple[slice, slice, slice]  # into lse
+    alibi_slopes: Tensor | None
+
+
+def _with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
+    """Sequences behind one another are a batch of one."""
+    return [t[None] if problem.varlen else t for t in tensors]
+
+
+def _sequences(problem: Problem, extras: Extras) -> Iterator[_Sequence]:
+    """Each sequence that has queries and keys."""
+    slopes, used = extras.alibi_slopes, extras.seqused_k
+    starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
+    starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()
+    used_keys = None if used is None else used.tolist()
+    for b in range(problem.batch):
+        batch = slice(b, b + 1) if starts_q is None else slice(0, 1)
+        rows = slice(0, problem.seqlen_q) if starts_q is None else slice(starts_q[b], starts_q[b + 1])
+        keys = slice(0, problem.seqlen_k) if starts_k is None else slice(starts_k[b], starts_k[b + 1])
+        if used_keys is not None:
+            keys = slice(keys.start, keys.start + used_keys[b])
         if rows.start < rows.stop and keys.start < keys.stop:
-            yield rows, keys, slopes
+            own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+            yield _Sequence((batch, rows), (batch, keys), (batch, slice(None), rows), own_slopes)

@@ -21,8 +21,6 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if problem.sink or problem.seqused_k:
-        return "its kernels take neither sink nor seqused_k"
     if problem.device.type != "cuda":
         if not interpreting():
             return f"its kernels run on GPUs, not on {problem.device} (TRITON_INTERPRET=1 interprets them)"

@@ -18,6 +18,7 @@ from flashtile.backends.portable.tiles import (
     load_tile,
     sequence,
     store_tile,
+    used_length,
     visible,
 )
 
@@ -109,6 +110,7 @@ def dkdv_kernel(
     dv_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
+    seqused_k,
     alibi_slopes,
     padded_rows,
     q_stride_b,
@@ -151,7 +153,8 @@ def dkdv_kernel(
     ROW_PAD: tl.constexpr,
 ):
     """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
-    contiguous; shift and dp_shift as ``backward_prepare`` lays them out."""
+    contiguous; shift and dp_shift as ``backward_prepare`` lays them out. Keys that are not used are not
+    written."""
     num_blocks = tl.cdiv(seqlen_k, BLOCK_N)
     num_heads_kv = num_heads_q // group_size
     pid = tl.program_id(0)
@@ -161,6 +164,7 @@ def dkdv_kernel(
 
     start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
     start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
+    len_k = used_length(seqused_k, b, len_k)
     if key_start >= len_k:
         return
     offset = len_k - len_q

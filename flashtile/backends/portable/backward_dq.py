@@ -17,6 +17,7 @@ from flashtile.backends.portable.tiles import (
     load_tile,
     sequence,
     store_tile,
+    used_length,
     visible,
 )
 
@@ -101,6 +102,7 @@ def dq_kernel(
     dq_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
+    seqused_k,
     alibi_slopes,
     padded_rows,
     q_stride_b,
@@ -155,6 +157,7 @@ def dq_kernel(
 
     start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
     start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
+    len_k = used_length(seqused_k, b, len_k)
     row_start = m_block * BLOCK_M
     if row_start >= len_q:
         return

@@ -3,7 +3,8 @@
 ``shift`` is minus lse in log2 units: added to the scores it makes their exponential the probability.
 ``dp_shift`` is ``dlse - rowsum(dO * O)``, which is added to dP (``dlse`` is the gradient into lse: d lse / d
 s is the probability, so it joins there). Both lie in rows padded to whole blocks, so that loading them needs
-no mask.
+no mask. The sink has no value: the gradient of its score is its probability times ``dp_shift``, summed over a
+block of rows here.
 """
 
 import triton
@@ -40,7 +41,9 @@ def prepare_kernel(
     dlse_ptr,
     shift_ptr,
     dp_shift_ptr,
+    dsink_ptr,
     cu_seqlens_q,
+    sink,
     num_heads_q,
     seqlen_q,
     total_q,
@@ -52,8 +55,8 @@ def prepare_kernel(
     BLOCK_M: tl.constexpr,
     ROW_PAD: tl.constexpr,
 ):
-    """Grid: (padded blocks of rows * heads * batch,). A row without keys, or past the end, gets shift -inf
-    (its probabilities are 0) and dp_shift 0."""
+    """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets shift
+    -inf (its probabilities are 0) and dp_shift 0. dsink [programs] gets a term of each, heads fastest."""
     num_blocks = tl.cdiv(seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
     pid = tl.program_id(0)
     # Heads vary fastest: neighbouring programs read neighbouring memory.
@@ -62,6 +65,8 @@ def prepare_kernel(
     b = (pid // num_heads_q) // num_blocks
     start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
     if row_start >= tl.cdiv(len_q, ROW_PAD) * ROW_PAD:
+        if sink is not None:
+            tl.store(dsink_ptr + pid, 0.0)
         return
     b64 = b.to(tl.int64)
     if VARLEN:
@@ -86,4 +91,9 @@ def prepare_kernel(
     empty = lse == -float("inf")
     offset = statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN, ROW_PAD) + row_start
     tl.store(shift_ptr + offset + rows, tl.where(empty, lse, -lse * LOG2_E))
-    tl.store(dp_shift_ptr + offset + rows, tl.where(empty, 0.0, dp_shift))
+    dp_shift = tl.where(empty, 0.0, dp_shift)
+    tl.store(dp_shift_ptr + offset + rows, dp_shift)
+    if sink is not None:
+        score = tl.load(sink + head).to(tl.float32)
+        p = tl.exp2((score - tl.where(empty, float("inf"), lse)) * LOG2_E)
+        tl.store(dsink_ptr + pid, tl.sum(p * dp_shift, 0))

@@ -41,11 +41,21 @@ _PLAIN = Problem(
 _VARIANTS: dict[str, Problem] = {
     "full": _PLAIN,
     "causal": replace(_PLAIN, window_right=0),
-    "features": replace(_PLAIN, varlen=True, window_left=64, window_right=64, softcap=1.0, alibi=True),
+    "features": replace(
+        _PLAIN,
+        varlen=True,
+        seqused_k=True,
+        window_left=64,
+        window_right=64,
+        softcap=1.0,
+        alibi=True,
+        sink=True,
+    ),
 }
 """Plain problems as most calls have them, and one with every feature at once."""
 
-_FLOAT_ROWS = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "alibi_slopes")
+_FLOAT_ROWS = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "alibi_slopes", "sink")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _FLOATS = ("softmax_scale", "scale_log2", "softcap")
 
 
@@ -65,7 +75,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     yield CompileCase(
                         name=f"{name} {dtype} head_dim {head_dim} {variant}",
                         kernel=kernel,
-                        **_arguments(kernel, dtype, _constants(kernel, problem, tile, config.precision)),
+                        **_arguments(
+                            kernel, dtype, problem, _constants(kernel, problem, tile, config.precision)
+                        ),
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=tile.features_spill_budget
@@ -90,29 +102,34 @@ def _prepare_case(dtype: str, head_dim: int) -> CompileCase:
         "BLOCK_M": PREPARE_BLOCK_M,
         "ROW_PAD": ROW_PAD,
         "dlse_ptr": None,
+        "dsink_ptr": None,
     }
     return CompileCase(
         name=f"prepare {dtype} head_dim {head_dim}",
         kernel=prepare_kernel,
-        **_arguments(prepare_kernel, dtype, constants),
+        **_arguments(prepare_kernel, dtype, _PLAIN, constants),
         num_warps=PREPARE_NUM_WARPS,
         tensor_cores=False,
     )
 
 
-def _arguments(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
+def _arguments(kernel: Any, dtype: str, problem: Problem, constants: dict[str, Any]) -> dict[str, Any]:
     """Signature and constants of a launch with contiguous tensors; absent tensors are constants None."""
-    if not constants["VARLEN"]:
-        constants |= {name: None for name in ("cu_seqlens_q", "cu_seqlens_k") if name in kernel.arg_names}
-    if "alibi_slopes" in kernel.arg_names and not constants["HAS_ALIBI"]:
-        constants["alibi_slopes"] = None
+    given = {
+        "cu_seqlens_q": problem.varlen,
+        "cu_seqlens_k": problem.varlen,
+        "seqused_k": problem.seqused_k,
+        "alibi_slopes": problem.alibi,
+        "sink": problem.sink,
+    }
+    constants |= {name: None for name in kernel.arg_names if not given.get(name, True)}
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             continue
         if name in _FLOAT_ROWS:
             signature[name] = "*fp32"
-        elif name.startswith("cu_seqlens"):
+        elif name in _LENGTHS:
             signature[name] = "*i32"
         elif name.endswith("_ptr"):
             signature[name] = f"*{dtype}"

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from flashtile.backends.portable.tiles import (
     LN_2,
+    LOG2_E,
     RUNTIME_INTEGERS,
     bend_scores,
     block_range,
@@ -17,6 +18,7 @@ from flashtile.backends.portable.tiles import (
     load_tile,
     sequence,
     store_tile,
+    used_length,
     visible,
 )
 
@@ -41,6 +43,18 @@ def softmax_step(scores, row_max, scale_log2, BENT: tl.constexpr, MASKED: tl.con
     else:
         p = tl.exp2(scores * scale_log2 - shift[:, None])
     return p, new_max, tl.exp2(row_max - shift)
+
+
+@triton.jit
+def sink_step(acc, row_max, row_sum, sink):
+    """The sink, a score that has no value, joins each row: a new accumulator, maximum and sum.
+
+    Last, so that it takes no precision from the probabilities however large it is.
+    """
+    new_max = tl.maximum(row_max, sink * LOG2_E)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    alpha = tl.exp2(row_max - shift)
+    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sink * LOG2_E - shift)
 
 
 @triton.jit
@@ -116,7 +130,9 @@ def forward_kernel(
     lse_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
+    seqused_k,
     alibi_slopes,
+    sink,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -159,6 +175,7 @@ def forward_kernel(
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
     without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
+    seqused_k [batch] and sink [num_heads_q] may be None.
     """
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -172,6 +189,7 @@ def forward_kernel(
 
     start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
     start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
+    len_k = used_length(seqused_k, b, len_k)
     row_start = m_block * BLOCK_M
     if row_start >= len_q:
         return
@@ -204,6 +222,8 @@ def forward_kernel(
                 BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
             )  # fmt: skip
 
+    if sink is not None:
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(sink + head).to(tl.float32))
     empty = row_sum == 0.0
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]
     lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))

@@ -33,6 +33,7 @@ class KeptKernel:
         self, kernel: Any, grid: int, scalars: tuple, constants: tuple, config: KernelConfig | None
     ) -> None:
         self._kernel = kernel
+        self.programs = grid
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
         self._options: dict[str, Any] = {"num_warps": PREPARE_NUM_WARPS}
@@ -79,7 +80,7 @@ def constants(
         "HAS_ALIBI": problem.alibi,
         "BENT": bent(problem),
         "EVEN_M": not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
-        "EVEN_N": not problem.varlen and problem.seqlen_k % config.BLOCK_N == 0,
+        "EVEN_N": not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": block_d,
@@ -128,7 +129,7 @@ def _attention_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    alibi_slopes: Tensor | None,
+    extras: Extras,
     backward: tuple[int, ...] = (),
 ) -> KeptKernel:
     """``backward`` is the argument that only the backward kernels have: the padded rows of a head."""
@@ -138,7 +139,8 @@ def _attention_kernel(
     aligned = aligned and all(map(_aligned, (q, k, v)))
     fixed = tuple(constants(problem, config, precision, wide, aligned).values())
     fixed += (ROW_PAD,) if backward else ()
-    return KeptKernel(kernel, programs, backward + _scalars(problem, q, k, v, alibi_slopes), fixed, config)
+    scalars = backward + _scalars(problem, q, k, v, extras.alibi_slopes)
+    return KeptKernel(kernel, programs, scalars, fixed, config)
 
 
 class ForwardLaunch:
@@ -158,8 +160,7 @@ class ForwardLaunch:
         v: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor]:
-        cu_seqlens_q, cu_seqlens_k, _, alibi_slopes, _ = extras
-        if cu_seqlens_q is None:
+        if extras.cu_seqlens_q is None:
             out = q.new_empty(self._out_shape)
             lse = q.new_empty(self._lse_shape, dtype=torch.float32)
         else:  # tokens that belong to no sequence are written by no program
@@ -174,9 +175,9 @@ class ForwardLaunch:
             if programs == 0:
                 return out, lse
             kernel = self._kernel = _attention_kernel(
-                forward_kernel, programs, config, problem, self._config.precision, q, k, v, alibi_slopes
+                forward_kernel, programs, config, problem, self._config.precision, q, k, v, extras
             )
-        kernel(q.device, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        kernel(q.device, q, k, v, out, lse, *extras)
         return out, lse
 
 
@@ -202,29 +203,37 @@ class BackwardLaunch:
         lse: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        cu_seqlens_q, cu_seqlens_k, _, alibi_slopes, _ = extras
-        problem = self._problem
+        problem, sink = self._problem, extras.sink
         no_rows = problem.batch * problem.seqlen_q == 0
         no_keys = problem.batch * problem.seqlen_k == 0
-        # Tokens that belong to no sequence are written by no program, nor is anything without rows or keys.
-        allocate = torch.zeros if problem.varlen or no_rows or no_keys else torch.empty
+        # Tokens that no sequence has or uses are written by no program, nor is anything without rows or keys.
+        some_unwritten = problem.varlen or problem.seqused_k or no_rows or no_keys
+        allocate = torch.zeros if some_unwritten else torch.empty
         dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        if no_rows or no_keys:
-            return dq, dk, dv, None
+        if no_rows or (no_keys and sink is None):
+            return dq, dk, dv, None if sink is None else torch.zeros_like(sink)
         if self.kernels is None:
-            self.kernels = self.prepare(dlse, q, k, v, alibi_slopes)
+            self.kernels = self.prepare(dlse, q, k, v, extras)
         prepare, compute_dkdv, compute_dq = self.kernels
         device = q.device
         # What the preparation hands to both kernels: two floats a row, freed on return.
         shift, dp_shift = q.new_empty((2, *self.statistics_shape), dtype=torch.float32).unbind()
-        prepare(device, out, dout, lse, dlse, shift, dp_shift, cu_seqlens_q)
+        dsink = terms = None
+        if sink is not None:
+            heads = problem.num_heads_q
+            terms = q.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
+        prepare(device, out, dout, lse, dlse, shift, dp_shift, terms, extras.cu_seqlens_q, sink)
+        if sink is not None and terms is not None:
+            dsink = terms.sum(0).to(sink.dtype)
+        if no_keys:
+            return dq, dk, dv, dsink
         inputs = (q, k, v, dout, shift, dp_shift)
-        compute_dkdv(device, *inputs, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-        compute_dq(device, *inputs, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-        return dq, dk, dv, None
+        compute_dkdv(device, *inputs, dk, dv, *extras[:-1])
+        compute_dq(device, *inputs, dq, *extras[:-1])
+        return dq, dk, dv, dsink
 
     def prepare(
-        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Extras
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
         heads = problem.num_heads_q * problem.batch
@@ -243,7 +252,7 @@ class BackwardLaunch:
             ),
             None,
         )
-        common = (problem, config.precision, q, k, v, alibi_slopes)
+        common = (problem, config.precision, q, k, v, extras)
         blocks = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N)
         dkdv = _attention_kernel(
             dkdv_kernel,

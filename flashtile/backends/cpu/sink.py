@@ -1,0 +1,38 @@
+"""Attention sinks, one score a head that has no value, joined to finished attention.
+
+``lse' = log(exp(lse) + exp(sink))`` and ``out' = out exp(lse - lse')``. With these the gradients of q, k and
+v have the form that they have without a sink; that of the sink is a sum over rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.problem import Extras
+
+
+def join(out: Tensor, lse: Tensor, extras: Extras) -> None:
+    """Let the sink join out (..., heads, head_dim) and lse (..., heads, rows), in place.
+
+    Tokens behind the last sequence stay as they are: they have no sink either.
+    """
+    assert extras.sink is not None
+    if extras.cu_seqlens_q is not None:
+        end = int(extras.cu_seqlens_q[-1])
+        out, lse = out[:end], lse[:, :end]
+    joined = torch.logaddexp(lse, extras.sink.to(lse.dtype)[:, None])
+    weight = torch.exp(lse - joined).masked_fill_(joined == -torch.inf, 0.0)
+    out *= weight.mT[..., None]
+    lse.copy_(joined)
+
+
+def gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """dsink (heads,): the sum over rows of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
+    ds = -(dout.to(lse.dtype) * out).sum(-1).mT  # (..., heads, rows)
+    if dlse is not None:
+        ds += dlse
+    p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    # Rows without keys or sink, and those of no sequence, which may hold NaN.
+    terms = (p * ds).masked_fill_(lse == -torch.inf, 0.0).sum(-1)
+    return (terms if terms.dim() == 1 else terms.sum(0)).to(sink.dtype)

@@ -1,0 +1,18 @@
+"""PagedAttention's memory: blocks on demand, shared, copied on write, found again, swapped to the host."""
+
+from flashtile.kv_cache.integrity import IntegrityError, Invariant, Usage
+from flashtile.kv_cache.manager import BlockManager
+from flashtile.kv_cache.pool import BlockPool, CacheFullError, OutOfBlocksError, OutOfSequencesError
+from flashtile.kv_cache.table import Batch
+
+__all__ = [
+    "Batch",
+    "BlockManager",
+    "BlockPool",
+    "CacheFullError",
+    "IntegrityError",
+    "Invariant",
+    "OutOfBlocksError",
+    "OutOfSequencesError",
+    "Usage",
+]

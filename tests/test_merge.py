@@ -70,7 +70,7 @@ def test_more_parts_are_checked_too() -> None:
     a, b, c = states(3)
     with pytest.raises(ValueError, match="pairs of out and lse, got 1"):
         merge_states(*a, *b, c[0])
-    with pytest.raises(TypeError, match="out_2 has dtype torch.float32, but out_a has torch.float64"):
+    with pytest.raises(TypeError, match=r"out_2 has dtype torch\.float32, but out_a has torch\.float64"):
         merge_states(*a, *b, c[0].float(), c[1])
     with pytest.raises(ValueError, match="lse_2 has shape"):
         merge_states(*a, *b, c[0], c[1][:1])

@@ -1,4 +1,4 @@
-"""``flashtile explain``: which backend and configuration a call would get, and why."""
+"""``flashtile explain``: which backend and configuration a call gets and why, and what it costs on a card."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 from torch import Tensor
 
 from flashtile import dispatch
 from flashtile.bench.workloads import DTYPES
 from flashtile.commands.devices import parse_device
+from flashtile.io_model import CARDS, Call, Card, card_of_device, estimates, find_card, measured_card
+from flashtile.io_model.estimate import DECODE_ROWS, PASSES
+from flashtile.io_model.tables import card_table, estimate_table, kv_cache_table, memory_table
 from flashtile.problem import UNLIMITED
+
+HERE = "here"
+WIDTH = 150
+"""Columns of a table that is not printed to a terminal."""
 
 
 def explain(
@@ -40,14 +48,38 @@ def explain(
     deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
     backend: Annotated[str | None, typer.Option(help="Insist on this backend.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    card_name: Annotated[
+        str | None,
+        typer.Option(
+            "--card",
+            help=f"Costs on this card: {', '.join(CARDS)}, or 'here' to measure this machine. "
+            "Default: the GPU at hand.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Memory of such calls by sequence length, on the card.")
+    ] = False,
+    kv_cache: Annotated[
+        bool, typer.Option("--kv-cache", help="Key/value caches of known models, and what fits on cards.")
+    ] = False,
 ) -> None:
-    """Say which backend and configuration a call would get, and each other backend's reason against.
+    """Say which backend and configuration a call would get, each other backend's reason against, and what the
+    call costs on a card: bytes, FLOPs, memory and time floors.
 
-    Nothing is launched, and the tensors take no memory.
+    Nothing is launched (but for --card here), and the tensors take no memory.
     """
     place = parse_device(device)
+    card = _card(card_name, place)
     if dtype is None:
-        dtype = "bfloat16" if place.type == "cuda" else "float32"
+        on_gpu = place.type == "cuda" or (card_name is not None and card_name != HERE)
+        dtype = (
+            "float32"
+            if not on_gpu
+            else "bfloat16"
+            if card is None or card.capability >= (8, 0)
+            else "float16"
+        )
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
@@ -79,8 +111,47 @@ def explain(
     except (TypeError, ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(explanation)
+    call = Call.from_problem(explanation.problem)
+    if card_name == HERE:
+        card = measured_card(place, (dtype,))
+    console = _console()
+    if card is not None:
+        _print_costs(call, card, console)
+    else:
+        typer.echo(
+            "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
+        )
+    if memory:
+        chosen = card or find_card("h100")
+        console.print(*(memory_table(call, chosen, training) for training in (False, True)))
+    if kv_cache:
+        console.print(kv_cache_table(dtype))
     if explanation.backend is None:
         raise typer.Exit(1)
+
+
+def _card(name: str | None, place: torch.device) -> Card | None:
+    """The card to cost the call on; None where none was named and no known GPU is at hand."""
+    if name is None or name == HERE:
+        return card_of_device(torch.cuda.get_device_name(place)) if place.type == "cuda" else None
+    try:
+        return find_card(name)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}, or {HERE!r}") from None
+
+
+def _print_costs(call: Call, card: Card, console: Console) -> None:
+    try:
+        passes = ("forward",) if call.seqlen_q * call.group_size <= DECODE_ROWS else PASSES
+        found = [estimates(call, card, which) for which in passes]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console.print(card_table(card, call.dtype), *(estimate_table(rows, card) for rows in found))
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,1 +1,28 @@
-"""What attention costs before anything runs: bytes, FLOPs, time floors and memory of a call on a card."""
+"""What attention costs before anything runs: bytes, FLOPs, time floors and memory of a call on a card.
+
+from flashtile.io_model import Call, estimates, find_card
+for estimate in estimates(Call(1, 4096, 4096, 16, 16, 128, window_right=0), find_card("h100")):
+    print(estimate.algorithm, estimate.bound, estimate.floor_seconds)
+"""
+
+from flashtile.io_model.calls import Call
+from flashtile.io_model.cards import CARDS, Card, card_of_device, find_card
+from flashtile.io_model.estimate import Estimate, estimates
+from flashtile.io_model.measure import measured_card
+from flashtile.io_model.memory import MODELS, Model, attention_memory, cached_tokens, longest_sequence
+
+__all__ = [
+    "CARDS",
+    "MODELS",
+    "Call",
+    "Card",
+    "Estimate",
+    "Model",
+    "attention_memory",
+    "cached_tokens",
+    "card_of_device",
+    "estimates",
+    "find_card",
+    "longest_sequence",
+    "measured_card",
+]

@@ -36,7 +36,7 @@ class Card:
         memory_bytes, l2_bytes: sizes.
         shared_bytes: of the shared memory of one SM: the SRAM that a tile of attention lives in.
         capability: CUDA's compute capability; (0, 0) for what is no NVIDIA GPU.
-        device_name: part of the name that the driver gives it.
+        device_name: how the name that the driver gives it ends.
         source: where the numbers are from.
     """
 
@@ -150,5 +150,5 @@ def find_card(name: str) -> Card:
 
 
 def card_of_device(device_name: str) -> Card | None:
-    """The card whose name is part of what the driver calls a device; None if the table does not know it."""
-    return next((card for card in CARDS.values() if card.device_name in device_name), None)
+    """The card that the driver calls ``device_name``; None if the table does not know it."""
+    return next((card for card in CARDS.values() if device_name.endswith(card.device_name)), None)

@@ -85,7 +85,7 @@ def _misses(paths: Sequence[Sequence[int]], count: int, pieces: int, resident: i
             running.append((base, path, 0))
         if not running:
             return misses
-        for piece in {base + path[at] for base, path, at in running}:
+        for piece in dict.fromkeys(base + path[at] for base, path, at in running):
             if piece in cache:
                 cache.move_to_end(piece)
             else:

@@ -1,0 +1,203 @@
+"""Time floors of a call: the bytes and FLOPs of an algorithm over what a card can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashtile.backends.portable.config import Config, family_of_capability, padded, row
+from flashtile.io_model import closed_forms, kernels
+from flashtile.io_model.calls import Call
+from flashtile.io_model.cards import Card
+from flashtile.problem import UNLIMITED
+
+PASSES = ("forward", "backward")
+
+STANDARD, FLASH1, FLASH2, FLASHTILE, DECODING, LEAST = (
+    "standard",
+    "flash-attention 1",
+    "flash-attention 2",
+    "flashtile, portable",
+    "flash-decoding",
+    "least possible",
+)
+
+DECODE_ROWS = 128
+"""Up to so many rows of one key/value head, a split of its keys is worth showing."""
+
+DECODE_BLOCK_N = 64
+
+L2_BYTES_PER_CLOCK = 64
+"""What an SM loads from L2 in a clock at most: Volta's (Jia et al. 2018, arXiv:1804.06826), taken for all."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One pass of one algorithm on a card. Seconds are floors: no time is lost to anything else.
+
+    ``bytes`` go to and from HBM; ``sm_bytes`` to and from the SMs, of which L2 serves what HBM does not (the
+    papers' algorithms know no L2: there the two are equal). ``peak_bytes`` is memory held at once, inputs and
+    results included. ``programs`` could run in parallel: fewer than the card has SMs leave the others idle;
+    0 stands for enough.
+    """
+
+    algorithm: str
+    which: str
+    bytes: float
+    sm_bytes: float
+    flops: float
+    peak_bytes: int
+    programs: int
+    compute_seconds: float
+    memory_seconds: float
+    l2_seconds: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def floor_seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds, self.l2_seconds)
+
+    @property
+    def bound(self) -> str:
+        """What decides the floor: "compute", "HBM", or "L2" (what the SMs in use can load from it)."""
+        names = {"compute": self.compute_seconds, "HBM": self.memory_seconds, "L2": self.l2_seconds}
+        return max(names, key=lambda name: names[name])
+
+
+def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
+    """The algorithms that serve the call, the least that any could do last.
+
+    Raises:
+        ValueError: ``which`` is not a pass, or the card has no peak for the call's dtype.
+    """
+    if which not in PASSES:
+        raise ValueError(f"which must be one of {', '.join(PASSES)}, got {which!r}")
+    peak = card.peak_tflops(call.dtype)
+    found = []
+    for cost in _costs(call, card, which):
+        busy = min(cost.programs or card.sm_count, card.sm_count)
+        l2_rate = busy * L2_BYTES_PER_CLOCK * card.clock_mhz * 1e6
+        found.append(
+            Estimate(
+                algorithm=cost.algorithm,
+                which=which,
+                bytes=cost.bytes,
+                sm_bytes=cost.sm_bytes,
+                flops=cost.flops,
+                peak_bytes=resident_bytes(call, which) + cost.extra_bytes,
+                programs=cost.programs,
+                compute_seconds=cost.flops / (peak * 1e12 * busy / card.sm_count),
+                memory_seconds=cost.bytes / (card.bandwidth_gbps * 1e9),
+                l2_seconds=cost.sm_bytes / l2_rate if l2_rate else 0.0,
+            )
+        )
+    return found
+
+
+def least_bytes(call: Call, which: str) -> int:
+    """Every input read once and every result written once."""
+    inputs = call.q_bytes + call.k_bytes + call.v_bytes
+    if which == "forward":
+        return inputs + call.out_bytes + call.lse_bytes
+    return (
+        2 * inputs + 2 * call.out_bytes + call.lse_bytes
+    )  # out and dout come in beside q, k, v; dq, dk, dv go
+
+
+def least_flops(call: Call, which: str) -> int:
+    """Of the visible pairs: two products forward; five backward, with the scores computed again."""
+    if which == "forward":
+        return 2 * call.visible_pairs * (call.head_dim + call.width_v)
+    return 2 * call.visible_pairs * (3 * call.head_dim + 2 * call.width_v)
+
+
+def resident_bytes(call: Call, which: str) -> int:
+    """What a caller holds during a pass: q, k, v and out; for the backward pass their gradients, too."""
+    held = call.q_bytes + call.k_bytes + call.v_bytes + call.out_bytes
+    return held if which == "forward" else 2 * held
+
+
+def portable_config(call: Call, card: Card) -> Config:
+    """The configuration of our portable kernels for the call on the card.
+
+    Raises:
+        ValueError: they do not take the head size or the dtype.
+    """
+    width = padded(max(call.head_dim, call.width_v))
+    if width > 256 or call.element_bytes not in (2, 4):
+        raise ValueError(f"head_dim must be at most 256 and dtype 16 or 32 bits, got {width}, {call.dtype}")
+    windowed = call.window_left != UNLIMITED or call.window_right != UNLIMITED
+    return row(family_of_capability(*card.capability), call.element_bytes, width, windowed)
+
+
+@dataclass(frozen=True)
+class _Costed:
+    """What an algorithm costs; ``sm_bytes`` as in :class:`Estimate`."""
+
+    algorithm: str
+    bytes: float
+    sm_bytes: float
+    flops: float
+    extra_bytes: int = 0
+    programs: int = 0
+
+
+def _costs(call: Call, card: Card, which: str) -> Iterator[_Costed]:
+    heads = len(call.sequences) * call.num_heads_q
+    if which == "forward":
+        yield _paper(STANDARD, closed_forms.standard_forward(call), 0)
+        if card.shared_bytes:
+            width = max(call.head_dim, call.width_v)
+            _, block = closed_forms.flash1_blocks(width, card.shared_bytes // call.element_bytes)
+            yield _paper(FLASH1, closed_forms.flash1_forward(call, card.shared_bytes), heads)
+            # The same SRAM: a block of queries with its output, and one of keys with their values.
+            blocks = sum(-(-seqlen_q // block) for seqlen_q, _ in call.sequences) * call.num_heads_q
+            yield _paper(FLASH2, closed_forms.flash2_forward(call, block, block), blocks)
+    else:
+        yield _paper(STANDARD, closed_forms.standard_backward(call), 0)
+    if card.shared_bytes:
+        yield from _ours(call, card, which)
+        if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
+            yield _decoding(call, card)
+    least = least_bytes(call, which)
+    yield _Costed(LEAST, least, least, least_flops(call, which))
+
+
+def _paper(algorithm: str, cost: closed_forms.Cost, programs: int) -> _Costed:
+    return _Costed(algorithm, cost.hbm_bytes, cost.hbm_bytes, cost.matmul_flops, cost.extra_bytes, programs)
+
+
+def _ours(call: Call, card: Card, which: str) -> Iterator[_Costed]:
+    """Our portable kernels, where they take the call."""
+    try:
+        config = portable_config(call, card)
+    except ValueError:
+        return
+    if which == "forward":
+        launches = [kernels.forward(call, config.forward, card)]
+        flops = least_flops(call, which)
+        extra = call.lse_bytes
+    else:
+        launches = [
+            kernels.prepare(call, card),
+            kernels.dkdv(call, config.dkdv, card),
+            kernels.dq(call, config.dq, card),
+        ]
+        # Seven products: the scores and dP are computed once for dK and dV, and again for dQ.
+        flops = 2 * call.visible_pairs * (4 * call.head_dim + 3 * call.width_v)
+        extra = call.lse_bytes + call.rows_q * kernels.STATISTICS_BYTES
+    moved = sum(kernel.dram_bytes for kernel in launches)
+    through_l2 = sum(kernel.sm_read + kernel.written for kernel in launches)
+    yield _Costed(FLASHTILE, moved, through_l2, flops, extra, min(kernel.programs for kernel in launches))
+
+
+def _decoding(call: Call, card: Card) -> _Costed:
+    """With as many splits as give every SM a program."""
+    heads = max(1, len(call.sequences) * call.num_heads_kv)
+    blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))
+    splits = min(blocks, max(1, -(-card.sm_count // heads)))
+    return _paper(DECODING, closed_forms.flash_decoding(call, splits, DECODE_BLOCK_N), heads * splits)

@@ -1,0 +1,39 @@
+"""A card's numbers measured on the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashtile import machine
+from flashtile.io_model.cards import Card, card_of_device
+
+
+def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0) -> Card:
+    """The device with peaks that were reached here: a large matrix product in each dtype and a large copy.
+
+    Sizes come from the driver, and the rest from the table where it knows the card; on a CPU, threads stand
+    for SMs and there is no shared memory. Takes some seconds.
+    """
+    from flashtile.bench.runner import Settings, copy_ceiling, matmul_ceiling
+
+    settings = Settings(device, rounds=2, rep=rep)
+    described = machine.describe_device(device)
+    known = card_of_device(described["name"])
+    on_gpu = device.type == "cuda"
+    return Card(
+        name=f"{described['name']}, measured",
+        sm_count=described["sm_count"] if on_gpu else described["threads"],
+        clock_mhz=known.clock_mhz if known is not None else 0,
+        tflops={dtype: matmul_ceiling(dtype, settings) for dtype in dtypes},
+        bandwidth_gbps=copy_ceiling(settings),
+        memory_bytes=described["memory_bytes"] or 0,
+        l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0,
+        shared_bytes=torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+        if on_gpu
+        else 0,
+        capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
+        device_name=described["name"],
+        source="measured here: a matrix product and a copy",
+    )

@@ -1,0 +1,133 @@
+"""The model's numbers as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from flashtile.io_model.calls import Call
+from flashtile.io_model.cards import CARDS, GIB, Card
+from flashtile.io_model.estimate import Estimate
+from flashtile.io_model.memory import (
+    MODELS,
+    SEQLENS,
+    at_length,
+    attention_memory,
+    cached_tokens,
+    longest_sequence,
+)
+
+
+def card_table(card: Card, dtype: str) -> Table:
+    """What the floors are made of."""
+    table = _table(card.name, ("", "size", "speed"))
+    table.add_row("memory", format_bytes(card.memory_bytes), f"{card.bandwidth_gbps:.0f} GB/s")
+    if card.l2_bytes:
+        table.add_row("L2", format_bytes(card.l2_bytes), "")
+    if card.shared_bytes:
+        speed = f"{card.sram_gbps * 1e-3:.1f} TB/s" if card.sram_gbps else ""
+        table.add_row("SRAM", f"{card.sm_count} x {format_bytes(card.shared_bytes)}", speed)
+    table.add_row(dtype, "", f"{format_count(card.peak_tflops(dtype) * 1e12)}FLOP/s")
+    table.caption = f"from {card.ridge(dtype):.0f} FLOPs a byte on, arithmetic is the limit"
+    return table
+
+
+def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
+    """One row an algorithm; the times are floors."""
+    headings = ("HBM", "FLOPs", "FLOPs/B", "arithmetic", "HBM time", "L2 time", "bound by", "floor", "memory")
+    table = _table(f"{found[0].which} on {card.name}", ("algorithm", *headings, "programs"))
+    for row in found:
+        table.add_row(
+            row.algorithm,
+            format_bytes(row.bytes),
+            format_count(row.flops),
+            f"{row.intensity:.0f}",
+            format_seconds(row.compute_seconds),
+            format_seconds(row.memory_seconds),
+            format_seconds(row.l2_seconds),
+            row.bound,
+            format_seconds(row.floor_seconds),
+            format_bytes(row.peak_bytes),
+            str(row.programs) if row.programs else "",
+        )
+    table.caption = (
+        "flashtile, least possible: what misses L2. The papers' algorithms: their own count, without L2."
+    )
+    return table
+
+
+def memory_table(call: Call, card: Card, training: bool) -> Table:
+    """Standard attention beside flash attention by sequence length, and where the card is full."""
+    what = "training" if training else "inference"
+    title = f"memory of one layer's attention, {what}: batch {call.batch}, {call.num_heads_q} heads"
+    table = _table(f"{title}, {call.dtype}", ("tokens", "q, k, v, out", "standard, beyond", "flash, beyond"))
+    for seqlen in SEQLENS:
+        row = attention_memory(at_length(call, seqlen), training)
+        full = row.tensors + row.standard > card.memory_bytes
+        table.add_row(
+            format_tokens(seqlen),
+            format_bytes(row.tensors),
+            format_bytes(row.standard) + (" (does not fit)" if full else ""),
+            format_bytes(row.flash),
+        )
+    longest = [longest_sequence(call, card, standard=side, training=training) for side in (True, False)]
+    table.caption = (
+        f"{card.name} is full at {longest[0]:,} tokens with standard attention, at {longest[1]:,} with flash"
+    )
+    return table
+
+
+def kv_cache_table(dtype: str) -> Table:
+    """Key/value caches of known models, and how many tokens fit beside the weights on known cards."""
+    cards = [CARDS[name] for name in ("rtx4090", "l40s", "a100", "h200")]
+    headings = ("weights", "a token", "longest sequence", *(f"tokens, {card.name}" for card in cards))
+    table = _table(f"key/value caches, {dtype}", ("model", *headings))
+    for model in MODELS:
+        token = model.kv_bytes_per_token(dtype)
+        table.add_row(
+            model.name,
+            format_bytes(model.weight_bytes(dtype)),
+            format_bytes(token),
+            f"{format_bytes(token * model.longest)} ({format_tokens(model.longest)})",
+            *(f"{cached_tokens(model, card, dtype):,}" for card in cards),
+        )
+    return table
+
+
+def format_bytes(size: float) -> str:
+    """Three digits and a binary unit."""
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{_three(size / unit)} {name}"
+    return f"{size:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """Three digits and a decimal prefix."""
+    for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if count >= unit:
+            return f"{_three(count / unit)} {name}"
+    return f"{count:.0f} "
+
+
+def format_seconds(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= unit:
+            return f"{_three(seconds / unit)} {name}"
+    return f"{seconds * 1e9:.0f} ns" if seconds else ""
+
+
+def format_tokens(count: int) -> str:
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
+
+
+def _three(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    return table

@@ -1,0 +1,87 @@
+"""The site that ``make docs`` builds: complete, without a warning, without anything loaded from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import flashtile
+
+ROOT = Path(__file__).parents[1]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+
+
+class Elements(HTMLParser):
+    """Tags, ids and addresses of a page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.ids: set[str] = set()
+        self.loaded: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.tags.add(tag)
+        self.ids.add(attributes.get("id") or "")
+        if tag in ("script", "img", "iframe"):
+            self.loaded.add(attributes.get("src") or "")
+        if tag == "link" and attributes.get("rel") in ("stylesheet", "preconnect"):
+            self.loaded.add(attributes.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built strictly: the first warning is an error."""
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return place
+
+
+def test_every_public_name_is_in_the_reference(site):
+    ids = set().union(*(Elements(page).ids for page in (site / "reference").glob("*.html")))
+    assert {f"flashtile.{name}" for name in flashtile.__all__} <= ids
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    loaded = set().union(*(Elements(page).loaded for page in site.rglob("*.html")))
+    assert {address for address in loaded if "//" in address} == set()
+
+
+def test_formulas_are_mathml(site):
+    page = site / "guides" / "understanding.html"
+    assert "math" in Elements(page).tags
+    assert "arithmatex" not in page.read_text()
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_measurement_is_shown(site, path):
+    """Its file is there to download; a run of ``flashtile bench`` has a page with each of its workloads."""
+    document = json.loads(path.read_text())
+    place = site / "benchmarks" / "results" / path.name
+    assert json.loads(place.read_text()) == document
+    if "contestants" in document:
+        text = place.with_suffix(".html").read_text()
+        assert document["device"]["name"] in text
+        shown = set(re.findall(r"<td[^>]*>([^<]+)</td>", text))
+        assert {cell["workload"] for cell in document["cells"]} <= shown
+
+
+def test_algorithms_stand_beside_their_text(site):
+    for page in (site / "algorithms").glob("*.html"):
+        source = ROOT / "flashtile" / "algorithms" / f"{page.stem}.py"
+        if source.exists():
+            assert f"flashtile/algorithms/{source.name}" in page.read_text()
+            assert 'class="beside"' in page.read_text()

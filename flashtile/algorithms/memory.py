@@ -139,9 +139,9 @@ class Memory:
         """Put an input (rows, cols) into HBM; ``element_bytes`` where it differs from the memory's."""
         return self._appear("place", name, tensor.detach(), element_bytes)
 
-    def empty(self, name: str, rows: int, cols: int, like: Array, element_bytes: int | None = None) -> Array:
-        """Room for a result in HBM, of the dtype that ``like`` computes in; NaN until it is written."""
-        return self._appear("empty", name, like.tensor.new_full((rows, cols), torch.nan), element_bytes)
+    def empty(self, name: str, rows: int, cols: int, like: Tensor, element_bytes: int | None = None) -> Array:
+        """Room for a result in HBM, of the dtype of ``like``; NaN until it is written."""
+        return self._appear("empty", name, like.new_full((rows, cols), torch.nan), element_bytes)
 
     def release(self, *arrays: Array) -> None:
         """Give the room of arrays in HBM back."""

@@ -11,7 +11,7 @@ from flashtile.algorithms import Memory, SramExceededError, Trace
 def test_moves_are_counted_by_array_and_in_the_chosen_element_size():
     memory = Memory(sram_bytes=1000, element_bytes=2)
     source = memory.place("A", torch.arange(24.0).view(6, 4))
-    target = memory.empty("B", 6, 4, source)
+    target = memory.empty("B", 6, 4, source.tensor)
     with memory.sram() as sram:
         tile = sram.load(source, range(1, 3), range(1, 4))
         assert tile.tolist() == [[5, 6, 7], [9, 10, 11]]
@@ -71,7 +71,7 @@ def test_a_trace_adds_up_to_the_counters_and_becomes_json():
     trace = Trace(watch_rows=(1, 7))
     memory = Memory(sram_bytes=1 << 12, trace=trace)
     a = memory.place("A", torch.randn(8, 4))
-    b = memory.empty("B", 8, 1, a)
+    b = memory.empty("B", 8, 1, a.tensor)
     for rows in (range(0, 4), range(4, 8)):
         with memory.sram(kernel="row sums") as sram:
             tile = sram.load(a, rows)

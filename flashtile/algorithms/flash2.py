@@ -1,0 +1,156 @@
+"""FlashAttention-2: the same tiles in a better order (Dao 2023, arXiv:2307.08691).
+
+Queries outside. A block of rows stays in SRAM with its output until all keys have passed, so that O is
+written
+once, m and l never travel, and the blocks of rows depend on nothing of each other: each is a thread block
+of its own, and a long sequence alone fills a GPU.
+
+Fewer operations beside the products. The accumulator is not divided by l until the end, and instead of m
+and l only lse = m + log(l) is kept, all that the backward needs: P = exp(S - lse).
+
+Blocks that a mask hides altogether are not visited: causal attention does about half of the work. Of the
+others only those on the mask's edge are masked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.algorithms.call import (
+    LOWEST,
+    block_size,
+    blocks,
+    log_sum_exp,
+    lowest,
+    nonzero,
+    place,
+    row_max,
+    zeros,
+)
+from flashtile.algorithms.memory import Memory
+
+
+def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """(Br, Bc): FlashAttention's with the roles exchanged, the outer block as large as SRAM allows.
+
+    Q (Br, d), the accumulator, S, m and l beside K and V (Bc, d), where Bc = min(Br, d).
+    """
+    block_m = block_size(memory, 3 * head_dim + 2 * head_dim_v + 2)
+    return block_m, min(block_m, head_dim)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by Algorithm 1: out (seqlen_q, head_dim_v), lse (seqlen_q, 1).
+
+    The arguments are those of :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc)
+    default to :func:`block_sizes`.
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    default_m, default_n = block_sizes(memory, Q.cols, V.cols)
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    LSE = memory.empty("lse", Q.rows, 1, like=q)
+
+    for rows in blocks(Q.rows, block_m or default_m):
+        with memory.sram(kernel="attention") as outer:
+            q_i = outer.load(Q, rows)
+            acc = outer.compute("O", zeros(len(rows), V.cols, q), rows)
+            l = outer.compute("l", zeros(len(rows), 1, q), rows)
+            m = outer.compute("m", lowest(len(rows), q), rows)
+            for keys in blocks(K.rows, block_n or default_n):
+                if not call.mask.sees_any(rows, keys):
+                    memory.record("skip", "S", rows, keys)
+                    continue
+                with memory.sram() as sram:
+                    k_j, v_j = sram.load(K, keys), sram.load(V, keys)
+                    s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+                    s = sram.compute("S", s, rows, keys, op="S = Q K^T")
+                    m_new = torch.maximum(m, row_max(s))
+                    p = sram.compute("S", torch.exp(s - m_new), rows, keys, op="P = exp(S - m)")
+                    correction = torch.exp(m - m_new)
+                    l = correction * l + p.sum(-1, keepdim=True)
+                    l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
+                    acc = outer.compute("O", correction * acc + p @ v_j, rows, op="O = exp(m - m') O + P V")
+                    m = outer.compute("m", m_new, rows, op="m = max")
+            outer.store(O, acc / nonzero(l), rows)
+            outer.store(LSE, log_sum_exp(m, l), rows)
+    return O.tensor, LSE.tensor
+
+
+def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """(Br, Bc) of Algorithm 2: K, V, dK, dV beside Q, dQ, dO, P, dS and two columns."""
+    block_n = block_size(memory, 4 * head_dim + 2 * head_dim + 3 * head_dim_v + 2)
+    return min(block_n, head_dim), block_n
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    memory: Memory,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) by Algorithm 2 from what :func:`forward` returned.
+
+    Keys are outside: a block of them owns its rows of dK and dV, and blocks run in parallel. They share dQ,
+    which each adds to in HBM (with atomic additions on a GPU).
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    O, dO, LSE = memory.place("O", out), memory.place("dO", dout), memory.place("lse", lse)
+    default_m, default_n = backward_block_sizes(memory, Q.cols, V.cols)
+    Br, Bc = block_m or default_m, block_n or default_n
+    D = memory.empty("D", Q.rows, 1, like=q)
+    dQ = memory.empty("dQ", Q.rows, Q.cols, like=q)
+    dK = memory.empty("dK", K.rows, K.cols, like=q)
+    dV = memory.empty("dV", V.rows, V.cols, like=q)
+    for rows in blocks(Q.rows, Br):
+        with memory.sram(kernel="rowsum dO * O") as sram:
+            sram.store(D, (sram.load(dO, rows) * sram.load(O, rows)).sum(-1, keepdim=True), rows)
+            sram.store(dQ, zeros(len(rows), Q.cols, q), rows)
+
+    for keys in blocks(K.rows, Bc):
+        with memory.sram(kernel="gradients") as outer:
+            k_j, v_j = outer.load(K, keys), outer.load(V, keys)
+            dk_j = outer.compute("dK", zeros(len(keys), K.cols, q), keys)
+            dv_j = outer.compute("dV", zeros(len(keys), V.cols, q), keys)
+            for rows in blocks(Q.rows, Br):
+                if not call.mask.sees_any(rows, keys):
+                    memory.record("skip", "S", rows, keys)
+                    continue
+                with memory.sram() as sram:
+                    q_i, do_i, dq_i = sram.load(Q, rows), sram.load(dO, rows), sram.load(dQ, rows)
+                    lse_i, d_i = sram.load(LSE, rows), sram.load(D, rows)
+                    s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+                    # A row without keys has lse = -inf and is hidden everywhere: exp(-inf - finite) = 0.
+                    p = torch.exp(s - lse_i.clamp(min=LOWEST))
+                    p = sram.compute("S", p, rows, keys, op="P = exp(S - lse)")
+                    dv_j = outer.compute("dV", dv_j + p.T @ do_i, keys, op="dV += P^T dO")
+                    dp = sram.compute("dS", do_i @ v_j.T, rows, keys, op="dP = dO V^T")
+                    ds = sram.compute("dS", p * (dp - d_i), rows, keys, op="dS = P (dP - D)")
+                    dq_i = sram.compute("dQ", dq_i + call.scale * (ds @ k_j), rows, op="dQ += dS K")
+                    sram.store(dQ, dq_i, rows)
+                    dk_j = outer.compute("dK", dk_j + call.scale * (ds.T @ q_i), keys, op="dK += dS^T Q")
+            outer.store(dK, dk_j, keys)
+            outer.store(dV, dv_j, keys)
+    return dQ.tensor, dK.tensor, dV.tensor

@@ -1,0 +1,81 @@
+"""The tiled matrix product: the first place where blocks save memory traffic.
+
+Computed an element at a time, C = A B of (m, k) by (k, n) reads a row of A and a column of B for each of its
+m n elements: 2 m n k reads. A block of C needs the same rows of A for all of its columns, and the same
+columns of B for all of its rows. So hold a (block_m, block_n) tile of C in SRAM while strips of A and B
+stream by:
+
+    reads of A: m k * ceil(n / block_n)      reads of B: k n * ceil(m / block_m)      writes of C: m n
+
+The width of the strips does not appear: they may be narrow, and SRAM belongs to C. With square tiles of
+sqrt(M) numbers a side the traffic is about 2 m n k / sqrt(M), which no order of operations can beat by more
+than a constant factor (Hong and Kung, "I/O complexity: the red-blue pebble game", 1981).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flashtile.algorithms.call import blocks, zeros
+from flashtile.algorithms.memory import Array, Memory, SramExceededError
+
+BLOCK_K = 16
+
+
+def block_sizes(memory: Memory, cols: int) -> tuple[int, int]:
+    """(block_m, block_n): the largest square tile of C beside two strips, taller if C has few columns."""
+    M = memory.sram_elements
+    block_n = min(math.isqrt(BLOCK_K**2 + M) - BLOCK_K, cols)  # b^2 + 2 b BLOCK_K <= M
+    if block_n < 1:
+        raise SramExceededError(
+            f"sram_bytes must be at least {(1 + 2 * BLOCK_K) * memory.element_bytes}, got {memory.sram_bytes}"
+        )
+    return (M - BLOCK_K * block_n) // (block_n + BLOCK_K), block_n
+
+
+def matmul(
+    a: Tensor, b: Tensor, memory: Memory, *, block_m: int | None = None, block_n: int | None = None
+) -> Tensor:
+    """a (m, k) times b (k, n); block sizes default to what SRAM allows.
+
+    Raises:
+        ValueError: the inner lengths differ.
+    """
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(f"b must have {a.shape[-1]} rows, the columns of a, got {b.shape[0]}")
+    A, B = memory.place("A", a), memory.place("B", b)
+    C = memory.empty("C", A.rows, B.cols, like=a)
+    product(memory, A, B, C, block_m=block_m, block_n=block_n)
+    return C.tensor
+
+
+def product(
+    memory: Memory,
+    A: Array,
+    B: Array,
+    C: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    finish: Callable[[Tensor, range, range], Tensor] = lambda tile, rows, cols: tile,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> None:
+    """C = finish(A B), where A is stored transposed if ``transpose_a``, B if ``transpose_b``.
+
+    ``finish`` gets a tile of the product and its place, before it is stored.
+    """
+    default_m, default_n = block_sizes(memory, max(C.cols, 1))
+    depth = A.rows if transpose_a else A.cols
+    for rows in blocks(C.rows, block_m or default_m):
+        for cols in blocks(C.cols, block_n or default_n):
+            with memory.sram(kernel=C.name) as sram:  # a GPU's thread block
+                c = sram.compute(C.name, zeros(len(rows), len(cols), C.tensor), rows, cols)
+                for strip in blocks(depth, BLOCK_K):
+                    a = sram.load(A, strip, rows).T if transpose_a else sram.load(A, rows, strip)
+                    b = sram.load(B, cols, strip).T if transpose_b else sram.load(B, strip, cols)
+                    c = sram.compute(C.name, c + a @ b, rows, cols, op=f"{C.name} += {A.name} {B.name}")
+                sram.store(C, finish(c, rows, cols), rows, cols)

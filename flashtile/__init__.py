@@ -1,5 +1,6 @@
 """flashtile: exact, IO-aware attention in pure Python."""
 
+from flashtile.decode.cascade import flash_attn_with_shared_prefix
 from flashtile.decode.functional import (
     append_kvcache,
     copy_blocks,
@@ -34,5 +35,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flash_attn_with_shared_prefix",
     "merge_states",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashtile import operators
 from flashtile.arguments import apply_autocast, make_options
+from flashtile.decode.prefill import attention_over_pages
 from flashtile.problem import NO_EXTRAS, Extras, check_dense
 
 
@@ -193,13 +194,22 @@ def flash_attn_varlen_func(
     ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those
     of :func:`attention`; the results those of :func:`flash_attn_func`, lse (heads_q, total_q).
 
+    Args:
+        block_table: (batch, max_blocks) int32, for keys and values in pages: k and v are then
+            (num_blocks, page_size, heads_kv, head_dim), any page size from 1, and entry i of a row is the page
+            of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only (``seqused_k``
+            takes its place where it is given); there is no backward pass.
+
     Raises:
-        NotImplementedError: ``block_table`` (paged keys and values) or ``dropout_p``; and as
-            :func:`attention`.
+        NotImplementedError: ``dropout_p``; the backward pass with ``block_table``; and as :func:`attention`.
     """
     _refuse_dropout(dropout_p)
     if block_table is not None:
-        raise NotImplementedError("block_table (paged keys and values) is not implemented yet: pass None")
+        out, lse = attention_over_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, block_table, seqused_k, sink, backend,
+        )  # fmt: skip
+        return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")

@@ -25,7 +25,7 @@ def merge_states(
         out_a, out_b: (batch, seqlen, heads, head_dim) or (total, heads, head_dim), both of one dtype:
             float16, bfloat16, float32 or float64.
         lse_a, lse_b: natural log, (batch, heads, seqlen) or (heads, total), both float32 or both float64.
-            -inf is a row without keys, whose out is not looked at; so is +inf, FlashAttention-2's mark for it.
+            -inf is a row without keys, whose out is not looked at; so is +inf, FlashAttention-2's mark.
 
     Returns:
         (out, lse) in the shapes and dtypes of the arguments; a row without keys in any is 0 and -inf.

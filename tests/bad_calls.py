@@ -73,6 +73,8 @@ DENSE = ("attention", "flash_attn_func", "explain")
 VARLEN = ("attention varlen", "flash_attn_varlen_func", "explain varlen")
 ALL = tuple(name for name in FUNCTIONS if name != "merge_states")
 WITHOUT_EXPLAIN = tuple(name for name in ALL if not name.startswith("explain"))
+EVERY_FORM = (*DENSE, *VARLEN)
+WITH_SEQUSED = tuple(name for name in EVERY_FORM if name != "flash_attn_func")
 FLASH_ATTN = tuple(name for name in ALL if name.startswith("flash_attn"))
 
 
@@ -342,8 +344,14 @@ FLASH_ATTN_ONLY = [
       for value in (0.1, 1, -0.5, 1.5, NAN, True)),
     *(bad(FLASH_ATTN, TypeError, "dropout_p", "number", type(value).__name__, dropout_p=value)
       for value in (None, "0.0", torch.tensor([0.0, 0.1]))),
-    bad("flash_attn_varlen_func", NotImplementedError, "block_table", "not implemented", "None",
+    bad("flash_attn_varlen_func", ValueError, "k must have 4 dimensions", "(num_blocks, page_size",
         block_table=torch.zeros(2, 1, dtype=torch.int32)),
+    bad("flash_attn_varlen_func", TypeError, "block_table", "torch.Tensor", "list", block_table=[[0]],
+        k=k_of(), v=k_of()),
+    bad("flash_attn_varlen_func", TypeError, "block_table must be int32", "torch.int64",
+        block_table=torch.zeros(2, 1, dtype=torch.int64), k=k_of(), v=k_of()),
+    bad("flash_attn_varlen_func", ValueError, "block_table", "batch = 2", "(3, 1)",
+        block_table=torch.zeros(3, 1, dtype=torch.int32), k=k_of(), v=k_of()),
 ]
 
 ALIBI = [
@@ -364,6 +372,37 @@ ALIBI = [
         alibi_slopes=rand(HEADS).to_sparse()),
     bad(DENSE + VARLEN, NotImplementedError, "alibi_slopes", "no gradient", "detached",
         alibi_slopes=rand(HEADS).requires_grad_()),
+]
+
+SINK = [
+    *(bad(EVERY_FORM, TypeError, "sink", "torch.Tensor", type(value).__name__, sink=value)
+      for value in ([0.5] * HEADS, 0.5, True, np.ones(HEADS, np.float32))),
+    *(bad(EVERY_FORM, TypeError, "sink", "float32 or have the dtype of q (torch.float32)", str(dtype),
+          sink=rand(HEADS, dtype=dtype))
+      for dtype in (torch.float16, torch.float64, torch.int32)),
+    *(bad(EVERY_FORM, ValueError, "sink", "(heads_q,) = (4,)", f"got {shape}", sink=rand(*shape))
+      for shape in ((), (3,), (HEADS_KV,), (1, HEADS), (BATCH, HEADS), (HEADS, 1))),
+    bad(EVERY_FORM, ValueError, "sink", "on meta", "q is on cpu", sink=rand(HEADS, device="meta")),
+    bad(EVERY_FORM, ValueError, "sink", "stride 1", "stride 2", "contiguous()", sink=rand(2 * HEADS)[::2]),
+    bad(EVERY_FORM, TypeError, "sink", "dense (strided)", "sparse", sink=rand(HEADS).to_sparse()),
+]
+
+USED = [
+    *(bad(WITH_SEQUSED, TypeError, "seqused_k", "torch.Tensor", type(value).__name__, seqused_k=value)
+      for value in ([7, 7], 7, np.array([7, 7], np.int32))),
+    *(bad(WITH_SEQUSED, TypeError, "seqused_k", "int32", str(dtype), seqused_k=offsets(7, 7, dtype=dtype))
+      for dtype in (torch.int64, torch.int16, torch.float32, torch.bool)),
+    *(bad(WITH_SEQUSED, ValueError, "seqused_k", "(batch,) = (2,)", f"got {tuple(value.shape)}",
+          seqused_k=value)
+      for value in (offsets(), offsets(7), offsets(0, 7, 14), offsets(7, 7)[None], offsets(7, 7)[0])),
+    bad(WITH_SEQUSED, ValueError, "seqused_k", "contiguous", "stride 2", seqused_k=offsets(7, 0, 7, 0)[::2]),
+    bad(WITH_SEQUSED, ValueError, "seqused_k", "on meta", "q is on cpu", seqused_k=offsets(7, 7).to("meta")),
+    bad(WITH_SEQUSED, TypeError, "seqused_k", "dense (strided)", "sparse",
+        seqused_k=offsets(7, 7).to_sparse()),
+    bad(WITH_SEQUSED, ValueError, "seqused_k", "from 0 to the 7 keys of sequence 1", "got 8", on_data=True,
+        seqused_k=offsets(7, 8)),
+    bad(WITH_SEQUSED, ValueError, "seqused_k", "from 0 to the 7 keys of sequence 0", "got -1", on_data=True,
+        seqused_k=offsets(-1, 7)),
 ]
 
 MERGE = [
@@ -395,7 +434,7 @@ MERGE = [
         lse_b=rand(2, 4, 5, dtype=torch.float64)),
 ]  # fmt: skip
 
-CALLS = [*TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *MERGE]
+CALLS = [*TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MERGE]
 PAIRS = [
     (function, call)
     for call in CALLS

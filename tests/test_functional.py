@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from fractions import Fraction
 from functools import partial
 
@@ -232,11 +233,19 @@ def test_defaults_say_what_they_are(tensors):
     equal(flashtile.attention(q, k, v, window_size=(2**31 - 1, 2**31 - 1)), expected)
 
 
-def test_paged_cache_is_not_there_yet(ragged):
+def test_pages_hold_what_ragged_keys_hold(ragged):
     (q, k, v), offsets = ragged
-    table = torch.zeros(3, 1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="block_table"):
-        flashtile.flash_attn_varlen_func(q, k, v, offsets, offsets, 7, 7, block_table=table)
+    table = torch.randperm(12)[:9].view(3, 3).int()
+    k_pages, v_pages = (torch.full((12, 3, *t.shape[1:]), torch.nan) for t in (k, v))
+    for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        for i in range(end - start):
+            page = table[b, i // 3]
+            k_pages[page, i % 3], v_pages[page, i % 3] = k[start + i], v[start + i]
+    expected = flashtile.flash_attn_varlen_func(q, k, v, offsets, offsets, 7, 7, causal=True, return_lse=True)
+    got = flashtile.flash_attn_varlen_func(
+        q, k_pages, v_pages, offsets, offsets, 7, 7, causal=True, block_table=table, return_lse=True
+    )
+    torch.testing.assert_close(got, expected)
 
 
 def test_own_arguments_are_keyword_only(tensors):

@@ -27,6 +27,18 @@ def lengths_tensor(length: Any, tokens: Tensor, cu_seqlens: Tensor | None) -> Te
     return torch.full((batch,), length, dtype=torch.int32, device=tokens.device)
 
 
+def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
+    """(num_splits, split_size) as ints, 0 for a split_size of None."""
+    if type(num_splits) is not int:
+        num_splits = as_int("num_splits", num_splits)
+    if split_size is None:
+        return num_splits, 0
+    split_size = as_int("split_size", split_size)
+    if split_size < 1:
+        raise ValueError(f"split_size must be None or at least 1, got {split_size}")
+    return num_splits, split_size
+
+
 def dense_tree(tree_mask: Tensor) -> Tensor:
     """(batch or 1, seqlen_q, seqlen_q), contiguous."""
     check_dense("tree_mask", tree_mask)

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from flashtile.arguments import as_int, make_options
 from flashtile.decode import operators
-from flashtile.decode.arguments import cast_for_autocast, check_flag, dense_tree, lengths_tensor
+from flashtile.decode.arguments import (
+    cast_for_autocast,
+    check_flag,
+    dense_tree,
+    lengths_tensor,
+    split_arguments,
+)
 from flashtile.decode.checks import check_combine, check_copy
 from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 from flashtile.problem import check_dense
@@ -111,12 +117,7 @@ def flash_attn_with_kvcache(
     check_flag("debug_checks", debug_checks)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast_for_autocast(k_cache, q, k, v)
-    if type(num_splits) is not int:
-        num_splits = as_int("num_splits", num_splits)
-    if split_size is not None:
-        split_size = as_int("split_size", split_size)
-        if split_size < 1:
-            raise ValueError(f"split_size must be None or at least 1, got {split_size}")
+    num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, q, cu_seqlens_q)
     tensors = CacheTensors(
@@ -126,7 +127,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     options = DecodeOptions(
         masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
-        masking.window_right, masking.softcap, num_splits, split_size or 0, False, backend, debug_checks,
+        masking.window_right, masking.softcap, num_splits, split_keys, False, backend, debug_checks,
     )  # fmt: skip
     if k is None and v is None:
         _refuse_without_k(

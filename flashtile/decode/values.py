@@ -6,6 +6,8 @@ They read from the device, and so are done for every CPU call but for CUDA calls
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,42 @@ def check_append_values(k_cache: Tensor, k: Tensor, tensors: AppendTensors, opti
             _check_table(k_cache, tensors.block_table, lengths)
         _check_angles(k, lengths, tensors, options)
     _check_writers(k_cache, k, tensors)
+
+
+def check_prefix_values(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    prefix_seqlens: Tensor,
+    cu_prefix_groups: Tensor | None,
+    causal: bool,
+) -> None:
+    """Raise ValueError unless the sequences of each group start with the same pages, and hold the prefix."""
+    batch, page_size = q.shape[0], k_cache.shape[1]
+    starts = [0, batch]
+    if cu_prefix_groups is not None:
+        check_offsets("cu_prefix_groups", cu_prefix_groups, batch, batch)
+        starts = cu_prefix_groups.tolist()
+        if starts[-1] != batch:
+            raise ValueError(f"cu_prefix_groups must end with the {batch} sequences of q, got {starts[-1]}")
+    for (first, last), prefix in zip(itertools.pairwise(starts), prefix_seqlens.tolist(), strict=True):
+        if first == last:
+            continue
+        least = prefix + max(q.shape[1] - 1, 0) if causal else prefix
+        shortest = int(cache_seqlens[first:last].min())
+        if prefix < 0 or shortest < least:
+            raise ValueError(
+                f"prefix_seqlens must be at least 0 and leave every query behind it, got {prefix} for a "
+                f"sequence of {shortest} tokens with {q.shape[1]} queries"
+            )
+        shared = block_table[first:last, : -(-prefix // page_size)]
+        differing = (shared != shared[0]).any(1).nonzero()
+        if differing.numel():
+            raise ValueError(
+                f"block_table must start with the same {shared.shape[1]} pages in all sequences of a group, "
+                f"but rows {first} and {first + int(differing[0])} differ"
+            )
 
 
 def check_copy_values(num_blocks: int, block_pairs: Tensor) -> None:

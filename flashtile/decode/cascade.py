@@ -1,0 +1,173 @@
+"""Decoding of sequences that share a prefix: the prefix is read once for all of them (cascade inference).
+
+All queries of a group attend together to the pages of its prefix, as if they were one sequence's; each
+sequence attends to what follows; the two partial results are combined as in Flash-Decoding (cascade inference,
+FlashInfer 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.arguments import as_int, make_options
+from flashtile.decode import operators
+from flashtile.decode.arguments import cast_for_autocast, check_flag, split_arguments
+from flashtile.decode.problem import CacheTensors, DecodeOptions
+from flashtile.decode.values import check_prefix_values, wanted
+from flashtile.problem import MAX_LENGTH, check_dense
+
+
+def flash_attn_with_shared_prefix(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    prefix_seqlens: int | Tensor,
+    cu_prefix_groups: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
+    return_softmax_lse: bool = False,
+    backend: str | None = None,
+    debug_checks: bool = False,
+) -> Any:
+    """:func:`flash_attn_with_kvcache` over a paged cache, for sequences whose first pages are the same.
+
+    The same result, but the shared pages are read once a group instead of once a sequence. New keys are
+    appended beforehand (:func:`append_kvcache`).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim).
+        block_table: (batch, max_blocks) int32, of whole sequences: their rows start with the same pages.
+        cache_seqlens: (batch,) int32 tokens of each whole sequence, prefix and queries included.
+        prefix_seqlens: tokens that the sequences of a group share, as an int or (num_groups,) int32. They
+            need not fill their last page. With ``causal`` every query must stand behind them.
+        cu_prefix_groups: (num_groups + 1,) int32: group g is sequences ``cu_prefix_groups[g]`` to
+            ``cu_prefix_groups[g + 1]``; every sequence is in a group. None: all are in one.
+        softmax_scale, causal, softcap, sink, k_descale, v_descale, num_splits, split_size,
+            return_softmax_lse, backend, debug_checks: as for :func:`flash_attn_with_kvcache`. Windows and
+            ALiBi, for which a prefix is not the same to all, are not offered.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim_v); with ``return_softmax_lse`` (out, lse), lse float32
+        (batch, heads_q, seqlen_q).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+    """
+    masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
+    check_flag("debug_checks", debug_checks)
+    num_splits, split_size = split_arguments(num_splits, split_size)
+    if torch._C._is_any_autocast_enabled():
+        (q,) = cast_for_autocast(k_cache, q)
+    _check(q, block_table, cache_seqlens)
+    prefix_seqlens, cu_prefix_groups = _groups(q, prefix_seqlens, cu_prefix_groups)
+    if wanted(q, debug_checks) and not torch.compiler.is_compiling():
+        check_prefix_values(q, k_cache, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups, causal)
+
+    batch, seqlen_q, heads, _ = q.shape
+    options = DecodeOptions(
+        softmax_scale=masking.softmax_scale,
+        softcap=masking.softcap,
+        num_splits=num_splits,
+        split_size=split_size,
+        partial=True,
+        backend=backend,
+        debug_checks=debug_checks,
+    )
+    leftpad, out_prefix, lse_prefix = None, None, None
+    if batch > 0:
+        if cu_prefix_groups is None:
+            leftpad = prefix_seqlens.expand(batch).contiguous()
+            rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, -1), block_table[:1], None
+            of_prefix = options
+        else:
+            repeats = cu_prefix_groups.diff()
+            leftpad = prefix_seqlens.repeat_interleave(repeats, output_size=batch)
+            rows, table = q.reshape(batch * seqlen_q, heads, -1), block_table[cu_prefix_groups[:-1]]
+            offsets = cu_prefix_groups * seqlen_q
+            of_prefix = options._replace(max_seqlen_q=batch * seqlen_q)
+        tensors = CacheTensors(
+            cache_seqlens=prefix_seqlens,
+            block_table=table,
+            cu_seqlens_q=offsets,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
+        out_prefix, lse_prefix = operators.decode(rows, k_cache, v_cache, tensors, of_prefix)
+    tensors = CacheTensors(
+        cache_seqlens=cache_seqlens,
+        cache_leftpad=leftpad,  # keys of the prefix do not exist here, and all others keep their positions
+        block_table=block_table,
+        sink=sink,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    out_own, lse_own = operators.decode(q, k_cache, v_cache, tensors, options._replace(causal=masking.causal))
+    if out_prefix is None or lse_prefix is None:
+        return (out_own.to(q.dtype), lse_own) if return_softmax_lse else out_own.to(q.dtype)
+    out_partial = torch.stack([out_prefix.view(out_own.shape), out_own])
+    by_row = lse_prefix.view(heads, batch, seqlen_q).permute(1, 2, 0)
+    lse_partial = torch.stack([by_row, lse_own.transpose(1, 2)])
+    out, lse = operators.combine(out_partial, lse_partial, q.dtype, backend)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _check(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
+    check_dense("q", q)
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    check_dense("block_table", block_table)
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {q.shape[0]}, "
+            f"got {tuple(block_table.shape)}"
+        )
+    check_dense("cache_seqlens", cache_seqlens)
+
+
+def _groups(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tensor, Tensor | None]:
+    """prefix_seqlens as (num_groups,) int32, and the offsets of the groups unless there is only one."""
+    groups = 1
+    if cu_prefix_groups is not None:
+        check_dense("cu_prefix_groups", cu_prefix_groups)
+        if cu_prefix_groups.dtype != torch.int32:
+            raise TypeError(f"cu_prefix_groups must be int32, got {cu_prefix_groups.dtype}")
+        if cu_prefix_groups.dim() != 1 or cu_prefix_groups.shape[0] < 2:
+            raise ValueError(
+                f"cu_prefix_groups must have shape (num_groups + 1,), got {tuple(cu_prefix_groups.shape)}"
+            )
+        if cu_prefix_groups.device != q.device:
+            raise ValueError(
+                f"cu_prefix_groups is on {cu_prefix_groups.device}, not on {q.device}: "
+                "all must be on one device"
+            )
+        groups = cu_prefix_groups.shape[0] - 1
+    if not isinstance(prefix_seqlens, Tensor):
+        length = as_int("prefix_seqlens", prefix_seqlens)
+        if not 0 <= length <= MAX_LENGTH:
+            raise ValueError(f"prefix_seqlens must be from 0 to {MAX_LENGTH}, got {length}")
+        return torch.full((groups,), length, dtype=torch.int32, device=q.device), cu_prefix_groups
+    check_dense("prefix_seqlens", prefix_seqlens)
+    if prefix_seqlens.dtype != torch.int32:
+        raise TypeError(f"prefix_seqlens must be int32, got {prefix_seqlens.dtype}")
+    if tuple(prefix_seqlens.shape) != (groups,):
+        raise ValueError(
+            f"prefix_seqlens must have shape (num_groups,) = {(groups,)}, got {tuple(prefix_seqlens.shape)}"
+        )
+    if prefix_seqlens.device != q.device:
+        raise ValueError(
+            f"prefix_seqlens is on {prefix_seqlens.device}, not on {q.device}: all must be on one device"
+        )
+    return prefix_seqlens, cu_prefix_groups

@@ -1,0 +1,78 @@
+"""Variable-length attention whose keys and values lie in pages: prefill over a paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.arguments import make_options
+from flashtile.decode import operators
+from flashtile.decode.arguments import cast_for_autocast
+from flashtile.decode.problem import CacheTensors, DecodeOptions
+from flashtile.problem import check_dense
+
+OUR_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "cu_seqlens_k"}
+"""Arguments over a cache, and what a caller of variable-length attention knows them as."""
+
+
+def attention_over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    block_table: Tensor,
+    seqused_k: Tensor | None,
+    sink: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_varlen_func`` with a ``block_table``; see there for the arguments."""
+    masking = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
+    )
+    if torch._C._is_any_autocast_enabled():
+        (q,) = cast_for_autocast(k, q)
+    check_dense("cu_seqlens_q", cu_seqlens_q)
+    lengths = seqused_k
+    if lengths is None:
+        if cu_seqlens_k is None:
+            raise TypeError("cu_seqlens_k must be an int32 torch.Tensor (or seqused_k be given), got None")
+        check_dense("cu_seqlens_k", cu_seqlens_k)
+        if cu_seqlens_k.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens_k must be int32, got {cu_seqlens_k.dtype}")
+        if cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)}, but cu_seqlens_q has "
+                f"{tuple(cu_seqlens_q.shape)}: both must be (batch + 1,)"
+            )
+        lengths = cu_seqlens_k.diff()
+    tensors = CacheTensors(
+        cache_seqlens=lengths,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+    )
+    options = DecodeOptions(
+        max_seqlen_q=masking.max_seqlen_q,
+        softmax_scale=masking.softmax_scale,
+        causal=masking.causal,
+        window_left=masking.window_left,
+        window_right=masking.window_right,
+        softcap=masking.softcap,
+        backend=backend,
+    )
+    try:
+        return operators.decode(q, k, v, tensors, options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        text = str(error)
+        for theirs, ours in OUR_NAMES.items():
+            text = text.replace(theirs, ours)
+        raise type(error)(text) from None

@@ -204,12 +204,23 @@ def test_lengths_are_checked_on_the_gpu_on_request(monkeypatch):
     arguments["cu_seqlens_q"] = torch.tensor([0, 4, 3], dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match="cu_seqlens_q must not decrease"):
         flashtile.attention(**arguments)
+    arguments["cu_seqlens_q"] = torch.tensor([0, 5, 10], dtype=torch.int32, device="cuda")
+    arguments["seqused_k"] = torch.tensor([7, 8], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="seqused_k must be from 0 to the 7 keys of sequence 1, got 8"):
+        flashtile.attention(**arguments)
+
+
+EXTRA = {
+    "seqused_k": torch.tensor([7, 7], dtype=torch.int32),
+    "alibi_slopes": torch.zeros(4),
+    "sink": torch.zeros(4),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *EXTRA])
 def test_mixed_devices(name):
-    arguments = good("attention varlen") | {"alibi_slopes": torch.zeros(4)}
+    arguments = good("attention varlen") | EXTRA
     other = torch.device("cpu")
     for argument, value in arguments.items():
         if isinstance(value, torch.Tensor) and argument != name:

@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 from functools import partial
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -25,6 +26,10 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+def used_keys(device):
+    return torch.tensor([5, 12], dtype=torch.int32, device=device)
+
+
 def operator_calls(device):
     """Arguments of ``flashtile::forward`` by name."""
     ragged, keywords = varlen(device)
@@ -38,6 +43,8 @@ def operator_calls(device):
             *Extras(alibi_slopes=slopes(device, 2, 4)),
             *Options(),
         ),
+        "sink": (*dense(device), *Extras(sink=slopes(device)), *Options(causal=True)),
+        "used": (*dense(device), *Extras(seqused_k=used_keys(device)), *Options(window_right=1)),
         "no-rows": (*dense(device, seqlen_q=0), *NO_EXTRAS, *Options()),
         "varlen": (*ragged, *Extras(*offsets), *Options(max_seqlen_q=6, max_seqlen_k=6, causal=True)),
     }
@@ -50,7 +57,11 @@ CALLS = tuple(operator_calls("cpu"))
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck_forward(name, device):
     arguments = operator_calls(device)[name]
-    arguments = (*(t.detach().requires_grad_() for t in arguments[:3]), *arguments[3:])
+    names = (*"qkv", *Extras._fields)
+    arguments = [
+        a.detach().requires_grad_() if name in (*"qkv", "sink") and a is not None else a
+        for name, a in zip_longest(names, arguments)
+    ]
     torch.library.opcheck(torch.ops.flashtile.forward.default, arguments)
 
 
@@ -92,6 +103,21 @@ def test_compile_inductor(device):
     compiled = torch.compile(partial(block, call), fullgraph=True)
     expected = results(partial(block, partial(reference.attention, causal=True)), tensors)
     assert_same(results(compiled, tensors), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compile_with_a_learned_sink_and_unused_keys(device):
+    tensors = dense(device, grad=True)
+    sink, used = slopes(device).requires_grad_(), used_keys(device)
+
+    def call(attention, q, k, v, sink):
+        return attention(q, k, v, sink=sink, seqused_k=used, causal=True)
+
+    ours = partial(call, partial(flashtile.attention, return_lse=True))
+    expected = results(partial(call, reference.attention), [*tensors, sink])
+    assert_same(results(ours, [*tensors, sink]), expected)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert_same(results(compiled, [*tensors, torch.nn.Parameter(sink)]), expected)
 
 
 def public_calls():
@@ -223,6 +249,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(dtype):
         ((q, k, v), {"causal": True}),  # fewer queries than keys
         ((k, q[:, :, :2], q[:, :, 2:]), {"causal": True}),  # and more
         ((vq, vk, vv), keywords),
+        ((q, k, v), {"sink": torch.zeros(4), "seqused_k": torch.tensor([5, 12], dtype=torch.int32)}),
     ):
         tensors = [t.to(dtype) for t in tensors]
         real = flashtile.attention(*tensors, **options, return_lse=True)

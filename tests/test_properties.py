@@ -63,6 +63,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0, "causal": True},
 }
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+a_mask = pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["window"]], ids=["causal", "window"])
 
 
 def test_the_order_of_keys_does_not_matter(attend: Attend) -> None:
@@ -157,6 +158,74 @@ def test_two_halves_of_the_keys_merge_to_the_whole(attend: Attend, softcap: floa
     assert_near(results, attend(q, k, v, softcap=softcap))
     got = torch.autograd.grad(results, leaves, (dout, dlse))
     assert_near(got, attend.gradients(q, k, v, dout, dlse, softcap=softcap))
+
+
+@a_mask
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_a_sink_merges_as_attention_to_a_key_without_a_value(
+    attend: Attend, mask: dict[str, Any], varlen: bool
+) -> None:
+    """Whatever its size; the gradients of the merge, and that of the sink, come from autograd."""
+    more: dict[str, Any] = {"lengths": ((11, attend.length), (9, 0), (20, 5))} if varlen else {}
+    call = Case(name="sink", seqlen_q=21, heads_q=4, heads_kv=2, head_dim=24, dtype=FP32, **more)
+    inputs = call.inputs(attend.target.device)
+    arguments = {**inputs.arguments, **mask}
+    sink = torch.tensor([0.7, -40.0, 60.0, -torch.inf], device=attend.target.device)
+
+    def merged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, k, v, **arguments)
+        return merge_states(out, lse, torch.zeros_like(out), sink[:, None].expand(lse.shape))
+
+    given = (*inputs.qkv, sink)
+    leaves, copies = ([t.detach().requires_grad_() for t in given] for _ in range(2))
+    results, expected = attend(*leaves[:3], sink=leaves[3], **arguments), merged(*copies)
+    assert_near(results, expected)
+    upstream = (inputs.dout, inputs.dlse)
+    got = torch.autograd.grad(results, leaves, upstream)
+    assert_near(got, torch.autograd.grad(expected, copies, upstream), atol=5e-5)
+    assert got[3][1:].abs().amax() > 0
+
+
+def test_a_sink_alone_is_learned(attend: Attend) -> None:
+    """Its gradient does not depend on whether q, k and v want theirs."""
+    q, k, v, dout, _ = attend.inputs()
+    sink, other = (torch.nn.Parameter(torch.tensor([0.5, -0.5], device=q.device)) for _ in range(2))
+    (dsink,) = torch.autograd.grad(attend(q, k, v, sink=sink)[0], sink, dout)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, _ = attend(*leaves, sink=other)
+    assert_same_bits(torch.autograd.grad(out, (*leaves, other), dout)[3], dsink)
+    assert dsink.abs().amin() > 0
+
+
+@a_mask
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_unused_keys_do_not_exist(attend: Attend, mask: dict[str, Any], varlen: bool) -> None:
+    lengths = ((attend.length, attend.length - 3), (7, 9), (5, 5), (0, 4))
+    if varlen:
+        fields: dict[str, Any] = {"lengths": lengths}
+    else:
+        fields = {"batch": 4, "seqlen_q": 12, "seqlen_k": attend.length}
+    call = Case(name="used", heads_q=2, heads_kv=1, head_dim=24, dtype=FP32, unused_keys=4, **fields)
+    inputs = call.inputs(attend.target.device)
+    arguments = {**inputs.arguments, **mask}
+    out, lse = attend(*inputs.qkv, **arguments)
+    dq, dk, dv = attend.gradients(*inputs.qkv, inputs.dout, inputs.dlse, **arguments)
+    row = key = 0
+    for b, used in enumerate(arguments["seqused_k"].tolist()):
+        if varlen:
+            len_q, len_k = lengths[b]
+            own = ((q := slice(row, row + len_q)), slice(key, key + used), (slice(None), q))
+            unused: Any = slice(key + used, key + len_k)
+            row, key = row + len_q, key + len_k
+        else:
+            own, unused = (b, (b, slice(0, used)), b), (b, slice(used, None))
+        queries, keys, statistics = own
+        alone = (inputs.q[queries][None], inputs.k[keys][None], inputs.v[keys][None])
+        assert_near((out[queries][None], lse[statistics][None]), attend(*alone, **mask))
+        expected = attend.gradients(*alone, inputs.dout[queries][None], inputs.dlse[statistics][None], **mask)
+        assert_near((dq[queries][None], dk[keys][None], dv[keys][None]), expected)
+        assert (dk[unused] == 0).all()
+        assert (dv[unused] == 0).all()
 
 
 def test_causal_is_a_full_and_a_causal_part(attend: Attend) -> None:
@@ -296,8 +365,9 @@ def test_packed_functions(target: Target, parts: int, varlen: bool) -> None:
         {"causal": True},
         {"window_size": (2, 1), "softcap": 1.5},
         {"alibi_slopes": torch.tensor([0.5, 0.25])},
+        {"sink": torch.tensor([0.5, -1.0], dtype=FP64), "causal": True},
     ],
-    ids=["full", "causal", "window-softcap", "alibi"],
+    ids=["full", "causal", "window-softcap", "alibi", "sink"],
 )
 def test_finite_differences(target: Target, varlen: bool, mask: dict[str, Any]) -> None:
     """Gradients of out and lse against differences of the forward pass itself, in float64."""
@@ -315,4 +385,10 @@ def test_finite_differences(target: Target, varlen: bool, mask: dict[str, Any]) 
     shapes = ((*rows, 2, 3), (*keys, 1, 3), (*keys, 1, 2))
     leaves = [testing.random_tensor(s, FP64, "cpu", seed=i).requires_grad_() for i, s in enumerate(shapes)]
     attend = Attend(target)
-    assert torch.autograd.gradcheck(lambda *qkv: attend(*qkv, **arguments), leaves)
+    names = [name for name in ("sink",) if name in arguments]
+    leaves += [arguments[name].detach().requires_grad_() for name in names]
+
+    def attention(*given: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(*given[:3], **arguments | dict(zip(names, given[3:], strict=True)))
+
+    assert torch.autograd.gradcheck(attention, leaves)

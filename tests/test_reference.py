@@ -25,6 +25,7 @@ def by_definition(
     softcap: float,
     softmax_scale: float | None,
     slopes: Tensor | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence, one loop step per query and key: (seqlen, heads, head_dim) -> (out, lse)."""
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
@@ -47,8 +48,9 @@ def by_definition(
                 if slopes is not None:
                     score -= slopes[head].item() * abs(position - j)
                 weights[j] = math.exp(score)
-            if weights:
-                total = sum(weights.values())
+            rest = 0.0 if sink is None else math.exp(sink[head].item())
+            total = sum(weights.values(), rest)
+            if total:
                 out[i, head] = sum(w / total * v[j, head // group] for j, w in weights.items())
                 lse[head, i] = math.log(total)
     return out, lse
@@ -61,14 +63,15 @@ def test_definition(mask: dict[str, Any], lengths: tuple[tuple[int, int], ...]) 
     call = Case(name="definition", lengths=lengths, unused_tail=2, dtype=FP64, **heads, **mask)
     inputs = call.inputs("cpu")
     out, lse = reference.attention(*inputs.qkv, **inputs.arguments)
-    slopes = inputs.arguments.get("alibi_slopes")
+    slopes, sink = inputs.arguments.get("alibi_slopes"), inputs.arguments.get("sink")
+    seqused_k = inputs.arguments.get("seqused_k", torch.tensor([seqlen_k for _, seqlen_k in lengths]))
     row = key = 0
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
-        rows, keys = slice(row, row + seqlen_q), slice(key, key + seqlen_k)
+        rows, keys = slice(row, row + seqlen_q), slice(key, key + seqused_k[b])
         row, key = row + seqlen_q, key + seqlen_k
         expected_out, expected_lse = by_definition(
             inputs.q[rows], inputs.k[keys], inputs.v[keys], call.causal, call.window_size, call.softcap,
-            call.softmax_scale, slopes[b] if call.alibi == "batch" else slopes,
+            call.softmax_scale, slopes[b] if call.alibi == "batch" else slopes, sink,
         )  # fmt: skip
         torch.testing.assert_close(out[rows], expected_out, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(lse[:, rows], expected_lse, rtol=1e-10, atol=1e-12)
@@ -76,7 +79,7 @@ def test_definition(mask: dict[str, Any], lengths: tuple[tuple[int, int], ...]) 
             dense_out, dense_lse = reference.attention(
                 inputs.q[None, rows], inputs.k[None, keys], inputs.v[None, keys],
                 causal=call.causal, window_size=call.window_size, softcap=call.softcap,
-                softmax_scale=call.softmax_scale,
+                softmax_scale=call.softmax_scale, sink=sink,
             )  # fmt: skip
             torch.testing.assert_close(dense_out[0], out[rows])
             torch.testing.assert_close(dense_lse[0], lse[:, rows])
@@ -121,9 +124,12 @@ DIFFERENTIABLE = {
     "window": {"window_size": (1, 1)},
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.125])},
+    "sink": {"sink": torch.tensor([0.5, -1.0], dtype=FP64)},
+    "sink-without-keys": {"sink": torch.tensor([0.5, -torch.inf], dtype=FP64), "window_size": (0, 0)},
     "everything": {
         "causal": True, "window_size": (2, -1), "softcap": 1.5, "softmax_scale": 0.4,
-        "alibi_slopes": torch.tensor([0.5, 0.125]),
+        "alibi_slopes": torch.tensor([0.5, 0.125]), "sink": torch.tensor([0.5, -1.0], dtype=FP64),
+        "seqused_k": torch.tensor([3], dtype=torch.int32),
     },
 }  # fmt: skip
 
@@ -133,8 +139,13 @@ def test_finite_differences(arguments: dict[str, Any]) -> None:
     shapes = ((1, 3, 2, 2), (1, 4, 1, 2), (1, 4, 1, 3))
     leaves = [testing.random_tensor(s, FP64, "cpu", seed=i).requires_grad_() for i, s in enumerate(shapes)]
 
-    def attend(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.attention(*qkv, **arguments)
+    names = [name for name in ("sink",) if name in arguments]
+    leaves += [arguments[name].detach().requires_grad_() for name in names]
+
+    def attend(*given: Tensor) -> tuple[Tensor, Tensor]:
+        more = arguments | dict(zip(names, given[3:], strict=True))
+        out, lse = reference.attention(*given[:3], **more)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
 
     assert torch.autograd.gradcheck(attend, leaves)
     assert torch.autograd.gradgradcheck(attend, leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,20 @@ WRONG = {
 }
 
 
+def with_argument(name, change):
+    return wrong(lambda q, k, v, arguments: arguments.update({name: change(arguments[name])}))
+
+
+WRONG_WITH_SINK = {
+    "sink lost": changed(sink=None),
+    "sink scaled": with_argument("sink", lambda sink: sink * 1.05),
+    "sink without gradient": with_argument("sink", lambda sink: sink.detach()),
+    "dsink 5% off": with_argument("sink", lambda sink: WrongGradient.apply(sink, 1.05)),
+    "unused keys seen": changed(seqused_k=None),
+    "one key too few": with_argument("seqused_k", lambda used: used - 1),
+}
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64])
 def test_right_is_accepted(dtype) -> None:
     inputs = Case(name="right", seqlen_q=40, seqlen_k=50, causal=True, dtype=dtype).inputs("cpu")
@@ -93,11 +108,27 @@ def test_right_is_accepted(dtype) -> None:
     assert report.holds
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64])
+def test_right_is_accepted_with_a_sink(dtype) -> None:
+    case = Case(name="right", seqlen_q=40, seqlen_k=50, dtype=dtype, sink="own", unused_keys=3)
+    report = case.inputs("cpu").check(function=exactly)
+    assert [comparison.name for comparison in report.comparisons] == list(testing.FACTORS)
+    assert report.comparisons[-1].dtype == dtype
+    assert "sink=[" in str(report)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_is_refused(name: str) -> None:
     inputs = CALL.inputs("cpu")
     with pytest.raises(AssertionError, match="WRONG"):
         inputs.check(function=WRONG[name])
+
+
+@pytest.mark.parametrize("name", WRONG_WITH_SINK)
+def test_wrong_with_sink_is_refused(name: str) -> None:
+    case = replace(CALL, causal=False, sink="float32", unused_keys=5)
+    with pytest.raises(AssertionError, match="WRONG"):
+        case.inputs("cpu").check(function=WRONG_WITH_SINK[name])
 
 
 def test_half_precision_in_float32_is_refused() -> None:

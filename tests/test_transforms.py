@@ -87,6 +87,50 @@ def test_vmap_equals_a_loop(in_dims, slopes_shape):
         assert_same((gradient[i],), torch.autograd.grad(expected[0].square().sum(), q))
 
 
+@pytest.mark.parametrize("sink_dim", [None, 0])
+def test_vmap_of_sinks_equals_a_loop(sink_dim):
+    """The gradient of a sink that samples share is still one for each of them."""
+    samples = 3
+    q, k, v = (torch.stack([t + i / 3 for i in range(samples)]) for t in dense())
+    sink = slopes() if sink_dim is None else slopes("cpu", samples, 4)
+    dims = (0, 0, 0, sink_dim)
+
+    def loss(attention, q, k, v, sink):
+        out, lse = attention(q, k, v, sink=sink, causal=True)
+        return out.square().sum() + lse.sin().sum()
+
+    ours = partial(loss, partial(flashtile.attention, return_lse=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value = torch.func.vmap(ours, in_dims=dims)(q, k, v, sink)
+        gradients = torch.func.vmap(torch.func.grad(ours, argnums=(0, 1, 2, 3)), in_dims=dims)(q, k, v, sink)
+    for i in range(samples):
+        sample = [t if d is None else t.select(d, i) for t, d in zip((q, k, v, sink), dims, strict=True)]
+        leaves = [t.clone().requires_grad_() for t in sample]
+        expected = loss(reference.attention, *leaves)
+        torch.testing.assert_close(value[i], expected, atol=1e-4, rtol=1e-5)
+        assert_same([g[i] for g in gradients], torch.autograd.grad(expected, leaves))
+
+
+@pytest.mark.parametrize("used_dim", [None, 0])
+def test_vmap_of_used_lengths_equals_a_loop(used_dim):
+    samples = 3
+    q, k, v = (torch.stack([t + i / 3 for i in range(samples)]) for t in dense())
+    used = torch.tensor([4, 11], dtype=torch.int32)
+    if used_dim is not None:
+        used = torch.stack([used - i for i in range(samples)])
+    dims = (0, 0, 0, used_dim)
+
+    def call(attention, q, k, v, used):
+        return attention(q, k, v, seqused_k=used, causal=True)
+
+    ours = partial(call, partial(flashtile.attention, return_lse=True))
+    out, lse = torch.func.vmap(ours, in_dims=dims)(q, k, v, used)
+    for i in range(samples):
+        sample = [t if d is None else t.select(d, i) for t, d in zip((q, k, v, used), dims, strict=True)]
+        assert_same((out[i], lse[i]), call(reference.attention, *sample))
+
+
 def test_vmap_nests():
     x = torch.randn(2, 3, 2, 5, 2, 8)
     out = torch.func.vmap(torch.func.vmap(lambda a: flashtile.attention(a, a, a)))(x)

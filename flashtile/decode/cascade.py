@@ -1,8 +1,8 @@
 """Decoding of sequences that share a prefix: the prefix is read once for all of them (cascade inference).
 
 All queries of a group attend together to the pages of its prefix, as if they were one sequence's; each
-sequence attends to what follows; the two partial results are combined as in Flash-Decoding (cascade inference,
-FlashInfer 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
+sequence attends to what follows; the two partial results are combined as in Flash-Decoding (cascade
+inference: FlashInfer, 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
 """
 
 from __future__ import annotations

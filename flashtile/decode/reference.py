@@ -168,9 +168,10 @@ def sequence(
 ) -> Tensor:
     """(length, heads_kv, head_dim): the keys or values of sequence b, scaled back, in ``dtype``."""
     factor = descale if descale is None or descale.dim() == 1 else None
+    wide = dtype if descale is None or dtype == torch.float64 else torch.float32
     if tensors.block_table is None:
         row = b if tensors.cache_batch_idx is None else int(tensors.cache_batch_idx[b])
-        tokens = cache[row, :length].to(dtype if descale is None else torch.float32)
+        tokens = cache[row, :length].to(wide)
         if descale is not None and descale.dim() == 2:
             factor = descale[row]
     else:
@@ -178,10 +179,10 @@ def sequence(
         used = tensors.block_table.shape[1] if length is None else -(-length // page_size)
         blocks = tensors.block_table[b, :used].long()
         pages = cache.view(torch.uint8)[blocks].view(cache.dtype) if cache.dtype == FP8 else cache[blocks]
-        tokens = pages.flatten(0, 1)[:length].to(dtype if descale is None else torch.float32)
+        tokens = pages.flatten(0, 1)[:length].to(wide)
         if descale is not None and descale.dim() == 2:
             factor = descale[blocks].repeat_interleave(page_size, 0)[:length]
-    return tokens if factor is None else (tokens * factor.unsqueeze(-1)).to(dtype)
+    return tokens if factor is None else (tokens * factor.to(wide).unsqueeze(-1)).to(dtype)
 
 
 def _attend(

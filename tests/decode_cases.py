@@ -1,0 +1,215 @@
+"""Small calls of flash_attn_with_kvcache, each with the features its name says, in poisoned caches.
+
+What no sequence has is NaN in the cache and out of range in the block table, so that reading it shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.decode.problem import FP8
+
+NOBODY = 2**30
+"""In a block table beyond a sequence's length."""
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """A call: shapes, what lies where, and arguments that are passed on."""
+
+    name: str
+    lengths: tuple[int, ...] | None = (17, 1, 40)  # in the cache beforehand; None: all of the capacity
+    seqlen_q: int | tuple[int, ...] = 1  # a tuple: varlen
+    new: int | tuple[int, ...] | None = None  # appended tokens; a tuple: varlen
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    page_size: int | None = None  # None: a dense cache
+    capacity: int = 48
+    cache_dtype: torch.dtype | None = None
+    descale: str | None = None  # "head" or "block"
+    rotary_dim: int | None = None
+    leftpad: tuple[int, ...] | None = None
+    batch_idx: tuple[int, ...] | None = None
+    rotary_seqlens: tuple[int, ...] | None = None
+    alibi: str | None = None  # "head" or "batch"
+    sink: bool = False
+    tree: str | None = None  # "shared" or "batch"
+    transposed: bool = False  # heads before tokens in memory
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+def case(name: str, **features: Any) -> DecodeCase:
+    """Features by name; what is no feature is an argument of the call."""
+    known = {n: features.pop(n) for n in list(features) if n in DecodeCase.__dataclass_fields__}
+    return DecodeCase(name, arguments=features, **known)
+
+
+CASES = (
+    case("dense"),
+    case("dense-full-capacity", lengths=None),
+    case("dense-transposed", transposed=True),
+    case("empty-cache", lengths=(0, 0, 5)),
+    case("one-head", heads=(1, 1)),
+    case("group-of-7", heads=(7, 1)),
+    case("odd-head-dims", head_dim=17, head_dim_v=5),
+    case("wide-values", head_dim=8, head_dim_v=40),
+    case("paged", page_size=4),
+    case("page-size-1", page_size=1, capacity=41),
+    case("page-size-5-transposed", page_size=5, capacity=50, transposed=True),
+    case("one-large-page", page_size=48),
+    case("causal", seqlen_q=5, causal=True, page_size=4),
+    case("causal-longer-than-keys", seqlen_q=5, causal=True, lengths=(3, 0, 20)),
+    case("window-left", seqlen_q=3, window_size=(6, -1), page_size=4),
+    case("window-both", seqlen_q=3, window_size=(4, 1)),
+    case("window-causal", seqlen_q=4, window_size=(7, 0), causal=True, page_size=1, capacity=44),
+    case("softcap", seqlen_q=2, softcap=3.0, page_size=4),
+    case("scale", softmax_scale=0.7, page_size=4),
+    case("negative-scale", softmax_scale=-0.3),
+    case("alibi", seqlen_q=3, alibi="head", causal=True, page_size=4),
+    case("alibi-by-batch", seqlen_q=2, alibi="batch", softcap=5.0),
+    case("sink", seqlen_q=2, sink=True, causal=True, page_size=4),
+    case("sink-without-keys", sink=True, lengths=(0, 3, 0)),
+    case("leftpad", leftpad=(3, 0, 40), seqlen_q=2),
+    case("leftpad-paged", leftpad=(9, 1, 5), seqlen_q=2, page_size=4, causal=True),
+    case("batch-idx", batch_idx=(4, 0, 2)),
+    case("append", new=1),
+    case("append-paged", new=1, page_size=4, causal=True),
+    case("append-many", new=6, seqlen_q=6, page_size=4, causal=True),
+    case("append-fewer-than-queries", new=2, seqlen_q=4, page_size=4, causal=True),
+    case("append-nothing", new=0, page_size=4),
+    case("append-to-empty", new=4, seqlen_q=4, lengths=(0, 0, 0), page_size=3, causal=True),
+    case("append-batch-idx", new=2, batch_idx=(3, 1, 0)),
+    case("append-ragged", new=(3, 0, 5), seqlen_q=(3, 0, 5), page_size=4, causal=True),
+    case("append-ragged-one-query", new=(1, 2, 0), page_size=4),
+    case("ragged-queries", seqlen_q=(1, 0, 7), page_size=4, causal=True),
+    case("ragged-queries-dense", seqlen_q=(4, 2, 1), window_size=(5, 0)),
+    case("rotary", new=2, seqlen_q=2, rotary_dim=16, page_size=4, causal=True),
+    case("rotary-llama", new=2, seqlen_q=2, rotary_dim=16, rotary_interleaved=False, causal=True),
+    case("rotary-partial", new=1, rotary_dim=6, page_size=4),
+    case("rotary-partial-llama", new=3, seqlen_q=3, rotary_dim=10, rotary_interleaved=False),
+    case("rotary-all-queries-at-once", new=3, seqlen_q=3, rotary_dim=16, page_size=4),
+    case("rotary-ragged", new=(2, 1, 4), seqlen_q=(2, 1, 4), rotary_dim=8, page_size=4, window_size=(9, 0)),
+    case("rotary-leftpad", new=1, rotary_dim=16, leftpad=(2, 0, 7), rotary_seqlens=(15, 1, 33)),
+    case("fp8", cache_dtype=FP8, page_size=4),
+    case("fp8-by-head", cache_dtype=FP8, descale="head", page_size=4, seqlen_q=2, causal=True),
+    case("fp8-by-block", cache_dtype=FP8, descale="block", page_size=4, softcap=4.0),
+    case("fp8-dense-by-row", cache_dtype=FP8, descale="block"),
+    case("fp8-append", cache_dtype=FP8, descale="block", page_size=4, new=3, seqlen_q=3, causal=True),
+    case("fp8-append-rotary", cache_dtype=FP8, descale="head", page_size=2, new=2, rotary_dim=16),
+    case("tree", seqlen_q=6, new=6, tree="shared", page_size=4),
+    case("tree-by-batch", seqlen_q=5, tree="batch"),
+    case("tree-ragged", seqlen_q=(5, 0, 3), new=(5, 0, 3), tree="batch", page_size=4),
+    case("tree-longer-than-keys", seqlen_q=6, tree="shared", lengths=(4, 0, 9)),
+    case("everything", seqlen_q=3, new=3, rotary_dim=12, page_size=5, capacity=50, leftpad=(2, 0, 4),
+         causal=True, window_size=(20, 0), softcap=6.0, alibi="batch", sink=True, head_dim_v=24,
+         heads=(6, 2)),
+    case("two-splits", lengths=(17, 1, 48), num_splits=2, page_size=4),
+    case("more-splits-than-keys", lengths=(3, 0, 48), num_splits=7, seqlen_q=2, causal=True),
+    case("one-split", num_splits=1, page_size=4),
+    case("split-size", split_size=16, page_size=4, sink=True),
+)  # fmt: skip
+
+
+def build(
+    case: DecodeCase, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(q, k_cache, v_cache, k, v) and the other arguments of the call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        drawn = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.randn(shape, generator=generator, dtype=drawn).to(dtype)
+
+    def int32(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    heads, heads_kv = case.heads
+    head_dim_v = case.head_dim if case.head_dim_v is None else case.head_dim_v
+    batch = 3 if case.lengths is None else len(case.lengths)
+    arguments = dict(case.arguments)
+    q = _tokens(case.seqlen_q, batch, (heads, case.head_dim), normal)
+    if isinstance(case.seqlen_q, tuple):
+        arguments |= _offsets("q", case.seqlen_q, int32)
+    k = v = None
+    added = (0,) * batch
+    if case.new is not None:
+        k = _tokens(case.new, batch, (heads_kv, case.head_dim), normal)
+        v = _tokens(case.new, batch, (heads_kv, head_dim_v), normal)
+        added = case.new if isinstance(case.new, tuple) else (case.new,) * batch
+        if isinstance(case.new, tuple):
+            arguments |= _offsets("k_new", case.new, int32)
+    before = (case.capacity,) * batch if case.lengths is None else case.lengths
+    if case.lengths is not None:
+        arguments["cache_seqlens"] = int32(case.lengths)
+
+    places, table, rows, width = _places(case, before, added, generator)
+    if table is not None:
+        arguments["block_table"] = table.to(device)
+    elif case.batch_idx is not None:
+        arguments["cache_batch_idx"] = int32(case.batch_idx)
+    cache_dtype = case.cache_dtype or dtype
+    caches = []
+    for dim in (case.head_dim, head_dim_v):
+        cache = torch.full((rows, width, heads_kv, dim), torch.nan, dtype=dtype)
+        for b in range(batch):
+            for i in range(before[b]):
+                cache[places(b, i)] = normal(heads_kv, dim)
+        cache = cache.to(cache_dtype).to(device)
+        caches.append(cache.transpose(1, 2).contiguous().transpose(1, 2) if case.transposed else cache)
+
+    if case.descale is not None:
+        shape = (heads_kv,) if case.descale == "head" else (rows, heads_kv)
+        for name in ("k_descale", "v_descale"):
+            arguments[name] = (0.25 + torch.rand(shape, generator=generator)).to(device)
+    if case.rotary_dim is not None:
+        angles = torch.rand((64, case.rotary_dim // 2), generator=generator) * 6.28
+        arguments |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+    for name in ("leftpad", "rotary_seqlens"):
+        values = getattr(case, name)
+        if values is not None:
+            arguments["cache_leftpad" if name == "leftpad" else name] = int32(values)
+    if case.alibi is not None:
+        shape = (heads,) if case.alibi == "head" else (batch, heads)
+        arguments["alibi_slopes"] = torch.randint(0, 64, shape, generator=generator) / 256
+    if case.sink:
+        arguments["sink"] = torch.randn(heads, generator=generator)
+    if case.tree is not None:
+        side = max(case.seqlen_q) if isinstance(case.seqlen_q, tuple) else case.seqlen_q
+        shape = (side, side) if case.tree == "shared" else (batch, side, side)
+        arguments["tree_mask"] = torch.rand(shape, generator=generator) < 0.5
+    moved = {name: a.to(device) if isinstance(a, Tensor) else a for name, a in arguments.items()}
+    tensors = (q, *caches, k, v)
+    return tuple(t if t is None else t.to(device) for t in tensors), moved
+
+
+def _tokens(count: int | tuple[int, ...], batch: int, tail: tuple[int, int], normal: Any) -> Tensor:
+    """Dense, or one behind the other with a token in the end that is nobody's."""
+    if isinstance(count, int):
+        return normal(batch, count, *tail)
+    return normal(sum(count) + 1, *tail)
+
+
+def _offsets(name: str, lengths: tuple[int, ...], int32: Any) -> dict[str, Any]:
+    sums = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    return {f"cu_seqlens_{name}": int32(sums), f"max_seqlen_{name}": max(lengths)}
+
+
+def _places(
+    case: DecodeCase, before: tuple[int, ...], added: tuple[int, ...], generator: torch.Generator
+) -> tuple[Any, Tensor | None, int, int]:
+    """(where position i of sequence b lies, block table, rows of the cache, tokens of a row)."""
+    if case.page_size is None:
+        rows = case.batch_idx or tuple(range(len(before)))
+        return (lambda b, i: (rows[b], i)), None, max(rows) + 1, case.capacity
+    page_size, columns = case.page_size, -(-case.capacity // case.page_size)
+    pool = torch.randperm(len(before) * columns + 2, generator=generator).int()
+    table = torch.full((len(before), columns), NOBODY, dtype=torch.int32)
+    for b in range(len(before)):
+        used = -(-(before[b] + added[b]) // page_size)
+        table[b, :used] = pool[b * columns : b * columns + used]
+    return (lambda b, i: (int(table[b, i // page_size]), i % page_size)), table, len(pool), page_size

@@ -10,12 +10,20 @@ import griffe
 ROLE = re.compile(r":(?:func|class|meth|mod|data):`~?([\w.]+)`")
 
 
+NAMES_OVER_LINES = re.compile(r"^( +(?:\w+, )*\w+),\n +(?=(?:\w+, )*\w+:)", re.MULTILINE)
+"""Arguments that one description covers, where their names take more than a line."""
+
+
 class SourceDocstrings(griffe.Extension):
-    """Sphinx roles such as ``:func:`name``` become links where the reference has the name, else code."""
+    """Sphinx roles such as ``:func:`name``` become links where the reference has the name, else code.
+
+    Names of arguments that fill more than one line become one, as the parser expects them.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = ROLE.sub(lambda role: _link(role[1], obj), obj.docstring.value)
+            text = NAMES_OVER_LINES.sub(r"\1, ", obj.docstring.value)
+            obj.docstring.value = ROLE.sub(lambda role: _link(role[1], obj), text)
 
 
 def _link(name: str, obj: griffe.Object) -> str:

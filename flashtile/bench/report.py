@@ -41,8 +41,8 @@ def print_head(document: dict[str, Any], console: Console) -> None:
     """Where and with what it was measured: device, versions, date, ceilings, rounds."""
     settings, ceilings = document["settings"], document["ceilings"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
-    console.print(f"{_headline(document)}{threads}", highlight=False, markup=False)
-    factor, label = _scale(document, "tflops")
+    console.print(f"{headline(document)}{threads}", highlight=False, markup=False)
+    factor, label = scale(document, "tflops")
     products = ", ".join(
         f"{dtype} {factor * speed:.3g} {label}" for dtype, speed in ceilings["matmul_tflops"].items()
     )
@@ -63,7 +63,7 @@ def print_notes(document: dict[str, Any], console: Console) -> None:
 def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str = "tflops") -> Table:
     """One pass: a row for each workload, a column for each contestant, the fastest in bold."""
     ours, peers = (summary.names(document, ours=side) for side in (True, False))
-    factor, label = _scale(document, unit)
+    factor, label = scale(document, unit)
     shown = [*ours, *(peer for peer in peers if any(summary.timed(cell, [peer]) for cell in cells))]
     memory = any(_memory_ratio(cell, ours[0]) for cell in cells)
     table = Table(
@@ -72,12 +72,13 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
     table.add_column("workload", no_wrap=True)
     for name in shown:
         table.add_column(escape(name), justify="right", no_wrap=True)
-    for heading in ("% of ceiling", "x best peer", *(["memory"] if memory else [])):
+    for heading in ("% of ceiling", "x floor", "x best peer", *(["memory"] if memory else [])):
         table.add_column(heading, justify="right")
     for cell in cells:
         fastest = summary.best(cell, shown)
         row = [cell["workload"], *(_speed(cell, name, unit, factor, bold=name == fastest) for name in shown)]
         row.append(_percent(summary.share_of_ceiling(document, cell, ours[0], unit)))
+        row.append(_ratio(summary.over_floor(document, cell, ours[0])))
         row.append(_ratio(summary.ratio(cell, ours[0], summary.best(cell, peers))))
         row += [_ratio(_memory_ratio(cell, ours[0]))] if memory else []
         table.add_row(*row)
@@ -122,7 +123,7 @@ def write_plot(document: dict[str, Any], path: Path, unit: str = "tflops") -> No
     contestants = [c["name"] for c in document["contestants"]]
     styles = {name: _style(document, name, index) for index, name in enumerate(contestants)}
     handles: dict[str, Any] = {}
-    factor, label = _scale(document, unit)
+    factor, label = scale(document, unit)
     for axis, ((which, series), cells) in zip(axes, panels.items(), strict=False):
         lengths = sorted({cell["seqlen_k"] for cell in cells})
         for index, name in enumerate(contestants):
@@ -157,11 +158,11 @@ def write_plot(document: dict[str, Any], path: Path, unit: str = "tflops") -> No
         ncols=min(len(handles), 6) or 1,
         fontsize=9,
     )
-    figure.suptitle(_headline(document), fontsize=10)
+    figure.suptitle(headline(document), fontsize=10)
     figure.savefig(path, dpi=150)
 
 
-def _scale(document: dict[str, Any], unit: str) -> tuple[float, str]:
+def scale(document: dict[str, Any], unit: str) -> tuple[float, str]:
     """What to multiply numbers in ``unit`` by for display, and what to call them then."""
     if unit == "gbps":
         return 1.0, "GB/s"
@@ -177,7 +178,7 @@ def _style(document: dict[str, Any], name: str, index: int) -> dict[str, Any]:
     return {"color": f"C{index % 10}", "marker": "o" if ours else ".", "linewidth": 2.4 if ours else 1.2}
 
 
-def _headline(document: dict[str, Any]) -> str:
+def headline(document: dict[str, Any]) -> str:
     versions = document["versions"]
     software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "cuda") if versions[name])
     return f"{document['device']['name']}, {software}, {document['date'][:10]}"

@@ -64,6 +64,20 @@ def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, 
     return result[unit] / ceiling
 
 
+def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float:
+    """Milliseconds that a cell takes at least at the measured ceilings: its FLOPs at the speed of a matrix
+    product, or the least bytes at that of a copy, whichever is longer."""
+    ceilings = document["ceilings"]
+    compute = cell["flops"] / ceilings["matmul_tflops"][cell["dtype"]] * 1e-9
+    return max(compute, cell["bytes"] / ceilings["copy_gbps"] * 1e-6)
+
+
+def over_floor(document: dict[str, Any], cell: dict[str, Any], name: str) -> float | None:
+    """A contestant's time over :func:`floor_ms`; None if it was not timed."""
+    result = cell["results"][name]
+    return result["ms"] / floor_ms(document, cell) if result["status"] == "ok" else None
+
+
 def _statistics(ratios: dict[str, float]) -> dict[str, Any]:
     lowest = min(ratios, key=lambda name: ratios[name])
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))

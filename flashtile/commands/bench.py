@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashtile.bench import peers, report, runner, workloads
+from flashtile.bench import peers, report, report_page, runner, workloads
 from flashtile.bench.summary import summarize
 from flashtile.commands.devices import parse_device
 
@@ -52,6 +52,12 @@ def bench(
         Path | None, typer.Option("--json", dir_okay=False, help="All numbers, written after every cell.")
     ] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="PNG, SVG or PDF.")] = None,
+    report_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", dir_okay=False, help="HTML: charts of speed, speed-up and memory, and tables."
+        ),
+    ] = None,
     show: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Report an earlier --json file; measure nothing."),
@@ -65,7 +71,7 @@ def bench(
     if unit not in report.UNITS:
         raise typer.BadParameter(f"unit must be one of {', '.join(report.UNITS)}, got {unit!r}")
     if show is not None:
-        _finish(json.loads(show.read_text()), console, unit, plot_path)
+        _finish(json.loads(show.read_text()), console, unit, plot_path, report_path)
         return
     chosen_device = parse_device(device)
     if list_all:
@@ -96,16 +102,20 @@ def bench(
             progress.update(task, completed=done, description=following.name)
 
         document = runner.run(chosen, contestants, settings, after_cell=after_cell)
-    _finish(document, console, unit, plot_path)
+    _finish(document, console, unit, plot_path, report_path)
     if any(
         result["status"] == runner.WRONG for cell in document["cells"] for result in _ours(document, cell)
     ):
         raise typer.Exit(1)
 
 
-def _finish(document: dict[str, Any], console: Console, unit: str, plot_path: Path | None) -> None:
+def _finish(
+    document: dict[str, Any], console: Console, unit: str, plot_path: Path | None, report_path: Path | None
+) -> None:
     if plot_path is not None:
         report.write_plot(document, plot_path, unit)
+    if report_path is not None:
+        report_page.write_page(document, report_path)
     report.print_report(document, console, unit)
 
 

@@ -1,0 +1,239 @@
+"""A document of measurements as pictures: bars of speed, speed-up and memory against sequence length.
+
+Pictures are SVG whose lines and letters have the colour of the text around them, so that one picture suits
+light and dark pages. Each names the device, the versions and the date.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from flashtile.bench import summary
+from flashtile.bench.report import headline, scale
+from flashtile.io_model.tables import format_bytes, format_tokens
+
+INK = "#010203"
+"""Stands for the colour of the text around the picture."""
+
+DECODE_RATIO = 16
+"""From so many keys a query on, a call reads its keys and values more than it computes: GB/s, not TFLOP/s."""
+
+ABSENT = {"wrong": "wrong", "refused": "", "out of memory": "OOM", "failed": "failed"}
+"""In place of a bar."""
+
+SIZE = (7.2, 3.6)
+Draw = Callable[[Axes], None]
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture: its name, unique in a document, its series, what it shows, and the image as an element."""
+
+    name: str
+    series: str
+    title: str
+    svg: str
+
+
+def charts(document: dict[str, Any]) -> Iterator[Chart]:
+    """For each series: speed of each pass; then speed-up and memory where there are several lengths.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    if not document["cells"]:
+        raise ValueError("there is nothing to draw: no cell was measured")
+    for series in dict.fromkeys(cell["series"] for cell in document["cells"]):
+        cells = [cell for cell in document["cells"] if cell["series"] == series]
+        what = f"{series}: {cells[0]['mask']}, head_dim {cells[0]['head_dim']}, {cells[0]['dtype']}"
+        passes = {
+            which: [cell for cell in cells if cell["pass"] == which]
+            for which in dict.fromkeys(cell["pass"] for cell in cells)
+        }
+        for which, measured in passes.items():
+            yield _chart(document, series, f"{which} speed", what, _speed_bars(document, measured))
+        if len({cell["seqlen_k"] for cell in cells}) > 1:
+            for which, measured in passes.items():
+                if _curves(document, measured, _speed_up):
+                    yield _chart(
+                        document, series, f"{which} speed-up", what, _speed_up_lines(document, measured)
+                    )
+            with_memory = [measured for measured in passes.values() if _curves(document, measured, _peak)]
+            if with_memory:
+                # The passes differ little: both need what the backward pass keeps.
+                yield _chart(document, series, "memory", what, _memory_lines(document, with_memory[-1]))
+
+
+def render(draw: Draw, title: str, footer: str) -> str:
+    """An SVG element of what ``draw`` draws."""
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.add_subplot()
+        axes.patch.set_alpha(0)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color(INK)
+        axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
+        axes.set_axisbelow(True)
+        draw(axes)
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+        axes.tick_params(which="both", colors=INK, labelsize=8)
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            axes.legend(
+                handles, labels, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8,
+                labelcolor=INK,
+            )  # fmt: skip
+        figure.supxlabel(footer, fontsize=7, color=INK, alpha=0.7)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    svg = file.getvalue()
+    return svg[svg.index("<svg") :].replace(INK, "currentColor").strip()
+
+
+def unit_of(cells: Sequence[Cell]) -> str:
+    """ "gbps" where calls mostly read their keys and values, as in decoding; "tflops" else."""
+    decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
+    return "gbps" if decoding else "tflops"
+
+
+def _chart(document: dict[str, Any], series: str, kind: str, what: str, draw: Draw) -> Chart:
+    title = f"{kind}, {what}"
+    name = f"{series}-{kind}".replace(" ", "-")
+    return Chart(name, series, title, render(draw, title, headline(document)))
+
+
+def _speed_bars(document: dict[str, Any], cells: Sequence[Cell]) -> Draw:
+    """A group of bars for each length, a bar for each contestant that was timed at some length."""
+    unit = unit_of(cells)
+    factor, label = scale(document, unit)
+    shown = [name for name in _names(document) if any(summary.timed(cell, [name]) for cell in cells)]
+    ordered = sorted(cells, key=lambda cell: (cell["seqlen_k"], cell["workload"]))
+    width = 0.84 / max(1, len(shown))
+
+    def draw(axes: Axes) -> None:
+        for index, name in enumerate(shown):
+            places = [group - 0.42 + (index + 0.5) * width for group in range(len(ordered))]
+            results = [cell["results"][name] for cell in ordered]
+            speeds = [factor * result[unit] if result["status"] == "ok" else 0.0 for result in results]
+            bars = axes.bar(places, speeds, width * 0.94, label=name, color=_color(document, name))
+            texts = [
+                f"{speed:.3g}" if speed else ABSENT[result["status"]]
+                for speed, result in zip(speeds, results, strict=True)
+            ]
+            axes.bar_label(bars, texts, padding=1.5, fontsize=6, rotation=90, color=INK)
+        ceiling = factor * _ceiling(document, cells[0], unit)
+        axes.axhline(ceiling, color=INK, alpha=0.5, linewidth=0.8, linestyle=":")
+        what = "copy" if unit == "gbps" else "matrix product"
+        axes.annotate(
+            f"{what}, measured", (0, ceiling), xycoords=("axes fraction", "data"), fontsize=6.5, color=INK,
+            xytext=(2, 2), textcoords="offset points",
+        )  # fmt: skip
+        axes.set_xticks(range(len(ordered)), [_length(cell) for cell in ordered])
+        axes.set_xlabel("sequence length", fontsize=8)
+        axes.set_ylabel(label, fontsize=8)
+        axes.margins(y=0.14)
+
+    return draw
+
+
+def _speed_up_lines(document: dict[str, Any], cells: Sequence[Cell]) -> Draw:
+    curves = _curves(document, cells, _speed_up)
+
+    def draw(axes: Axes) -> None:
+        _lines(document, axes, curves)
+        axes.axhline(1.0, color=INK, linewidth=0.8)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylabel(f"speed of {_ours(document)} over", fontsize=8)
+
+    return draw
+
+
+def _memory_lines(document: dict[str, Any], cells: Sequence[Cell]) -> Draw:
+    curves = _curves(document, cells, _peak)
+
+    def draw(axes: Axes) -> None:
+        _lines(document, axes, curves)
+        resident = sorted((cell["seqlen_k"], cell["resident_bytes"]) for cell in cells)
+        axes.plot(*zip(*resident, strict=True), ":", color=INK, linewidth=1, label="inputs, results")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
+        axes.set_ylabel("peak memory", fontsize=8)
+
+    return draw
+
+
+def _lines(document: dict[str, Any], axes: Axes, curves: dict[str, list[tuple[int, float]]]) -> None:
+    for name, points in curves.items():
+        ours = name == _ours(document)
+        axes.plot(
+            *zip(*points, strict=True), "o-", label=name, color=_color(document, name), markersize=3.5,
+            linewidth=2.4 if ours else 1.3, zorder=3 if ours else 2,
+        )  # fmt: skip
+    lengths = sorted({seqlen for points in curves.values() for seqlen, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [format_tokens(length) for length in lengths])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("sequence length", fontsize=8)
+
+
+def _curves(
+    document: dict[str, Any],
+    cells: Sequence[Cell],
+    value: Callable[[dict[str, Any], Cell, str], float | None],
+) -> dict[str, list[tuple[int, float]]]:
+    """Points (sequence length, value) of each contestant that has any."""
+    curves = {}
+    for name in _names(document):
+        points = [
+            (cell["seqlen_k"], found) for cell in cells if (found := value(document, cell, name)) is not None
+        ]
+        if points:
+            curves[name] = sorted(points)
+    return curves
+
+
+def _speed_up(document: dict[str, Any], cell: Cell, name: str) -> float | None:
+    return None if name == _ours(document) else summary.ratio(cell, _ours(document), name)
+
+
+def _peak(document: dict[str, Any], cell: Cell, name: str) -> float | None:
+    return cell["results"][name].get("peak_memory_bytes")
+
+
+def _ceiling(document: dict[str, Any], cell: Cell, unit: str) -> float:
+    ceilings = document["ceilings"]
+    return ceilings["copy_gbps"] if unit == "gbps" else ceilings["matmul_tflops"][cell["dtype"]]
+
+
+def _names(document: dict[str, Any]) -> list[str]:
+    return [contestant["name"] for contestant in document["contestants"]]
+
+
+def _ours(document: dict[str, Any]) -> str:
+    return summary.names(document, ours=True)[0]
+
+
+def _color(document: dict[str, Any], name: str) -> str:
+    return f"C{_names(document).index(name) % 10}"
+
+
+def _length(cell: Cell) -> str:
+    length = format_tokens(cell["seqlen_k"])
+    return length if cell["seqlen_q"] == cell["seqlen_k"] else f"{format_tokens(cell['seqlen_q'])}/{length}"

@@ -27,7 +27,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_LENGTH = 2**31 - 1
 """Lengths and windows are int32 in the kernels."""
 
-PREFERENCE = ("portable", "cpu")
+PREFERENCE = ("hopper", "portable", "cpu")
 """Backends in the order in which they are asked. An explicit ``backend=`` never falls back."""
 
 
@@ -91,6 +91,8 @@ class Problem:
     varlen: bool = False
     seqused_k: bool = False
     deterministic: bool = False
+    tma_obstacle: str | None = None
+    """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie; None if it can."""
 
     @property
     def group_size(self) -> int:
@@ -169,6 +171,7 @@ class Problem:
             varlen=varlen,
             seqused_k=extras.seqused_k is not None,
             deterministic=bool(options.deterministic),
+            tma_obstacle=find_tma_obstacle(q, k, v, extras.seqused_k is not None and not varlen),
         )
 
 
@@ -214,6 +217,32 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
     if sink is not None:
         _check_sink(sink, q)
     _check_options(options)
+
+
+def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:
+    """Why TMA cannot address the tensors: it takes pointers and strides in multiples of 16 bytes.
+
+    Args:
+        ends_early: sequences of a dense k and v end early (``seqused_k``). Then they are addressed as rows behind
+            one another, so that sequences must be whole rows apart.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        bytes_of = tensor.element_size()
+        try:
+            start = tensor.data_ptr()
+        except RuntimeError:  # a fake tensor
+            start = tensor.storage_offset() * bytes_of
+        if start % 16:
+            return f"{name} must start at a multiple of 16 bytes for TMA"
+        strides = [tensor.stride(i) for i in range(tensor.dim() - 1) if tensor.shape[i] > 1]
+        for stride in strides:
+            if stride <= 0 or stride * bytes_of % 16:
+                return f"{name} must have positive strides in multiples of 16 bytes for TMA, got {tensor.stride()}"
+        if ends_early and name != "q" and tensor.shape[0] > 1 and tensor.stride(0) % max(tensor.stride(1), 1):
+            return f"{name} must have sequences whole rows apart for TMA with seqused_k, got {tensor.stride()}"
+    if ends_early and k.shape[0] > 1 and k.stride(0) * v.stride(1) != v.stride(0) * k.stride(1):
+        return "k and v must have their sequences equally many rows apart for TMA with seqused_k"
+    return None
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:

@@ -1,0 +1,57 @@
+"""Gluon kernels for NVIDIA's Hopper GPUs (compute capability 9.0): TMA, wgmma, warp specialisation.
+
+The forward only: gradients come from the portable kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from flashtile.problem import Problem
+
+NAME = "hopper"
+CAPABILITY = (9, 0)
+
+
+def reason_against(problem: Problem, explicit: bool) -> str | None:
+    """Why this backend does not serve the problem; None if it does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if problem.device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels run on NVIDIA's Hopper GPUs, not on {problem.device}"
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability != CAPABILITY:
+        have = f"{capability[0]}.{capability[1]}"
+        return f"it needs compute capability 9.0 (Hopper), {problem.device} has {have}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 or bfloat16, not {problem.dtype}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 8:
+            return f"{name} must be a multiple of 8 for TMA, it is {size}"
+    if problem.tma_obstacle is not None:
+        return problem.tma_obstacle
+    if problem.batch * problem.total_q * problem.total_k == 0:
+        return "there are no queries or no keys"
+    if max(problem.total_q, problem.total_k) > 2**30:
+        return f"it addresses up to 2**30 rows, there are {max(problem.total_q, problem.total_k)}"
+    return None
+
+
+def configure(problem: Problem):
+    from flashtile.backends.hopper.config import choose
+
+    return choose(problem)
+
+
+def prepare_forward(problem: Problem, config):
+    from flashtile.backends.hopper.launch import ForwardLaunch
+
+    return ForwardLaunch(problem, config)
+
+
+def prepare_backward(problem: Problem, config):
+    from flashtile.backends import portable
+
+    return portable.prepare_backward(problem, portable.configure(problem))

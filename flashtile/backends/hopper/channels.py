@@ -1,0 +1,93 @@
+"""How the partitions of a warp-specialised kernel hand tiles and turns to one another, through mbarriers.
+
+Both count uses from 0 since the kernel began: use ``i`` of a ring of STAGES slots is slot ``i % STAGES`` in its
+round ``i // STAGES``, whose parity an mbarrier calls its phase.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashtile.backends.hopper.compat import aggregate
+
+
+@aggregate
+class Channel:
+    """A ring of shared-memory tiles from one producer to ``readers`` partitions."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, STAGES):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def acquire(self, i):
+        """Producer: wait until use ``i`` may be written; returns its slot."""
+        mbarrier.wait(self.empty.index(i % self.STAGES), ((i // self.STAGES) & 1) ^ 1)
+        return i % self.STAGES
+
+    @gluon.jit
+    def wait(self, i):
+        """Reader: wait until use ``i`` has been written; returns its slot."""
+        mbarrier.wait(self.full.index(i % self.STAGES), (i // self.STAGES) & 1)
+        return i % self.STAGES
+
+    @gluon.jit
+    def release(self, i):
+        """Reader: use ``i`` has been read."""
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
+
+
+@gluon.jit
+def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr):
+    """Tiles as ``desc`` loads them, ``PARTS`` to a slot: part w of slot s is tile ``s * PARTS + w``."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_type.shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Channel(tiles, full, empty, STAGES)
+
+
+@aggregate
+class Turn:
+    """Ping-pong: partitions 0 to COUNT - 1 take turns, in this order, as often as one another."""
+
+    barriers: gl.shared_memory_descriptor
+    COUNT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, barriers, COUNT):
+        self.barriers = barriers
+        self.COUNT = gl.constexpr(COUNT)
+
+    @gluon.jit
+    def take(self, me: gl.constexpr, i):
+        """Wait for turn ``i`` of partition ``me``."""
+        if self.COUNT > 1:
+            mbarrier.wait(self.barriers.index(me), i & 1)
+
+    @gluon.jit
+    def give(self, me: gl.constexpr):
+        """Let the next partition have its turn."""
+        if self.COUNT > 1:
+            mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
+
+
+@gluon.jit
+def make_turn(COUNT: gl.constexpr):
+    """Without turns to take (COUNT 1), taking one costs nothing."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    if COUNT > 1:
+        mbarrier.arrive(barriers.index(0), count=1)
+    return Turn(barriers, COUNT)

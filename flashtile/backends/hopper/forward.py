@@ -1,0 +1,367 @@
+"""Attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3) in Gluon.
+
+A persistent block of 64-row *consumer* warpgroups and one *producer* warp. The producer moves tiles of q, k and v
+to shared memory by TMA; a consumer multiplies them on the tensor cores (wgmma) and keeps its rows' running
+maximum, sum and output in registers. Two overlaps hide the softmax:
+
+* within a warpgroup: the softmax of block j runs while the product P V of block j - 1 is in flight;
+* between warpgroups: they drift, or with PING_PONG take turns, so that one multiplies while another exponentiates.
+
+Key blocks are walked from the last to the first: those that the mask's right edge cuts, those that every row sees,
+those that the left edge cuts. Only cut blocks pay for a mask.
+
+Scores are kept in log2 units, so that a probability is one FMA and one exp2. Not served here: fp32, and head sizes
+whose rows TMA cannot address (multiples of 8 only).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashtile.backends.hopper.channels import make_channel, make_turn
+from flashtile.backends.hopper.compat import async_load, async_store
+from flashtile.backends.hopper.schedule import find_tile, key_blocks, own_blocks, turns_of, work_item
+
+WARPGROUP_ROWS = gl.constexpr(64)
+LN_2 = gl.constexpr(0.6931471805599453)
+RAGGED_ROWS = gl.constexpr(2**30)
+"""Rows of a ragged descriptor: see ``launch.ragged_view``."""
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, desc, tile, n, barrier, slot):
+    """TMA load of block ``n`` of k or v; rows behind the last key arrive as zeros."""
+    row, head = n * C.BLOCK_N, tile.head // C.KV_GROUP
+    if C.VARLEN or C.SEQUSED:
+        end = tile.start_k + tile.seqlen_k
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile.seqlen_k + row, head, 0], barrier, slot)
+    else:
+        async_load(desc, [tile.sequence, row, head, 0], barrier, slot)
+
+
+@gluon.jit
+def load_queries(C: gl.constexpr, w: gl.constexpr, desc, tile, barrier, part):
+    """TMA load of the rows of warpgroup ``w``; rows behind the last query arrive as zeros."""
+    row = (tile.block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+    if C.VARLEN:
+        end = tile.start_q + tile.seqlen_q
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile.seqlen_q + row, tile.head, 0], barrier, part)
+    elif C.PACK > 1:
+        async_load(desc, [tile.sequence, row, tile.head, 0, 0], barrier, part)
+    else:
+        async_load(desc, [tile.sequence, row, tile.head, 0], barrier, part)
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, desc, tile, row, part):
+    """TMA store of a warpgroup's rows of the output; rows behind the last query are not written."""
+    if C.VARLEN:
+        end = tile.start_q + tile.seqlen_q
+        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile.seqlen_q + row, tile.head, 0], part)
+    elif C.PACK > 1:
+        async_store(desc, [tile.sequence, row, tile.head, 0, 0], part)
+    else:
+        async_store(desc, [tile.sequence, row, tile.head, 0], part)
+
+
+@gluon.jit
+def qk_product(q, k_tile, s_layout: gl.constexpr):
+    """S = Q K^T, left in flight. q: [64, BLOCK_D] in shared memory; k_tile: BLOCK_N rows of BLOCK_D."""
+    ROWS: gl.constexpr = q.shape[0]
+    BLOCK_D: gl.constexpr = q.shape[1]
+    BLOCK_N: gl.constexpr = k_tile.numel // BLOCK_D
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    return warpgroup_mma(q, k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def pv_product(p, v_tile, o):
+    """O += P V, left in flight. p: [64, BLOCK_N] in registers; v_tile: BLOCK_N rows of BLOCK_DV."""
+    return warpgroup_mma(p, v_tile.reshape([p.shape[1], o.shape[1]]), o, is_async=True)
+
+
+@gluon.jit
+def bend_and_mask(
+    C: gl.constexpr, MASKED: gl.constexpr, s, n, rows, first_key, last_key, slope, numbers, s_layout: gl.constexpr
+):
+    """Block ``n`` of raw products: soft-cap, ALiBi (then in log2 units), and -inf outside each row's keys.
+
+    ``rows`` are the rows' positions among the keys.
+    """
+    scale_log2, softcap_rate, softcap_log2 = numbers
+    keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))[None, :]
+    if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
+        s = softcap_log2 * (1 - 2 / (1 + gl.exp2(s * softcap_rate)))
+    elif C.BENT:
+        s = s * scale_log2
+    if C.ALIBI:
+        s = s - slope[:, None] * gl.abs(rows[:, None] - keys).to(gl.float32)
+    if MASKED:
+        s = gl.where(keys <= last_key[:, None], s, float("-inf"))
+        if C.HAS_LEFT:
+            s = gl.where(keys >= first_key[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def online_softmax(C: gl.constexpr, s, m, scale_log2):
+    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive."""
+    if C.BENT:
+        m_new = gl.maximum(m, gl.max(s, 1))
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
+    if C.BENT:
+        p = gl.exp2(s - shift[:, None])
+    else:
+        p = gl.exp2(s * scale_log2 - shift[:, None])
+    return p, m_new, gl.exp2(m - shift)
+
+
+@gluon.jit
+def quad_sums(p):
+    """[rows, N] -> [rows, 4]: what each of the four threads that share a row holds, summed without a shuffle.
+
+    In wgmma's accumulator, column 8 a + 2 t + b belongs to thread t of the quad.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """x [rows, n] times factor [rows], in whatever layouts they are."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def attend_blocks(
+    C: gl.constexpr, W: gl.constexpr, MASKED: gl.constexpr, state, i, n_from, n_to, q, k, v, turn, rows, first_key,
+    last_key, slope, numbers, s_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """Key blocks n_from - 1 down to n_to: each step multiplies Q K^T of its own block and P V of the one before."""
+    o, l, m, p = state
+    for n in range(n_from - 1, n_to - 1, -1):
+        turn.take(W, i)
+        s = qk_product(q, k.tiles.index(k.wait(i)), s_layout)
+        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
+        turn.give(W)
+        s = warpgroup_mma_wait(1, deps=[s])
+        k.release(i)
+        s = bend_and_mask(C, MASKED, s, n, rows, first_key, last_key, slope, numbers, s_layout)
+        weights, m, alpha = online_softmax(C, s, m, numbers[0])
+        l = scale_rows(l, alpha) + quad_sums(weights)
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+        p = gl.convert_layout(weights.to(p.dtype), p_layout)
+        o = scale_rows(o, alpha)
+        i += 1
+    return (o, l, m, p), i
+
+
+@gluon.jit
+def tile_blocks(C: gl.constexpr, tile, left, right):
+    """Key blocks [n_begin, n_end) that the tile meets: what the producer loads and every consumer releases."""
+    first = tile.block * (C.BLOCK_M // C.PACK)
+    last = min(first + C.BLOCK_M // C.PACK, tile.seqlen_q) - 1
+    return key_blocks(first, last, tile.seqlen_q, tile.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N)
+
+
+@gluon.jit
+def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
+    """Blocks that the tile meets, but none of this warpgroup's rows: only handed back."""
+    for _ in range(count):
+        turn.take(W, i)
+        turn.give(W)
+        k.wait(i)
+        k.release(i)
+        v.wait(i)
+        v.release(i)
+        i += 1
+    return i
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers):
+    """Warpgroup W: rows 64 W to 64 W + 63 of every tile."""
+    dtype: gl.constexpr = o_desc.dtype
+    ROWS: gl.constexpr = WARPGROUP_ROWS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    lse_ptr, table, seqused_k, alibi_slopes, sink = pointers
+    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride = schedule
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if C.VARLEN:
+        items = gl.load(table) * heads
+    i = 0  # key blocks met so far
+    for j in range(turns_of(program, programs, items)):
+        item = work_item(j, program, programs)
+        tile = find_tile(C, item, table, seqused_k, blocks, heads, section, seqlen_q, seqlen_k, rows_k)
+        n_begin, n_end = tile_blocks(C, tile, left, right)
+        first_position = (tile.block * C.BLOCK_M + W * ROWS) // C.PACK
+        last_position = min(first_position + ROWS // C.PACK, tile.seqlen_q) - 1
+        my_begin, my_end, full_begin, full_end = own_blocks(
+            first_position, last_position, n_begin, n_end, tile.seqlen_q, tile.seqlen_k, left, right,
+            C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+        )  # fmt: skip
+        packed = gl.arange(0, ROWS, layout=row_layout)
+        positions = first_position + packed // C.PACK
+        head = tile.head * C.PACK + packed % C.PACK
+        rows = positions + tile.seqlen_k - tile.seqlen_q
+        first_key = rows - left
+        last_key = gl.full([ROWS], 0, gl.int32, row_layout) + tile.seqlen_k - 1
+        if C.HAS_RIGHT:
+            last_key = gl.minimum(rows + right, last_key)
+        slope = 0.0
+        if C.ALIBI:
+            slope = gl.load(alibi_slopes + tile.sequence * alibi_stride + head) * (1 / LN_2)
+        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        if C.SINK:
+            m = gl.load(sink + head).to(gl.float32) * (1 / LN_2)
+
+        i = skip_blocks(n_end - my_end, i, k, v, turn, W)
+        q_part = q.wait(j) * C.WARPGROUPS + W
+        q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
+        turn.take(W, i)
+        s = qk_product(q_tile, k.tiles.index(k.wait(i)), s_layout)
+        turn.give(W)
+        s = warpgroup_mma_wait(0, deps=[s])
+        k.release(i)
+        CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
+        s = bend_and_mask(C, CUT, s, my_end - 1, rows, first_key, last_key, slope, numbers, s_layout)
+        weights, m, alpha = online_softmax(C, s, m, numbers[0])
+        l = quad_sums(weights)
+        if C.SINK:  # a key of weight 1 so far, shared out among the quad
+            l += gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] * 0.25
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+        i += 1
+
+        state = (gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout), l, m, p)
+        n = my_end - 1
+        if C.HAS_RIGHT:
+            state, i = attend_blocks(
+                C, W, True, state, i, n, full_end, q_tile, k, v, turn, rows, first_key, last_key, slope, numbers,
+                s_layout, p_layout,
+            )  # fmt: skip
+            n = full_end
+        state, i = attend_blocks(
+            C, W, False, state, i, n, full_begin, q_tile, k, v, turn, rows, first_key, last_key, slope, numbers,
+            s_layout, p_layout,
+        )  # fmt: skip
+        if C.HAS_LEFT:
+            state, i = attend_blocks(
+                C, W, True, state, i, full_begin, my_begin, q_tile, k, v, turn, rows, first_key, last_key, slope,
+                numbers, s_layout, p_layout,
+            )  # fmt: skip
+        o, l, m, p = state
+
+        if not C.Q_HOLDS_O:
+            q.release(j)
+        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
+        sums = gl.convert_layout(gl.sum(l, 1), row_layout)
+        lse = m * LN_2 + gl.log(sums)
+        if C.VARLEN:
+            lse_rows = head.to(gl.int64) * total_q + tile.start_q + positions
+        else:
+            lse_rows = (tile.sequence.to(gl.int64) * (heads * C.PACK) + head) * seqlen_q + positions
+        gl.store(lse_ptr + lse_rows, lse, mask=positions < tile.seqlen_q)
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+        i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
+        o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
+        if C.Q_HOLDS_O:
+            o_tile = q.tiles.index(q_part)
+        else:
+            o_tile = o_tiles.index(W)
+            tma.store_wait(0)  # of the tile before
+        o_tile.reshape([ROWS, C.BLOCK_DV]).store(o)
+        fence_async_shared()
+        store_rows(C, o_desc, tile, first_position, o_tile)
+        if C.Q_HOLDS_O:
+            tma.store_wait(0)
+            q.release(j)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def producer(C: gl.constexpr, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+    """One warp that keeps the tiles of q, k and v coming."""
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    lse_ptr, table, seqused_k, alibi_slopes, sink = pointers
+    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride = schedule
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if C.VARLEN:
+        items = gl.load(table) * heads
+    i = 0
+    for j in range(turns_of(program, programs, items)):
+        item = work_item(j, program, programs)
+        tile = find_tile(C, item, table, seqused_k, blocks, heads, section, seqlen_q, seqlen_k, rows_k)
+        n_begin, n_end = tile_blocks(C, tile, left, right)
+        for n in range(n_end - 1, n_begin - 1, -1):
+            slot = k.acquire(i)
+            mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
+            load_keys(C, k_desc, tile, n, k.full.index(slot), k.tiles.index(slot))
+            if n == n_end - 1:  # the first keys may come before q's tile is free
+                slot = q.acquire(j)
+                mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+                for w in gl.static_range(WARPGROUPS):
+                    load_queries(C, w, q_desc, tile, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
+            slot = v.acquire(i)
+            mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
+            load_keys(C, v_desc, tile, n, v.full.index(slot), v.tiles.index(slot))
+            i += 1
+
+
+@gluon.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, table, seqused_k, alibi_slopes, sink,
+    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
+    scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+):  # fmt: skip
+    """Pointers to what a call has not (a table, used lengths, slopes, a sink) are never followed.
+
+    Grid: one program for each multiprocessor at most; the tiles are dealt out by ``work_item``.
+    """
+    q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
+    k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
+    v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, 1)
+    turn = make_turn(C.WARPGROUPS if C.PING_PONG else 1)
+    if C.Q_HOLDS_O:
+        o_tiles = q.tiles
+    else:
+        o_tiles = gl.allocate_shared_memory(
+            o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout
+        )
+    pointers = (lse_ptr, table, seqused_k, alibi_slopes, sink)
+    schedule = (items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride)
+    numbers = (scale_log2, softcap_rate, softcap_log2)
+    if C.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (producer, (C, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+            ],
+            [4, 1],
+            [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 2, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (producer, (C, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+            ],
+            [4, 4, 1],
+            [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+        )

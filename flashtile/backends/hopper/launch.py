@@ -1,0 +1,263 @@
+"""From tensors to the Hopper kernels' arguments, and compiled kernels kept after their first launch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashtile.backends.hopper import tile_table
+from flashtile.backends.hopper.config import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    WARPGROUP_ROWS,
+    ForwardConfig,
+    Variant,
+    padded,
+)
+from flashtile.backends.hopper.forward import forward_kernel
+from flashtile.backends.hopper.schedule import TABLE_WIDTH
+from flashtile.backends.portable.launch import KeptKernel, bent
+from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
+
+RAGGED_ROWS = 2**30
+L2_SHARE = 32 * 2**20
+"""Bytes of keys and values that tiles in flight should find in the L2 cache (50 MB on H100)."""
+MAX_EXTENT = 2**31 - 2**16
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+class View:
+    """A tensor as TMA sees it: shape, strides and block, without the tensor, which comes with each call."""
+
+    def __init__(self, shape: list[int], strides: list[int], block: list[int], dtype: torch.dtype) -> None:
+        layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+        self._fields = {"shape": shape, "strides": strides, "block_shape": block, "layout": layout, "padding": "zero"}
+
+    def of(self, tensor: Tensor) -> TensorDescriptor:
+        """The descriptor of ``tensor``; its checks were the dispatch's (``Problem.tma_obstacle``)."""
+        descriptor = TensorDescriptor.__new__(TensorDescriptor)
+        descriptor.__dict__.update(self._fields, base=tensor)
+        return descriptor
+
+
+def dense_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
+    """(batch, seqlen, heads, head_dim), a block of ``rows`` of one head."""
+    return View(list(shape), _usable(shape, strides), [1, rows, 1, block_d], dtype)
+
+
+def packed_view(
+    shape: tuple, strides: tuple, pack: int, rows: int, block_d: int, dtype: torch.dtype
+) -> View:
+    """(batch, seqlen, heads / pack, pack, head_dim), a block of ``rows / pack`` rows of ``pack`` heads."""
+    batch, seqlen, heads, head_dim = shape
+    split = [batch, seqlen, heads // pack, pack, head_dim]
+    head_stride = strides[2]
+    split_strides = [strides[0], strides[1], pack * head_stride, head_stride, 1]
+    return View(split, _usable(split, split_strides), [1, rows // pack, 1, pack, block_d], dtype)
+
+
+def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
+    """Rows of any sequence, with that sequence's end as the end of the tensor.
+
+    TMA knows one extent for all rows. With 2**30 rows, row ``2**30 - seqlen + i`` of a sequence is inside
+    exactly if ``i < seqlen``; two more dimensions bring the address back to row ``start + i``: their coordinates
+    are 2**30, with a stride that wraps 64-bit addresses around to minus 2**30 rows, and ``start + seqlen``.
+    """
+    seqlen, heads, head_dim = shape[-3:]
+    row, head, last = _usable((seqlen, heads, head_dim), strides[-3:])
+    extents = [MAX_EXTENT, MAX_EXTENT, RAGGED_ROWS, heads, head_dim]
+    return View(extents, [2**34 - row, row, row, head, last], [1, 1, rows, 1, block_d], dtype)
+
+
+def _rows_apart(k: Tensor) -> int:
+    """Rows from one sequence of a dense k to the next."""
+    if k.dim() == 3 or k.shape[0] == 1:
+        return 0
+    return k.stride(0) // _usable(k.shape, k.stride())[1]
+
+
+def _usable(shape, strides) -> list[int]:
+    """The stride of an extent of 1 may be anything, but TMA wants multiples of 16 bytes."""
+    return [stride if size > 1 else 8 for size, stride in zip(shape, strides, strict=True)][:-1] + [1]
+
+
+class GluonKernel(KeptKernel):
+    """A kept warp-specialised kernel."""
+
+    def __init__(self, kernel: Any, grid: int, scalars: tuple, constants: tuple, warpgroups: int) -> None:
+        super().__init__(kernel, grid, scalars, constants, None)
+        self._options = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS[warpgroups]}
+
+
+def pack_of(problem: Problem, block_m: int) -> int:
+    """Query heads of a key head to put into one tile: all of them if that saves a quarter of the tiles."""
+    group = problem.group_size
+    if problem.varlen or group & (group - 1) or group > WARPGROUP_ROWS:
+        return 1
+    apart = group * math.ceil(problem.seqlen_q / block_m)
+    together = math.ceil(problem.seqlen_q * group / block_m)
+    return group if together <= 0.75 * apart else 1
+
+
+def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    pack = pack_of(problem, config.BLOCK_M)
+    return Variant(
+        VARLEN=problem.varlen,
+        SEQUSED=problem.seqused_k,
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        SOFTCAP=problem.softcap > 0,
+        ALIBI=problem.alibi,
+        SINK=problem.sink,
+        EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
+        PACK=pack,
+        KV_GROUP=problem.group_size // pack,
+        BENT=bent(problem),
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.head_dim_v),
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        WARPGROUPS=config.warpgroups,
+        STAGES=config.STAGES,
+        Q_STAGES=config.Q_STAGES,
+        PING_PONG=config.PING_PONG,
+        Q_HOLDS_O=config.Q_HOLDS_O,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.warpgroups],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+
+
+def section_of(problem: Problem, variant: Variant) -> int:
+    """Heads whose tiles are dealt out together: a divisor of all heads of the batch.
+
+    Without a mask the heads of one key head, which read the same keys; under a mask as many as fit the L2
+    cache, so that the long tiles of all of them come first.
+    """
+    heads = problem.batch * problem.num_heads_q // variant.PACK
+    if not variant.HAS_RIGHT:
+        return variant.KV_GROUP
+    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    most = max(1, L2_SHARE // bytes_of_head) * variant.KV_GROUP
+    return next(size for size in range(min(most, heads), 0, -1) if heads % size == 0)
+
+
+class ForwardLaunch:
+    """``(q, k, v, extras) -> (out, lse)`` for tensors of one signature."""
+
+    def __init__(self, problem: Problem, config: ForwardConfig) -> None:
+        self._problem = problem
+        self._config = config
+        self._variant = variant_of(problem, config)
+        self._out_shape = problem.out_shape
+        self._lse_shape = problem.lse_shape
+        self._varlen = problem.varlen
+        self._kernel: KeptKernel | None = None
+        self._table_kernel: KeptKernel | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+        if not self._varlen:
+            out = q.new_empty(self._out_shape)
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        else:  # tokens that belong to no sequence are written by no program
+            out = q.new_zeros(self._out_shape)
+            lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+        if self._kernel is None:
+            self._prepare(q, k, v, alibi_slopes)
+        kernel = self._kernel
+        assert kernel is not None
+        device = q.device
+        table = lse
+        if self._table_kernel is not None:
+            table = q.new_empty(self._table_shape, dtype=torch.int32)
+            self._table_kernel(device, table, cu_seqlens_q, cu_seqlens_k, seqused_k if seqused_k is not None else lse)
+        view_q, view_k, view_v, view_o = self._views
+        kernel(
+            device,
+            view_q.of(q),
+            view_k.of(k),
+            view_v.of(v),
+            view_o.of(out),
+            lse,
+            table,
+            lse if seqused_k is None else seqused_k,
+            lse if alibi_slopes is None else alibi_slopes,
+            lse if sink is None else sink,
+        )
+        return out, lse
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:
+        problem, variant = self._problem, self._variant
+        blocks = math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
+        heads = problem.num_heads_q // variant.PACK
+        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        if problem.varlen:
+            tiles = tile_table.capacity(problem.total_q, problem.batch, variant.BLOCK_M)
+            self._table_shape = (1 + tiles, TABLE_WIDTH.value)
+            left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+            self._table_kernel = TableKernel(problem, variant, tiles, right)
+        else:
+            tiles = problem.batch * blocks
+        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        scalars = (
+            tiles * heads,
+            blocks,
+            heads,
+            section_of(problem, variant),
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.total_q,
+            _rows_apart(k),
+            left,
+            right,
+            alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+            problem.softmax_scale * LOG2_E,
+            2 * LOG2_E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+            problem.softcap * LOG2_E,
+        )
+        self._views = views(problem, variant, q, k, v)
+        programs = min(multiprocessors, tiles * heads)
+        self._kernel = GluonKernel(forward_kernel, programs, scalars, (variant,), variant.WARPGROUPS)
+
+
+def views(problem: Problem, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tuple[View, View, View, View]:
+    """Of q, k, v and out."""
+    dtype, rows = problem.dtype, WARPGROUP_ROWS
+    d, dv = variant.BLOCK_D, variant.BLOCK_DV
+    heads, head_dim_v = problem.num_heads_q, problem.head_dim_v
+    out_strides = (problem.seqlen_q * heads * head_dim_v, heads * head_dim_v, head_dim_v, 1)
+    if problem.varlen:
+        view_q = ragged_view(q.shape, q.stride(), rows, d, dtype)
+        view_o = ragged_view(problem.out_shape, out_strides, rows, dv, dtype)
+    elif variant.PACK > 1:
+        view_q = packed_view(q.shape, q.stride(), variant.PACK, rows, d, dtype)
+        view_o = packed_view(problem.out_shape, out_strides, variant.PACK, rows, dv, dtype)
+    else:
+        view_q = dense_view(q.shape, q.stride(), rows, d, dtype)
+        view_o = dense_view(problem.out_shape, out_strides, rows, dv, dtype)
+    if problem.varlen or problem.seqused_k:
+        view_k, view_v = (
+            ragged_view(t.shape, t.stride(), variant.BLOCK_N, block, dtype)
+            for t, block in ((k, d), (v, dv))
+        )
+    else:
+        view_k = dense_view(k.shape, k.stride(), variant.BLOCK_N, d, dtype)
+        view_v = dense_view(v.shape, v.stride(), variant.BLOCK_N, dv, dtype)
+    return view_q, view_k, view_v, view_o
+
+
+class TableKernel(KeptKernel):
+    def __init__(self, problem: Problem, variant: Variant, capacity: int, right: int) -> None:
+        batch, blocks = tile_table.grid(problem.batch, problem.seqlen_q, variant.BLOCK_M)
+        scalars = (batch, blocks, problem.total_q, problem.total_k, right, capacity)
+        constants = (problem.seqused_k, variant.HAS_RIGHT, variant.BLOCK_M, TABLE_WIDTH.value, tile_table.CHUNK)
+        super().__init__(tile_table.tile_table_kernel, batch, scalars, constants, None)
+        self._grid = (batch, blocks, 1)

@@ -42,8 +42,12 @@ def explain(
     window_right: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
     softcap: Annotated[float, typer.Option(help="0 turns it off.")] = 0.0,
     alibi: Annotated[bool, typer.Option("--alibi")] = False,
+    sink: Annotated[bool, typer.Option("--sink", help="A learnable logit for each head.")] = False,
     varlen: Annotated[
         bool, typer.Option("--varlen", help="A batch of sequences behind one another.")
+    ] = False,
+    seqused_k: Annotated[
+        bool, typer.Option("--seqused-k", help="Each sequence uses some of its keys.")
     ] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
     backend: Annotated[str | None, typer.Option(help="Insist on this backend.")] = None,
@@ -104,7 +108,9 @@ def explain(
             causal=causal,
             window_size=(window_left, window_right),
             softcap=softcap,
+            seqused_k=torch.empty(batch, dtype=torch.int32, device=place) if seqused_k else None,
             alibi_slopes=torch.empty(heads, device=place) if alibi else None,
+            sink=torch.empty(heads, device=place) if sink else None,
             deterministic=deterministic,
             backend=backend,
         )

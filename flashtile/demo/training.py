@@ -88,6 +88,13 @@ def train(
     """Train from scratch. Configs that differ in length only make the same first steps."""
     torch.manual_seed(config.seed)
     model = GPT(config.model, ATTENTIONS[config.attention]).to(config.device)
+    return model, fit(model, config, corpus, progress)
+
+
+def fit(
+    model: nn.Module, config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
+) -> TrainingResult:
+    """Train any model of bytes, tokens (batch, seqlen) -> logits (batch, seqlen, 256), on its device."""
     forward: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
     optimizer = make_optimizer(model, config)
     schedule = Schedule(config.learning_rate, config.warm_up, config.steps, config.seconds)
@@ -110,7 +117,7 @@ def train(
         if progress is not None:
             progress(len(losses), losses[-1], schedule.share(len(losses), elapsed))
     step_seconds = [end - start for start, end in itertools.pairwise(clock)]
-    return model, TrainingResult(
+    return TrainingResult(
         losses=losses,
         tokens_per_second=config.batch * config.seqlen / statistics.median(step_seconds),
         seconds=sum(step_seconds),

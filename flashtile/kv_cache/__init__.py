@@ -2,6 +2,7 @@
 
 from flashtile.kv_cache.integrity import IntegrityError, Invariant, Usage
 from flashtile.kv_cache.manager import BlockManager
+from flashtile.kv_cache.paged import PagedKVCache, Step
 from flashtile.kv_cache.pool import BlockPool, CacheFullError, OutOfBlocksError, OutOfSequencesError
 from flashtile.kv_cache.table import Batch
 
@@ -14,5 +15,7 @@ __all__ = [
     "Invariant",
     "OutOfBlocksError",
     "OutOfSequencesError",
+    "PagedKVCache",
+    "Step",
     "Usage",
 ]

@@ -1,0 +1,75 @@
+"""Reading a Llama checkpoint from a folder in Hugging Face's format: config.json and \\*.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtile.demo.llama import Llama, LlamaConfig
+
+
+def load_llama(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:
+    """The model in ``folder``.
+
+    Args:
+        dtype: of the weights; None: as they are stored.
+
+    Raises:
+        ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[hf]'``).
+        FileNotFoundError: config.json or the weights are not there.
+        NotImplementedError: it is not of the Llama architecture, or has biases.
+        ValueError: weights are missing, unknown, or of another shape.
+    """
+    from safetensors.torch import load_file
+
+    config = read_config(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no *.safetensors")
+    weights = {}
+    for file in files:
+        for name, weight in load_file(file).items():
+            weights[name.removeprefix("model.")] = weight.to(device=device, dtype=dtype or weight.dtype)
+    if config.tied_embeddings and "embed_tokens.weight" in weights:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    with torch.device("meta"):  # the weights are not initialised first
+        model = Llama(config)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder} does not fit its config.json: {error}") from None
+    return model
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """What config.json says.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        NotImplementedError: it describes another architecture, or biases.
+    """
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") != "llama":
+        raise NotImplementedError(f"model_type must be 'llama', got {config.get('model_type')!r}")
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name, False):
+            raise NotImplementedError(f"{name} must be false in config.json, got {config[name]}")
+    heads, embed = config["num_attention_heads"], config["hidden_size"]
+    # transformers 5 keeps the base of the rotary positions beside their scaling.
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return LlamaConfig(
+        vocabulary=config["vocab_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or embed // heads,
+        embed=embed,
+        hidden=config["intermediate_size"],
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=scaling.get("rope_theta") or config.get("rope_theta", 10000.0),
+        rope_scaling=scaling,
+        tied_embeddings=config.get("tie_word_embeddings", False),
+    )

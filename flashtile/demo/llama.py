@@ -1,0 +1,172 @@
+"""A Llama-architecture model (Touvron et al. 2023, arXiv:2302.13971; grouped heads as in Llama 2 and 3).
+
+Where its keys and values are kept is not its business: every call brings an ``attend`` that is given each
+layer's queries, keys and values, so that one model trains densely and generates from a paged cache or a dense
+one. Modules are named as in Hugging Face's checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flashtile import flash_attn_func
+from flashtile.demo.corpus import VOCABULARY
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q, k, v) -> out: q and out (..., heads, head_dim), k and v (..., kv_heads, head_dim) of the new
+tokens, already rotated."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes. ``rope_scaling`` is that of Hugging Face's config.json: "llama3", "linear", or empty."""
+
+    vocabulary: int = VOCABULARY
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    embed: int = 128
+    hidden: int = 352
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    tied_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "heads", "kv_heads", "head_dim", "embed", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads != 0:
+            raise ValueError(f"heads must be a multiple of kv_heads = {self.kv_heads}, got {self.heads}")
+        if self.head_dim % 2 != 0:
+            raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
+
+
+class Llama(nn.Module):
+    """tokens (...) int64 -> logits (..., vocabulary)."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.embed)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.embed, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.embed, config.vocabulary, bias=False)
+        if config.tied_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.frequencies = rotary_frequencies(config)
+        self._initialise()
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, attend: Attend | None = None
+    ) -> Tensor:
+        """Logits of every token; see :meth:`hidden`."""
+        return self.lm_head(self.hidden(tokens, positions, attend))
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, attend: Attend | None = None) -> Tensor:
+        """(..., embed), what ``lm_head`` makes logits of.
+
+        Args:
+            tokens: (...) int64; (batch, seqlen) without ``attend``.
+            positions: (...) int64, each token's place in its sequence; None: 0, 1, ... in the last dimension.
+            attend: computes the attention of each layer; None: over these tokens alone, causal.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        if attend is None:
+            attend = causal
+        angles = positions[..., None, None].float() * self.frequencies.to(positions.device)
+        rotation = angles.cos(), angles.sin()  # (..., 1, head_dim / 2) float32
+        x = self.embed_tokens(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotation, i, attend)
+        return self.norm(x)
+
+    def _initialise(self) -> None:
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
+                if name.endswith(("o_proj", "down_proj")):  # every layer starts as the identity
+                    nn.init.zeros_(module.weight)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.embed, eps=config.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.embed, eps=config.norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], index: int, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, index, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.embed, config.heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.embed, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.embed, config.kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.embed, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], index: int, attend: Attend) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(attend(index, rotate(q, rotation), rotate(k, rotation), v).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.embed, config.hidden, bias=False)
+        self.up_proj = nn.Linear(config.embed, config.hidden, bias=False)
+        self.down_proj = nn.Linear(config.hidden, config.embed, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over the given tokens alone, (batch, seqlen, heads, head_dim)."""
+    return flash_attn_func(q, k, v, causal=True)
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions (Su et al. 2021): turn x (..., heads, head_dim), its halves the pairs' coordinates."""
+    cosine, sine = rotation
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
+    return turned.to(x.dtype)
+
+
+def rotary_frequencies(config: LlamaConfig) -> Tensor:
+    """(head_dim / 2,) float32 on the CPU, radians a position."""
+    frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device="cpu") / config.head_dim)
+    scaling = config.rope_scaling
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / scaling["factor"]
+    if kind != "llama3":
+        raise NotImplementedError(f"rope_scaling must be of type default, linear or llama3, got {kind!r}")
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling["factor"])

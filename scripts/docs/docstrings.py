@@ -9,20 +9,25 @@ import griffe
 
 ROLE = re.compile(r":(?:func|class|meth|mod|data):`~?([\w.]+)`")
 
+NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 
 NAMES_OVER_LINES = re.compile(r"^( +(?:\w+, )*\w+),\n +(?=(?:\w+, )*\w+:)", re.MULTILINE)
 """Arguments that one description covers, where their names take more than a line."""
+
+SHARED = re.compile(r"^( +)((?:\w+, )+\w+):", re.MULTILINE)
+"""Attributes that share a description; the parser would take what follows a space for a type."""
 
 
 class SourceDocstrings(griffe.Extension):
     """Sphinx roles such as ``:func:`name``` become links where the reference has the name, else code.
 
-    Names of arguments that fill more than one line become one, as the parser expects them.
+    Names that share a description become one name, as the parser expects it.
     """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             text = NAMES_OVER_LINES.sub(r"\1, ", obj.docstring.value)
+            text = SHARED.sub(lambda names: names[1] + names[2].replace(" ", NO_BREAK_SPACE) + ":", text)
             obj.docstring.value = ROLE.sub(lambda role: _link(role[1], obj), text)
 
 

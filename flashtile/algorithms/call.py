@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.algorithms.memory import Array, Memory, SramExceededError
+from flashtile.algorithms.memory import Array, Memory, Sram, SramExceededError
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys
 from flashtile.problem import Options, Problem
 
@@ -55,6 +55,10 @@ class Call:
     scale: float
     mask: Mask
 
+    def load_keys(self, sram: Sram, keys: range) -> tuple[Tensor, Tensor]:
+        """K and V of some keys, (keys, head_dim) and (keys, head_dim_v)."""
+        return sram.load(self.K, keys), sram.load(self.V, keys)
+
 
 def place(
     memory: Memory,
@@ -64,6 +68,7 @@ def place(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    element_bytes: int | None = None,
 ) -> Call:
     """Check the arguments that every algorithm takes and put q, k and v into HBM.
 
@@ -74,6 +79,7 @@ def place(
         k: (seqlen_k, head_dim), as q.
         v: (seqlen_k, head_dim_v), as q.
         causal, window_size, softmax_scale: as for :func:`flashtile.attention`.
+        element_bytes: of a number of q, k and v, where it differs from the memory's.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument.
@@ -93,9 +99,9 @@ def place(
     problem = Problem.from_tensors(q[None, :, None], k[None, :, None], v[None, :, None], options=options)
     mask = Mask(q.shape[0], k.shape[0], *problem.effective_window(q.shape[0], k.shape[0]))
     return Call(
-        memory.place("Q", q),
-        memory.place("K", k),
-        memory.place("V", v),
+        memory.place("Q", q, element_bytes),
+        memory.place("K", k, element_bytes),
+        memory.place("V", v, element_bytes),
         problem.softmax_scale,
         mask,
     )
@@ -147,6 +153,6 @@ def nonzero(row_sum: Tensor) -> Tensor:
     return torch.where(row_sum == 0, 1.0, row_sum)
 
 
-def log_sum_exp(m: Tensor, l: Tensor) -> Tensor:  # noqa: E741 - the papers' letter
+def log_sum_exp(m: Tensor, l: Tensor) -> Tensor:
     """lse = m + log(l), -inf for a row that sees no key."""
     return torch.where(l == 0, -torch.inf, m + torch.log(nonzero(l)))

@@ -14,11 +14,14 @@ others only those on the mask's edge are masked.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
 from flashtile.algorithms.call import (
     LOWEST,
+    Call,
     block_size,
     blocks,
     log_sum_exp,
@@ -28,7 +31,7 @@ from flashtile.algorithms.call import (
     row_max,
     zeros,
 )
-from flashtile.algorithms.memory import Memory
+from flashtile.algorithms.memory import Memory, Sram
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -64,29 +67,46 @@ def forward(
     LSE = memory.empty("lse", Q.rows, 1, like=q)
 
     for rows in blocks(Q.rows, block_m or default_m):
-        with memory.sram(kernel="attention") as outer:
-            q_i = outer.load(Q, rows)
-            acc = outer.compute("O", zeros(len(rows), V.cols, q), rows)
-            l = outer.compute("l", zeros(len(rows), 1, q), rows)
-            m = outer.compute("m", lowest(len(rows), q), rows)
-            for keys in blocks(K.rows, block_n or default_n):
-                if not call.mask.sees_any(rows, keys):
-                    memory.record("skip", "S", rows, keys)
-                    continue
-                with memory.sram() as sram:
-                    k_j, v_j = sram.load(K, keys), sram.load(V, keys)
-                    s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
-                    s = sram.compute("S", s, rows, keys, op="S = Q K^T")
-                    m_new = torch.maximum(m, row_max(s))
-                    p = sram.compute("S", torch.exp(s - m_new), rows, keys, op="P = exp(S - m)")
-                    correction = torch.exp(m - m_new)
-                    l = correction * l + p.sum(-1, keepdim=True)
-                    l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
-                    acc = outer.compute("O", correction * acc + p @ v_j, rows, op="O = exp(m - m') O + P V")
-                    m = outer.compute("m", m_new, rows, op="m = max")
-            outer.store(O, acc / nonzero(l), rows)
-            outer.store(LSE, log_sum_exp(m, l), rows)
+        with memory.sram(kernel="attention") as sram:
+            acc, m, l = attend(memory, sram, call, rows, blocks(K.rows, block_n or default_n))
+            sram.store(O, acc / nonzero(l), rows)
+            sram.store(LSE, log_sum_exp(m, l), rows)
     return O.tensor, LSE.tensor
+
+
+def attend(
+    memory: Memory,
+    outer: Sram,
+    call: Call,
+    rows: range,
+    key_blocks: Iterable[range],
+    load_keys: Callable[[Sram, range], tuple[Tensor, Tensor]] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lines 3 to 11: one block of rows over blocks of keys, as (sum of exp(S - m) V, m, l) in SRAM.
+
+    ``load_keys`` is how K and V of a block come, by default from contiguous memory.
+    """
+    load_keys = load_keys or call.load_keys
+    q_i = outer.load(call.Q, rows)
+    acc = outer.compute("O", zeros(len(rows), call.V.cols, q_i), rows)
+    l = outer.compute("l", zeros(len(rows), 1, q_i), rows)
+    m = outer.compute("m", lowest(len(rows), q_i), rows)
+    for keys in key_blocks:
+        if not call.mask.sees_any(rows, keys):
+            memory.record("skip", "S", rows, keys)
+            continue
+        with memory.sram() as sram:
+            k_j, v_j = load_keys(sram, keys)
+            s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+            s = sram.compute("S", s, rows, keys, op="S = Q K^T")
+            m_new = torch.maximum(m, row_max(s))
+            p = sram.compute("S", torch.exp(s - m_new), rows, keys, op="P = exp(S - m)")
+            correction = torch.exp(m - m_new)
+            l = correction * l + p.sum(-1, keepdim=True)
+            l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
+            acc = outer.compute("O", correction * acc + p @ v_j, rows, op="O = exp(m - m') O + P V")
+            m = outer.compute("m", m_new, rows, op="m = max")
+    return acc, m, l
 
 
 def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:

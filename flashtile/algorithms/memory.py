@@ -222,15 +222,21 @@ class Sram:
         self.memory = memory
         self.names: list[str] = []
 
-    def load(self, array: Array, rows: range | None = None, cols: range | None = None) -> Tensor:
-        """Copy a tile of an array from HBM; without ``rows`` or ``cols``, all of them."""
+    def load(
+        self, array: Array, rows: range | None = None, cols: range | None = None, name: str | None = None
+    ) -> Tensor:
+        """Copy a tile of an array from HBM; without ``rows`` or ``cols``, all of them.
+
+        It is named like the array, unless a ``name`` is given, as several tiles of one array at a time need.
+        """
         rows, cols = array.extent(rows, cols)
         tile = array.tensor[rows.start : rows.stop, cols.start : cols.stop].clone()
         size = tile.numel() * array.element_bytes
-        self._hold(array.name, size, rows, cols)
+        name = name or array.name
+        self._hold(name, size, rows, cols)
         self.memory.hbm_read += size
         self.memory.traffic.setdefault(array.name, Traffic()).read += size
-        self.memory.record("load", array.name, rows, cols, size, column=tile)
+        self.memory.record("load", name, rows, cols, size, column=tile)
         return tile
 
     def compute(

@@ -1,0 +1,140 @@
+"""FlashAttention-3 in FP8: half the bytes and twice the products, and what keeps the error small.
+
+arXiv:2407.08608, section 3.3. A number of e4m3 has 3 bits after its leading one: rounding moves it by up to
+6 %, from 448 down to 1/64, and by more below. Values are stored as x / scale, the largest as 448.
+
+Block quantisation. One scale for a whole tensor is set by its largest outlier; what is 30000 times smaller
+loses bits, what is 500000 times smaller vanishes. A scale for each block of rows confines an outlier to its
+block, and costs nothing more: a tile of S has one block of Q and one of K, and takes the product of their
+    scales.
+
+Incoherent processing. Outliers sit in a few columns, the same in Q and K, and the rounding of their large
+products drowns the rest of a score. An orthogonal matrix R spreads each row over all columns, while
+(Q R)(K R)^T = Q K^T stays what it was. R is a Hadamard matrix with random signs: d log d additions a row,
+which fuse with the rotary embedding before them.
+
+A simulation: numbers are rounded to e4m3 and multiplied in float32, as tensor cores accumulate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.algorithms.call import blocks, log_sum_exp, lowest, nonzero, place, row_max, zeros
+from flashtile.algorithms.flash2 import block_sizes
+from flashtile.algorithms.memory import Memory, Sram
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+SCALE_BYTES = 4
+P_SCALE = 256.0
+"""Probabilities are at most 1: times 256 they use e4m3's range, and a power of 2 rounds nothing."""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    block_scales: bool = True,
+    incoherent: bool = True,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) with Q, K, V and P rounded to e4m3: near, not equal to, exact attention.
+
+    Args:
+        block_scales: a scale for each block of rows of Q, K and V; False is one for each tensor.
+        incoherent: rotate Q and K first; head_dim must be a power of 2.
+        seed: of the rotation's signs.
+
+    The others are those of :func:`flashtile.algorithms.call.place`; Q, K and V count one byte a number.
+    """
+    if incoherent:  # on a GPU fused with the layer before, and no part of the attention's traffic
+        rotation = random_rotation(q, seed)
+        q, k = q @ rotation, k @ rotation
+    default_m, default_n = block_sizes(memory, q.shape[-1], v.shape[-1])
+    Br, Bc = block_m or default_m, block_n or default_n
+    rows_of = {"Q": Br, "K": Bc, "V": Bc} if block_scales else dict.fromkeys("QKV", max(len(q), len(k), 1))
+    (q8, q_scales), (k8, k_scales), (v8, v_scales) = (
+        quantise(t, rows_of[name]) for name, t in (("Q", q), ("K", k), ("V", v))
+    )
+    call = place(memory, q8, k8, v8, causal, window_size, softmax_scale, element_bytes=1)
+    Q, K, V = call.Q, call.K, call.V
+    scales = {
+        name: memory.place(f"{name} scale", values, SCALE_BYTES)
+        for name, values in (("Q", q_scales), ("K", k_scales), ("V", v_scales))
+    }
+
+    def scale_of(sram: Sram, name: str, rows: range) -> Tensor:
+        block = rows.start // rows_of[name]
+        return sram.load(scales[name], range(block, block + 1))
+
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    for rows in blocks(Q.rows, Br):
+        with memory.sram(kernel="attention") as outer:
+            q_i, q_scale = outer.load(Q, rows), scale_of(outer, "Q", rows)
+            acc = outer.compute("O", zeros(len(rows), V.cols, q), rows)
+            l = outer.compute("l", zeros(len(rows), 1, q), rows)
+            m = outer.compute("m", lowest(len(rows), q), rows)
+            for keys in blocks(K.rows, Bc):
+                if not call.mask.sees_any(rows, keys):
+                    memory.record("skip", "S", rows, keys)
+                    continue
+                with memory.sram() as sram:
+                    k_j, v_j = call.load_keys(sram, keys)
+                    k_scale, v_scale = scale_of(sram, "K", keys), scale_of(sram, "V", keys)
+                    s = (q_i @ k_j.T) * (q_scale * k_scale * call.scale)  # both factors of a tile at once
+                    s = sram.compute("S", call.mask.hide(s, rows, keys), rows, keys, op="S = Q K^T")
+                    m_new = torch.maximum(m, row_max(s))
+                    p = torch.exp(s - m_new)
+                    p8 = sram.compute("S", round_to_e4m3(p * P_SCALE), rows, keys, op="P = e4m3(exp(S - m))")
+                    correction = torch.exp(m - m_new)
+                    l = correction * l + p.sum(-1, keepdim=True)
+                    l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
+                    acc = correction * acc + (p8 @ v_j) * (v_scale / P_SCALE)
+                    acc = outer.compute("O", acc, rows, op="O = exp(m - m') O + P V")
+                    m = outer.compute("m", m_new, rows, op="m = max")
+            outer.store(O, acc / nonzero(l), rows)
+            outer.store(LSE, log_sum_exp(m, l), rows)
+    return O.tensor, LSE.tensor
+
+
+def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(values that e4m3 has, scales (blocks, 1)): x is about values * scale, one for each ``block`` rows."""
+    values, scales = torch.empty_like(x), []
+    for rows in blocks(x.shape[0], block):
+        part = x[rows.start : rows.stop]
+        scale = nonzero(part.abs().amax() / LARGEST)
+        values[rows.start : rows.stop] = round_to_e4m3(part / scale)
+        scales.append(scale)
+    return values, torch.stack(scales)[:, None] if scales else x.new_ones((1, 1))
+
+
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """The nearest numbers that e4m3 has, in the dtype of x."""
+    return x.to(E4M3).to(x.dtype)
+
+
+def random_rotation(like: Tensor, seed: int) -> Tensor:
+    """(head_dim, head_dim) orthogonal: random signs times Hadamard's matrix (Sylvester's construction).
+
+    Raises:
+        ValueError: a head_dim that is not a power of 2.
+    """
+    head_dim = like.shape[-1]
+    if head_dim & (head_dim - 1):
+        raise ValueError(f"incoherent processing needs a head_dim that is a power of 2, got {head_dim}")
+    hadamard = like.new_ones((1, 1))
+    while len(hadamard) < head_dim:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    generator = torch.Generator().manual_seed(seed)
+    signs = (torch.randint(0, 2, (head_dim, 1), generator=generator) * 2 - 1).to(like)
+    return signs * hadamard / head_dim**0.5

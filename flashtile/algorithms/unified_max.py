@@ -1,0 +1,120 @@
+"""FlashDecoding++: partial softmaxes that need no maximum of each other (Hong et al. 2023, arXiv:2311.01282).
+
+The maximum is subtracted only for exp not to overflow; any number phi gives the same quotient,
+
+    softmax(x)_i = exp(x_i - phi) / sum_j exp(x_j - phi),
+
+and where the scores of a model are known to lie around phi, that one number serves every row and every part
+of it (section 3). The parts are then independent: no running maximum, no correction of what was summed
+before, and merging is adding. The paper measures the corrections at 18.8 % of attention in Llama2-7B.
+
+The result is exact while every x_i - phi lies between two bounds. A block of rows with a score outside of
+them
+is computed again with the online softmax: correct for any input, fast for those that phi was chosen for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.algorithms import flash2
+from flashtile.algorithms.call import Call, blocks, log_sum_exp, nonzero, place, zeros
+from flashtile.algorithms.flash_decoding import block_sizes, of_split, split_blocks
+from flashtile.algorithms.memory import Memory, Sram
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    phi: float = 0.0,
+    bounds: tuple[float, float] = (-60.0, 60.0),
+    num_splits: int = 4,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor, list[range]]:
+    """(out, lse, recomputed): out (seqlen_q, head_dim_v), lse (seqlen_q, 1), the blocks of rows that fell
+    back.
+
+    Args:
+        phi: the unified maximum, chosen for a model from the scores that it makes.
+        bounds: what every scaled score minus phi must lie between. The default keeps exp, and sums of any
+            length that a sequence has, within float32.
+        num_splits: parts of the keys, as in :mod:`flash_decoding`.
+
+    The others are those of :func:`flashtile.algorithms.call.place`.
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    default_m, default_n = block_sizes(memory, Q.rows, Q.cols, V.cols)
+    Br, Bc = block_m or default_m, block_n or default_n
+    O_s = memory.empty("O_s", num_splits * Q.rows, V.cols, like=q)
+    L_s = memory.empty("l_s", num_splits * Q.rows, 1, like=q)
+    outside: list[range] = []  # on a GPU: a flag in HBM that any split may raise
+    for split, parts in enumerate(split_blocks(K.rows, Bc, num_splits)):
+        for rows in blocks(Q.rows, Br):
+            with memory.sram(kernel="split") as sram:
+                acc, l, inside = attend(memory, sram, call, rows, parts, phi, bounds)
+                sram.store(O_s, acc, of_split(split, rows, Q.rows))
+                sram.store(L_s, l, of_split(split, rows, Q.rows))
+            if not inside and rows not in outside:
+                outside.append(rows)
+
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    for rows in blocks(Q.rows, Br):
+        if rows in outside:
+            with memory.sram(kernel="recompute") as sram:
+                acc, m, l = flash2.attend(memory, sram, call, rows, blocks(K.rows, Bc))
+                sram.store(O, acc / nonzero(l), rows)
+                sram.store(LSE, log_sum_exp(m, l), rows)
+            continue
+        with memory.sram(kernel="merge") as sram:
+            acc = sram.compute("O", zeros(len(rows), V.cols, q), rows)
+            l = sram.compute("l", zeros(len(rows), 1, q), rows)
+            for split in range(num_splits):
+                acc = sram.compute(
+                    "O", acc + sram.load(O_s, of_split(split, rows, Q.rows)), rows, op="O += O_s"
+                )
+                l = sram.compute("l", l + sram.load(L_s, of_split(split, rows, Q.rows)), rows, op="l += l_s")
+            sram.store(O, acc / nonzero(l), rows)
+            sram.store(LSE, log_sum_exp(zeros(len(rows), 1, q) + phi, l), rows)
+    memory.release(O_s, L_s)
+    return O.tensor, LSE.tensor, outside
+
+
+def attend(
+    memory: Memory,
+    outer: Sram,
+    call: Call,
+    rows: range,
+    key_blocks: list[range],
+    phi: float,
+    bounds: tuple[float, float],
+) -> tuple[Tensor, Tensor, bool]:
+    """(sum of exp(S - phi) V, sum of exp(S - phi), whether all visible scores lie within the bounds)."""
+    low, high = bounds
+    q_i = outer.load(call.Q, rows)
+    acc = outer.compute("O", zeros(len(rows), call.V.cols, q_i), rows)
+    l = outer.compute("l", zeros(len(rows), 1, q_i), rows)
+    inside = True
+    for keys in key_blocks:
+        if not call.mask.sees_any(rows, keys):
+            memory.record("skip", "S", rows, keys)
+            continue
+        with memory.sram() as sram:
+            k_j, v_j = call.load_keys(sram, keys)
+            s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+            s = sram.compute("S", s - phi, rows, keys, op="S = Q K^T - phi")
+            seen = s[s > -torch.inf]
+            inside = inside and bool(((seen > low) & (seen < high)).all())
+            p = sram.compute("S", torch.exp(s), rows, keys, op="P = exp(S)")
+            l = outer.compute("l", l + p.sum(-1, keepdim=True), rows, op="l += rowsum P")
+            acc = outer.compute("O", acc + p @ v_j, rows, op="O += P V")
+    return acc, l, inside

@@ -23,7 +23,6 @@ from flashtile.decode.arguments import (
 )
 from flashtile.decode.checks import check_combine, check_copy
 from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
-from flashtile.problem import check_dense
 
 
 def flash_attn_with_kvcache(
@@ -147,19 +146,12 @@ def flash_attn_with_kvcache(
         raise ValueError("cache_seqlens must say where k and v are appended, got None")
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
-    q_given = q_rotated = cu_seqlens_given = None
-    if rotary_cos is not None:
-        if tree_mask is not None:
-            raise ValueError(
-                "rotary_cos must be None beside tree_mask: rotate by each node's depth beforehand"
-            )
-        check_dense("q", q)
-        q_given, cu_seqlens_given, q_rotated = q, cu_seqlens_q, q.detach().new_empty(q.shape)
-        q = q_rotated
+    if rotary_cos is not None and tree_mask is not None:
+        raise ValueError("rotary_cos must be None beside tree_mask: rotate by each node's depth beforehand")
     by_token = masking.causal or masking.window_left >= 0 or masking.window_right >= 0
     appended = AppendTensors(
         cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
-        rotary_seqlens, k_descale, v_descale, q_given, cu_seqlens_given, q_rotated,
+        rotary_seqlens, k_descale, v_descale,
     )  # fmt: skip
     append_options = AppendOptions(
         max_seqlen_k_new, masking.max_seqlen_q, rotary_interleaved, by_token, backend, debug_checks

@@ -22,6 +22,7 @@ from flashtile.launches import LaunchCache
 
 _decode_launches = LaunchCache()
 _append_launches = LaunchCache()
+_append_and_decode_launches = LaunchCache()
 _combine_launches = LaunchCache()
 _copy_launches = LaunchCache()
 
@@ -57,6 +58,16 @@ def append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
     """Write k and v into the caches in place, and the rotated queries into their tensor."""
+    launch = find_append(k_cache, v_cache, k, v, tensors, options)
+    if wanted(k, options.debug_checks):
+        check_append_values(k_cache, k, tensors, options)
+    launch(k_cache, v_cache, k, v, *tensors)
+
+
+def find_append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
+) -> Launch:
+    """The launch for this signature; a new one is checked and prepared."""
     try:
         key = (options, *map(_signature, (k_cache, v_cache, k, v, *tensors)))
     except Exception:
@@ -67,9 +78,47 @@ def append(
         check_append(k_cache, v_cache, k, v, tensors, options)
         problem = AppendProblem.from_tensors(k_cache, v_cache, k, v, tensors, options)
         launch = _append_launches.keep(key, select(problem, options.backend).prepare_append(problem))
-    if wanted(k, options.debug_checks):
-        check_append_values(k_cache, k, tensors, options)
-    launch(k_cache, v_cache, k, v, *tensors)
+    return launch
+
+
+def append_and_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    appended: AppendTensors,
+    append_options: AppendOptions,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+) -> tuple[Tensor, Tensor]:
+    """Append, then (out, lse), by one look-up for both. Nothing is written unless the whole call is right.
+
+    ``appended`` comes without queries; they are rotated here if it has angles.
+    """
+    angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    try:
+        key = (options, append_options, *map(_signature, (q, k_cache, v_cache, k, v, *tensors, *angles)))
+    except Exception:
+        check_decode(q, k_cache, v_cache, tensors, options)
+        check_append(k_cache, v_cache, k, v, appended, append_options)
+        raise
+    queries = q
+    if appended.rotary_cos is not None:
+        queries = q.new_empty(q.shape)
+        appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
+    launches = _append_and_decode_launches.get(key)
+    if launches is None:
+        pair = (
+            find_append(k_cache, v_cache, k, v, appended, append_options),
+            find_decode(queries, k_cache, v_cache, tensors, options),
+        )
+        launches = _append_and_decode_launches.keep(key, pair)
+    if wanted(q, options.debug_checks):
+        check_append_values(k_cache, k, appended, append_options)
+        check_decode_values(queries, k_cache, tensors, options)
+    launches[0](k_cache, v_cache, k, v, *appended)
+    return launches[1](queries, k_cache, v_cache, *tensors)
 
 
 def combine(

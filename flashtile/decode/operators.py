@@ -74,13 +74,26 @@ def append_and_decode(
     tensors: CacheTensors,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over a cache with k and v in it. Nothing is written unless the whole call is right."""
-    if is_plain(q, k_cache, v_cache, k, v, *appended, *tensors):
-        launch = launches.find_decode(q, k_cache, v_cache, tensors, options)
-        launches.append(k_cache, v_cache, k, v, appended, append_options)
-        return launch(q, k_cache, v_cache, *tensors)
+    """(out, lse) over a cache with k and v in it. Nothing is written unless the whole call is right.
+
+    ``appended`` comes without queries; they are rotated here if it has angles.
+    """
+    angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    if is_plain(q, k_cache, v_cache, k, v, *tensors, *angles):
+        return launches.append_and_decode(
+            q, k_cache, v_cache, k, v, appended, append_options, tensors, options
+        )
     check_decode(q, k_cache, v_cache, tensors, options)
-    append(k_cache, v_cache, k, v, appended, append_options)
+    if appended.rotary_cos is not None:
+        queries = q.detach().new_empty(q.shape)
+        appended = appended._replace(q=q.detach(), cu_seqlens_q=tensors.cu_seqlens_q, q_rotated=queries)
+        append(k_cache, v_cache, k, v, appended, append_options)
+        if q.requires_grad and torch.is_grad_enabled():
+            # Whoever asks for a gradient is to be refused, and not told that there is none.
+            queries = torch.where(queries.new_ones((), dtype=torch.bool), queries, q)
+        q = queries
+    else:
+        append(k_cache, v_cache, k, v, appended, append_options)
     return decode(q, k_cache, v_cache, tensors, options)
 
 

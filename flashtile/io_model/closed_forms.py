@@ -3,140 +3,235 @@
 The machine is that of the papers: no cache between the two, an SRAM that holds the tiles of one program, all
 loads and stores counted (Dao et al. 2022, arXiv:2205.14135, theorem 2; Dao 2023, arXiv:2307.08691). They are
 the counts of the algorithms in ``flashtile.algorithms``, which count as they run, summed over sequences and
-heads.
+heads; each query head reads keys and values of its own, but in :func:`flash_decoding`.
+
+Block sizes are (rows of queries, rows of keys); the algorithms' own come from an SRAM's size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flashtile.algorithms import flash1, flash2, tiled_matmul
+from flashtile.algorithms.memory import Memory
 from flashtile.io_model.calls import Call
 from flashtile.io_model.kernels import reach
 
 STATISTIC_BYTES = 4
-"""Of a running maximum, sum or log-sum-exp: fp32."""
+"""Of a running maximum, a sum or a log-sum-exp, and of partial results: fp32."""
+
+TABLE_ENTRY_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Cost:
     """Bytes between HBM and SRAM, FLOPs of matrix products, and bytes of HBM beyond inputs and results."""
 
-    hbm_read: int = 0
-    hbm_written: int = 0
-    matmul_flops: int = 0
-    extra_bytes: int = 0
+    hbm_read: int
+    hbm_written: int
+    matmul_flops: int
+    extra_bytes: int
 
     @property
     def hbm_bytes(self) -> int:
         return self.hbm_read + self.hbm_written
 
 
-def standard_forward(call: Call) -> Cost:
+def standard_forward(call: Call, sram_bytes: int | None = None) -> Cost:
     """S = Q K^T, P = softmax(S), O = P V, each written out and read back (Dao et al. 2022, algorithm 0).
 
     The mask hides scores, but all of them are computed and stored.
+
+    Args:
+        sram_bytes: what tiles of the products and rows of the softmax have to fit into; None is an SRAM in
+            which each product reads its inputs once.
     """
-    scores = call.score_pairs * call.element_bytes
-    keys, values = _per_query_head(call)
+    read = written = 0
+    for seqlen_q, seqlen_k in call.sequences:
+        steps = (
+            _product(call, seqlen_q, call.head_dim, seqlen_k, sram_bytes),
+            _softmax(call, seqlen_q, seqlen_k, sram_bytes, inputs=1, statistics=2),
+            _product(call, seqlen_q, seqlen_k, call.width_v, sram_bytes),
+        )
+        read += sum(step[0] for step in steps)
+        written += sum(step[1] for step in steps)
     return Cost(
-        hbm_read=call.q_bytes + keys + values + 2 * scores,
-        hbm_written=2 * scores + call.out_bytes,
+        hbm_read=read * call.num_heads_q * call.element_bytes,
+        hbm_written=written * call.num_heads_q * call.element_bytes,
         matmul_flops=2 * call.score_pairs * (call.head_dim + call.width_v),
-        extra_bytes=2 * scores,
+        extra_bytes=2 * call.score_pairs * call.element_bytes,
     )
 
 
-def standard_backward(call: Call) -> Cost:
+def standard_backward(call: Call, sram_bytes: int | None = None) -> Cost:
     """dV = P^T dO, dP = dO V^T, dS = P (dP - D), dQ = dS K, dK = dS^T Q with P kept from the forward pass
-    (Dao et al. 2022, algorithm 3)."""
-    scores = call.score_pairs * call.element_bytes
-    keys, values = _per_query_head(call)
+    (Dao et al. 2022, algorithm 3); ``sram_bytes`` as for :func:`standard_forward`."""
+    read = written = 0
+    for seqlen_q, seqlen_k in call.sequences:
+        steps = (
+            _product(call, seqlen_k, seqlen_q, call.width_v, sram_bytes),
+            _product(call, seqlen_q, call.width_v, seqlen_k, sram_bytes),
+            _softmax(call, seqlen_q, seqlen_k, sram_bytes, inputs=2, statistics=1),
+            _product(call, seqlen_q, seqlen_k, call.head_dim, sram_bytes),
+            _product(call, seqlen_k, seqlen_q, call.head_dim, sram_bytes),
+        )
+        read += sum(step[0] for step in steps)
+        written += sum(step[1] for step in steps)
     return Cost(
-        hbm_read=5 * scores + 2 * call.out_bytes + call.q_bytes + keys + values,
-        hbm_written=2 * scores + call.q_bytes + keys + values,
+        hbm_read=read * call.num_heads_q * call.element_bytes,
+        hbm_written=written * call.num_heads_q * call.element_bytes,
         matmul_flops=4 * call.score_pairs * (call.head_dim + call.width_v),
-        extra_bytes=3 * scores,
+        extra_bytes=3 * call.score_pairs * call.element_bytes,
     )
 
 
-def flash1_blocks(head_dim: int, sram_elements: int) -> tuple[int, int]:
-    """(B_r, B_c) of FlashAttention 1, algorithm 1, line 1, for an SRAM of so many elements.
+def flash1_blocks(call: Call, sram_bytes: int) -> tuple[int, int]:
+    """(B_r, B_c) of FlashAttention 1's forward pass.
 
     Raises:
-        ValueError: SRAM does not hold one row of q, k, v and out.
+        SramExceededError: SRAM does not hold blocks of one row.
     """
-    if sram_elements < 4 * head_dim:
-        raise ValueError(f"sram_elements must be at least 4 * head_dim = {4 * head_dim}, got {sram_elements}")
-    columns = -(-sram_elements // (4 * head_dim))
-    return min(columns, head_dim), columns
+    return flash1.block_sizes(_memory(call, sram_bytes), call.head_dim, call.width_v)
 
 
-def flash1_forward(call: Call, sram_bytes: int) -> Cost:
+def flash2_blocks(call: Call, sram_bytes: int) -> tuple[int, int]:
+    """(B_r, B_c) of FlashAttention 2's forward pass; raises as :func:`flash1_blocks`."""
+    return flash2.block_sizes(_memory(call, sram_bytes), call.head_dim, call.width_v)
+
+
+def flash1_forward(call: Call, blocks: tuple[int, int]) -> Cost:
     """FlashAttention 1, algorithm 1: keys and values outside, queries inside, so that O, l and m go to HBM
-    and back once for every block of keys. Theta(N^2 d^2 / M)."""
-    _, columns = flash1_blocks(max(call.head_dim, call.width_v), sram_bytes // call.element_bytes)
-    statistics = 2 * STATISTIC_BYTES * call.rows_q
-    keys, values = _per_query_head(call)
-    passes = [(seqlen_q * call.num_heads_q, -(-seqlen_k // columns)) for seqlen_q, seqlen_k in call.sequences]
-    q = sum(rows * count for rows, count in passes) * call.head_dim * call.element_bytes
-    out = sum(rows * count for rows, count in passes) * call.width_v * call.element_bytes
-    running = 2 * STATISTIC_BYTES * sum(rows * count for rows, count in passes)
+    and back once for every block of keys. Theta(N^2 d^2 / M). Blocks that a mask hides are not skipped."""
+    passes = _passes(call, blocks[1])
+    running = call.width_v * call.element_bytes + 2 * STATISTIC_BYTES  # of a row: O, l, m
     return Cost(
-        hbm_read=keys + values + q + out + running,
-        hbm_written=call.out_bytes + statistics + out + running,
+        hbm_read=_keys(call) + passes * (call.head_dim * call.element_bytes + running),
+        hbm_written=(call.rows_q + passes) * running,  # the first are zeros
         matmul_flops=2 * call.score_pairs * (call.head_dim + call.width_v),
-        extra_bytes=statistics,
+        extra_bytes=2 * STATISTIC_BYTES * call.rows_q,
     )
 
 
-def flash2_forward(call: Call, block_m: int, block_n: int) -> Cost:
+def flash1_backward(call: Call, blocks: tuple[int, int]) -> Cost:
+    """FlashAttention 1, algorithm 4: for each block of keys all of Q, O, dO, dQ, l and m, and dQ back."""
+    passes = _passes(call, blocks[1])
+    q, out = call.head_dim * call.element_bytes, call.width_v * call.element_bytes
+    return Cost(
+        hbm_read=_keys(call) + passes * (2 * q + 2 * out + 2 * STATISTIC_BYTES),
+        hbm_written=call.q_bytes + passes * q + _keys(call),
+        matmul_flops=2 * call.score_pairs * (3 * call.head_dim + 2 * call.width_v),
+        extra_bytes=2 * STATISTIC_BYTES * call.rows_q,
+    )
+
+
+def flash2_forward(call: Call, blocks: tuple[int, int]) -> Cost:
     """FlashAttention 2, algorithm 1: queries outside, keys and values inside; O and the log-sum-exp are
     written once, and blocks that the mask hides whole are skipped."""
-    keys_read, pairs = _walked(call, block_m, block_n)
+    keys = pairs = 0
+    for rows, seen in _visible_tiles(call, blocks):
+        keys += seen
+        pairs += rows * seen
+    row_bytes = (call.head_dim + call.width_v) * call.element_bytes
     return Cost(
-        hbm_read=call.q_bytes + keys_read * (call.head_dim + call.width_v) * call.element_bytes,
+        hbm_read=call.q_bytes + keys * row_bytes,
         hbm_written=call.out_bytes + call.rows_q * STATISTIC_BYTES,
         matmul_flops=2 * pairs * (call.head_dim + call.width_v),
         extra_bytes=call.rows_q * STATISTIC_BYTES,
     )
 
 
-def flash_decoding(call: Call, splits: int, block_n: int) -> Cost:
-    """Flash-Decoding: the keys of each head in ``splits`` parts, the rows of a group of query heads together,
-    and a second kernel that merges the partial results (fp32) by their log-sum-exp."""
-    parts = min(splits, max(1, -(-call.seqlen_k // block_n)))
-    partial = parts * call.rows_q * (call.width_v + 1) * STATISTIC_BYTES
-    merged = parts > 1
+def flash2_backward(call: Call, blocks: tuple[int, int]) -> Cost:
+    """FlashAttention 2, algorithm 2: D of each row first; then keys outside, and for each block of rows that
+    sees them Q, dO, dQ, the log-sum-exp and D, and dQ back."""
+    rows_read = pairs = 0
+    for seqlen_q, seqlen_k in call.sequences:
+        for start in range(0, seqlen_k, blocks[1]):
+            keys = min(start + blocks[1], seqlen_k) - start
+            rows = _rows_that_see(call, (start, start + keys), seqlen_q, seqlen_k, blocks[0])
+            rows_read += rows * call.num_heads_q
+            pairs += rows * keys * call.num_heads_q
+    q, out = call.head_dim * call.element_bytes, call.width_v * call.element_bytes
     return Cost(
-        hbm_read=call.q_bytes * parts + call.k_bytes + call.v_bytes + (partial if merged else 0),
-        hbm_written=call.out_bytes + call.lse_bytes + (partial if merged else 0),
-        matmul_flops=2 * call.score_pairs * (call.head_dim + call.width_v),
-        extra_bytes=call.lse_bytes + (partial if merged else 0),
+        hbm_read=2 * call.out_bytes + _keys(call) + rows_read * (2 * q + out + 2 * STATISTIC_BYTES),
+        hbm_written=call.rows_q * STATISTIC_BYTES + call.q_bytes + rows_read * q + _keys(call),
+        matmul_flops=2 * pairs * (3 * call.head_dim + 2 * call.width_v),
+        extra_bytes=2 * STATISTIC_BYTES * call.rows_q,
     )
 
 
-def paged_decoding(call: Call, splits: int, block_n: int, page_size: int) -> Cost:
-    """Flash-Decoding over a paged cache: as :func:`flash_decoding`, and the int32 block table read for each
-    key/value head."""
-    cost = flash_decoding(call, splits, block_n)
-    table = 4 * call.num_heads_kv * sum(-(-seqlen_k // page_size) for _, seqlen_k in call.sequences)
-    return Cost(cost.hbm_read + table, cost.hbm_written, cost.matmul_flops, cost.extra_bytes)
+def flash_decoding(call: Call, splits: int) -> Cost:
+    """Flash-Decoding: the keys of each head in ``splits`` parts, the rows of a group of query heads together,
+    and a second kernel that merges the partial results by their log-sum-exp. No mask."""
+    partial = splits * call.rows_q * (call.width_v + 1) * STATISTIC_BYTES
+    return Cost(
+        hbm_read=splits * call.q_bytes + call.k_bytes + call.v_bytes + partial,
+        hbm_written=partial + call.out_bytes + call.rows_q * STATISTIC_BYTES,
+        matmul_flops=2 * call.score_pairs * (call.head_dim + call.width_v),
+        extra_bytes=partial + call.rows_q * STATISTIC_BYTES,
+    )
 
 
-def _per_query_head(call: Call) -> tuple[int, int]:
-    """Bytes of k and v where each query head reads its own."""
-    return call.k_bytes * call.group_size, call.v_bytes * call.group_size
+def paged(call: Call, page_size: int) -> Cost:
+    """PagedAttention: FlashAttention 2 with a page for a block of keys, and its entry in the block table. One
+    block of rows a head."""
+    blocks = (max(1, call.seqlen_q), page_size)
+    cost = flash2_forward(call, blocks)
+    looked_up = sum(-(-seen // page_size) for _, seen in _visible_tiles(call, blocks))
+    return Cost(
+        hbm_read=cost.hbm_read + TABLE_ENTRY_BYTES * looked_up,
+        hbm_written=cost.hbm_written,
+        matmul_flops=cost.matmul_flops,
+        extra_bytes=cost.extra_bytes
+        + TABLE_ENTRY_BYTES * sum(-(-seqlen_k // page_size) for _, seqlen_k in call.sequences),
+    )
 
 
-def _walked(call: Call, block_m: int, block_n: int) -> tuple[int, int]:
-    """(rows of k that blocks of queries load, scores that they compute) over sequences and query heads."""
-    keys = pairs = 0
+def _memory(call: Call, sram_bytes: int) -> Memory:
+    return Memory(sram_bytes=sram_bytes, element_bytes=call.element_bytes)
+
+
+def _product(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | None) -> tuple[int, int]:
+    """Elements that (rows, depth) times (depth, cols) reads and writes, tile by tile."""
+    block_m, block_n = max(1, rows), max(1, cols)
+    if sram_bytes is not None:
+        block_m, block_n = tiled_matmul.block_sizes(_memory(call, sram_bytes), max(1, cols))
+    read = rows * depth * -(-cols // block_n) + depth * cols * -(-rows // block_m)
+    return read, rows * cols
+
+
+def _softmax(
+    call: Call, rows: int, cols: int, sram_bytes: int | None, inputs: int, statistics: int
+) -> tuple[int, int]:
+    """Elements that a softmax (or its gradient) reads and writes: rows longer than SRAM are read twice."""
+    fits = sram_bytes is None or inputs * cols + statistics <= sram_bytes // call.element_bytes
+    return inputs * rows * cols * (1 if fits else 2), rows * cols
+
+
+def _keys(call: Call) -> int:
+    """Bytes of k and v where each query head has its own."""
+    return (call.k_bytes + call.v_bytes) * call.group_size
+
+
+def _passes(call: Call, block_n: int) -> int:
+    """Rows of q that are read if all are read for each block of keys."""
+    return call.num_heads_q * sum(seqlen_q * -(-seqlen_k // block_n) for seqlen_q, seqlen_k in call.sequences)
+
+
+def _visible_tiles(call: Call, blocks: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(rows, keys that they load) of each block of rows, over sequences and query heads."""
+    window = (call.window_left, call.window_right)
     for seqlen_q, seqlen_k in call.sequences:
-        for start in range(0, seqlen_q, block_m):
-            end = min(start + block_m, seqlen_q)
-            window = (call.window_left, call.window_right)
-            blocks = reach(start, end, seqlen_k - seqlen_q, seqlen_k, *window, block_n)
-            loaded = max(0, min(blocks.stop * block_n, seqlen_k) - blocks.start * block_n)
-            keys += loaded
-            pairs += (end - start) * loaded
-    return keys * call.num_heads_q, pairs * call.num_heads_q
+        for start in range(0, seqlen_q, blocks[0]):
+            end = min(start + blocks[0], seqlen_q)
+            seen = reach(start, end, seqlen_k - seqlen_q, seqlen_k, *window, blocks[1])
+            loaded = max(0, min(seen.stop * blocks[1], seqlen_k) - seen.start * blocks[1])
+            for _ in range(call.num_heads_q):
+                yield end - start, loaded
+
+
+def _rows_that_see(call: Call, keys: tuple[int, int], seqlen_q: int, seqlen_k: int, block_m: int) -> int:
+    """Rows of the blocks of queries that see some of the keys from ``keys[0]`` to before ``keys[1]``."""
+    window = (call.window_right, call.window_left)  # mirrored
+    seen = reach(*keys, seqlen_q - seqlen_k, seqlen_q, *window, block_m)
+    return max(0, min(seen.stop * block_m, seqlen_q) - seen.start * block_m)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flashtile.algorithms import flash1, flash2
+from flashtile.algorithms.memory import Memory
 from flashtile.backends.portable.config import Config, family_of_capability, padded, row
 from flashtile.io_model import closed_forms, kernels
 from flashtile.io_model.calls import Call
@@ -151,14 +153,20 @@ def _costs(call: Call, card: Card, which: str) -> Iterator[_Costed]:
     if which == "forward":
         yield _paper(STANDARD, closed_forms.standard_forward(call), 0)
         if card.shared_bytes:
-            width = max(call.head_dim, call.width_v)
-            _, block = closed_forms.flash1_blocks(width, card.shared_bytes // call.element_bytes)
-            yield _paper(FLASH1, closed_forms.flash1_forward(call, card.shared_bytes), heads)
-            # The same SRAM: a block of queries with its output, and one of keys with their values.
-            blocks = sum(-(-seqlen_q // block) for seqlen_q, _ in call.sequences) * call.num_heads_q
-            yield _paper(FLASH2, closed_forms.flash2_forward(call, block, block), blocks)
+            blocks = closed_forms.flash1_blocks(call, card.shared_bytes)
+            yield _paper(FLASH1, closed_forms.flash1_forward(call, blocks), heads)
+            blocks = closed_forms.flash2_blocks(call, card.shared_bytes)
+            programs = sum(-(-seqlen_q // blocks[0]) for seqlen_q, _ in call.sequences) * call.num_heads_q
+            yield _paper(FLASH2, closed_forms.flash2_forward(call, blocks), programs)
     else:
         yield _paper(STANDARD, closed_forms.standard_backward(call), 0)
+        if card.shared_bytes:
+            memory = Memory(card.shared_bytes, call.element_bytes)
+            blocks = flash1.backward_block_sizes(memory, call.head_dim, call.width_v)
+            yield _paper(FLASH1, closed_forms.flash1_backward(call, blocks), heads)
+            blocks = flash2.backward_block_sizes(memory, call.head_dim, call.width_v)
+            programs = sum(-(-seqlen_k // blocks[1]) for _, seqlen_k in call.sequences) * call.num_heads_q
+            yield _paper(FLASH2, closed_forms.flash2_backward(call, blocks), programs)
     if card.shared_bytes:
         yield from _ours(call, card, which)
         if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
@@ -200,4 +208,4 @@ def _decoding(call: Call, card: Card) -> _Costed:
     heads = max(1, len(call.sequences) * call.num_heads_kv)
     blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))
     splits = min(blocks, max(1, -(-card.sm_count // heads)))
-    return _paper(DECODING, closed_forms.flash_decoding(call, splits, DECODE_BLOCK_N), heads * splits)
+    return _paper(DECODING, closed_forms.flash_decoding(call, splits), heads * splits)

@@ -6,6 +6,7 @@ Tables and charts are those of ``flashtile bench --show``; nothing is copied by 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtile.bench import report
+from flashtile.bench.report_charts import Chart, charts
 
 SECTION = "Measurements"
 """The part of the navigation that the pages join."""
@@ -44,28 +46,37 @@ def _cell(markup: str) -> str:
     return f"**{plain}**" if text.spans else plain
 
 
-def page(document: dict[str, Any], name: str, charts: list[str]) -> str:
-    """A document of ``flashtile bench`` as Markdown; ``charts`` are files beside the page."""
-    head = StringIO()
-    report.print_head(document, Console(file=head, width=10_000, no_color=True))
-    notes = StringIO()
-    report.print_notes(document, Console(file=notes, width=10_000, no_color=True))
+def page(document: dict[str, Any], name: str) -> str:
+    """A document of ``flashtile bench`` as Markdown; its JSON lies beside the page."""
     parts = [HIDE_CONTENTS, f"# {document['device']['name']}, {document['date'][:10]}"]
-    parts += [line for line in head.getvalue().splitlines() if line]
+    parts += _printed(report.print_head, document)
     if note := document.get("source", {}).get("note"):
         parts.append(f"Commit {document['source']['commit']}: {note}.")
     parts.append(f"Every number of this run: [{name}.json]({name}.json).")
-    parts += [f"![{Path(chart).stem}]({chart})" for chart in charts]
+    if document["summary"]:
+        parts += ["## Speed over each peer", markdown_table(report.summary_table(document))]
+    parts += ["## Charts", '<div class="charts">', *map(_figure, charts(document)), "</div>"]
     for which in document["settings"]["passes"]:
         cells = [cell for cell in document["cells"] if cell["pass"] == which]
         if cells:
             table = report.cells_table(document, cells)
             parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_table(table)]
-    if document["summary"]:
-        parts += ["## Geometric means of speed ratios", markdown_table(report.summary_table(document))]
-    lines = [f"- {line}" for line in notes.getvalue().splitlines() if line]
-    parts += ["## Refused, out of memory, host time", "\n".join(lines)] if lines else []
+    notes = [f"- {line}" for line in _printed(report.print_notes, document)]
+    parts += ["## Refused, out of memory, host time", "\n".join(notes)] if notes else []
     return "\n\n".join(parts) + "\n"
+
+
+def _printed(part: Callable[[dict[str, Any], Console], None], document: dict[str, Any]) -> list[str]:
+    """The lines that a part of the report prints."""
+    file = StringIO()
+    part(document, Console(file=file, width=10_000, no_color=True))
+    return [line for line in file.getvalue().splitlines() if line]
+
+
+def _figure(chart: Chart) -> str:
+    """One block of HTML: a blank line would end it."""
+    svg = "\n".join(line for line in chart.svg.splitlines() if line.strip())
+    return f'<figure role="img" aria-label="{chart.title}">{svg}</figure>'
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -79,7 +90,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if "cells" not in document or "contestants" not in document:
             continue
         name = f"{FOLDER}/{path.stem}.md"
-        files.append(File.generated(config, name, content=page(document, path.stem, [])))
+        files.append(File.generated(config, name, content=page(document, path.stem)))
         listed.append(name)
     entries = [entry for entry in config.nav or [] if isinstance(entry, dict)]
     section = next(entry[SECTION] for entry in entries if SECTION in entry)

@@ -19,8 +19,8 @@ SECTOR_BYTES = 32
 class Comparison:
     """One launch: the model's traffic beside what was counted, in bytes.
 
-    ``dram_written`` are the results that reached DRAM, with those still in L2 when the kernel ended; ``sm_read``
-    the sectors that SMs loaded through L2, None if they were not counted.
+    ``dram_written`` are the results that reached DRAM, with those still in L2 when the kernel ended;
+    ``sm_read`` is what SMs loaded through L2, None if it was not counted.
     """
 
     name: str

@@ -1,0 +1,277 @@
+"""Attention of few query rows over a cache: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) in portable
+Triton.
+
+Bound by the bytes of the cache, which are read once: all query heads of a key/value head, and all query
+tokens, stand in one tile of rows. A program walks its share of the key tiles (:mod:`schedule`) with an
+online softmax, and writes an item that it has whole to ``out``; of any other it leaves a partial result,
+normalised, with its log-sum-exp in base 2, for :mod:`combine`.
+
+The cache is dense or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Entries of the block
+table are read for keys that are seen, and for no others.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
+from flashtile.backends.portable.decode.schedule import balanced_start, sequence, share_start, tiles_of
+from flashtile.backends.portable.decode.steps import as_float16, attend_tiles
+
+
+@triton.jit
+def attend_item(
+    pair,
+    head_kv,
+    tile,
+    count,
+    slot,
+    sequence_of_pair,
+    keys_seen,
+    whole,
+    tensors,
+    strides,
+    shape,
+    numbers,
+    LAYOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """Attend to ``count`` key tiles from ``tile`` on; write to ``out`` if they are the ``whole`` item, else
+    to partial result ``slot``.
+    """
+    (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,
+     sink_ptr, k_descale, v_descale, tree_mask) = tensors  # fmt: skip
+    (q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+     v_stride_h, table_stride, alibi_stride, k_descale_stride, v_descale_stride,
+     tree_stride) = strides  # fmt: skip
+    _, num_m, _, group_size, seqlen_q, _, _, _, _, _ = shape
+    softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots = numbers
+    start_q, len_q, len_k, num_rows = sequence_of_pair
+    b = (pair // num_m).to(tl.int64)
+
+    index = tl.arange(0, LAYOUT.BLOCK_M)
+    exists = index < num_rows
+    row = (pair % num_m) * LAYOUT.BLOCK_M + index
+    tokens = row // group_size
+    heads = head_kv * group_size + row % group_size
+    tokens64 = start_q.to(tl.int64) + tokens
+    columns = tl.arange(0, FEATURES.BLOCK_D)
+    q_rows = b * q_stride_b + tokens64 * q_stride_s + heads.to(tl.int64) * q_stride_h
+    q = tl.load(
+        q_ptr + q_rows[:, None] + columns[None, :],
+        mask=exists[:, None] & (columns < FEATURES.HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    IN_FLOAT16: tl.constexpr = FEATURES.E4M3 and q_ptr.dtype.element_ty != tl.float32
+    if IN_FLOAT16:
+        q, q_scale = as_float16(q)
+
+    cache_row = b
+    if FEATURES.HAS_BATCH_IDX:
+        cache_row = tl.load(cache_batch_idx + b).to(tl.int64)
+        cache_row = tl.minimum(tl.maximum(cache_row, 0), num_blocks - 1)
+    # What the call does not have is some number that is not used: tuples of tensors hold no None.
+    table = b
+    k_scales = b
+    v_scales = b
+    tree_rows = tokens
+    slope = tl.zeros([], tl.float32)
+    k_scale = tl.full([], 1.0, tl.float32)
+    v_scale = k_scale
+    if FEATURES.PAGE_SIZE != 0:
+        table = block_table + b * table_stride
+    if FEATURES.HAS_ALIBI:
+        slope = tl.load(alibi_slopes + b * alibi_stride + heads, mask=exists, other=0.0)[:, None]
+    if FEATURES.DESCALE == "head":
+        k_scale = tl.load(k_descale + head_kv)
+        v_scale = tl.load(v_descale + head_kv)
+    if FEATURES.DESCALE == "block":
+        k_scales = k_descale + head_kv
+        v_scales = v_descale + head_kv
+    if FEATURES.HAS_TREE:
+        tree_rows = tree_mask + b * tree_stride + tokens * seqlen_q
+
+    head64 = head_kv.to(tl.int64)
+    cache_strides = (k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale_stride, v_descale_stride)
+    cache = (
+        k_ptr + head64 * k_stride_h, v_ptr + head64 * v_stride_h, table, k_scales, v_scales, cache_strides,
+        num_blocks,
+    )  # fmt: skip
+    if IN_FLOAT16:
+        k_scale = (k_scale * q_scale)[:, None]
+    rows = (tokens, len_k - len_q, slope, k_scale, tree_rows, len_q)
+    acc, row_max, row_sum = attend_tiles(
+        q, cache, cache_row, keys_seen, (tile, tile + count), rows, shape,
+        (softmax_scale, scale_log2, softcap), q_ptr.dtype.element_ty, LAYOUT, FEATURES,
+    )  # fmt: skip
+
+    if FEATURES.HAS_SINK:  # noqa: SIM102 - one is known to the compiler, the other is not
+        if whole:  # else it enters once, where the parts are combined
+            sink = tl.load(sink_ptr + heads, mask=exists, other=0.0)
+            acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
+    out, lse = normalised(acc, row_max, row_sum)
+    if FEATURES.DESCALE == "head":
+        out = out * v_scale
+    if whole:
+        store_results(
+            out_ptr, lse_ptr, out, lse, b, start_q, tokens, heads, exists, shape, LAYOUT.VARLEN,
+            FEATURES.HEAD_DIM_V, FEATURES.BLOCK_DV,
+        )  # fmt: skip
+    elif FEATURES.SPLIT:
+        partial_row = slot.to(tl.int64) * partial_rows + index
+        offsets = partial_row * FEATURES.HEAD_DIM_V
+        store_rows(partial_ptr, offsets, exists, out, FEATURES.HEAD_DIM_V, FEATURES.BLOCK_DV)
+        partial_lse = partial_ptr + slots.to(tl.int64) * partial_rows * FEATURES.HEAD_DIM_V
+        tl.store(partial_lse + partial_row, lse, mask=exists)
+
+
+RUNTIME_INTEGERS = (
+    "num_pairs",
+    "num_m",
+    "num_heads_kv",
+    "group_size",
+    "seqlen_q",
+    "seqlen_new",
+    "total_q",
+    "capacity",
+    "window_left",
+    "window_right",
+    "num_blocks",
+    "partial_rows",
+    "slots",
+    "num_splits",
+    "split_tiles",
+    "table_stride",
+    "alibi_stride",
+    "k_descale_stride",
+    "v_descale_stride",
+    "tree_stride",
+    "programs",
+    "num_heads_q",
+    "row_blocks",
+)
+"""Arguments whose value must not lead to another compilation (only strides decide how wide loads can be)."""
+
+
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    cache_seqlens,
+    cache_leftpad,
+    cache_batch_idx,
+    block_table,
+    cu_seqlens_q,
+    cu_seqlens_k_new,
+    alibi_slopes,
+    sink_ptr,
+    k_descale,
+    v_descale,
+    tree_mask,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    table_stride,
+    alibi_stride,
+    k_descale_stride,
+    v_descale_stride,
+    tree_stride,
+    num_pairs,
+    num_m,
+    num_heads_kv,
+    group_size,
+    seqlen_q,
+    seqlen_new,
+    total_q,
+    capacity,
+    window_left,
+    window_right,
+    softmax_scale,
+    scale_log2,
+    softcap,
+    num_blocks,
+    partial_rows,
+    slots,
+    num_splits,
+    split_tiles,
+    LAYOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """Grid: (programs,) if BALANCED, else (row blocks * splits * heads_kv * batch,).
+
+    q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN; caches (rows, capacity, heads_kv,
+    ...) or (num_blocks, PAGE_SIZE, heads_kv, ...); out like q with HEAD_DIM_V and lse (batch, heads_q,
+    seqlen_q) or (heads_q, total_q), contiguous; partial results float32, (slots, partial_rows, HEAD_DIM_V)
+    and behind them (slots, partial_rows) log-sum-exps.
+    """
+    if FEATURES.PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tensors = (
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,
+        sink_ptr, k_descale, v_descale, tree_mask,
+    )  # fmt: skip
+    strides = (
+        q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+        v_stride_h, table_stride, alibi_stride, k_descale_stride, v_descale_stride, tree_stride,
+    )  # fmt: skip
+    lengths = (cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
+    shape = (
+        num_pairs, num_m, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity, window_left,
+        window_right,
+    )  # fmt: skip
+    numbers = (softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots)
+    program = tl.program_id(0)
+    if FEATURES.BALANCED:
+        total, position, pair, pair_start = balanced_start(
+            program, tl.num_programs(0), lengths, shape, LAYOUT
+        )
+        end = share_start(program + 1, tl.num_programs(0), total)
+        while position < end:
+            start_q, len_q, len_k, leftpad = sequence(pair // num_m, True, lengths, shape, LAYOUT)
+            num_rows, low, high, tiles = tiles_of(pair % num_m, len_q, len_k, leftpad, shape, LAYOUT)
+            if tiles > 0:
+                head_kv = (position - pair_start) // tiles
+                tile = (position - pair_start) % tiles
+                count = min(tiles - tile, end - position)
+                # An item's first part is the last work of its program, any other part the first.
+                slot = 2 * program + (tile == 0).to(tl.int32)
+                attend_item(
+                    pair, head_kv, low // LAYOUT.BLOCK_N + tile, count, slot,
+                    (start_q, len_q, len_k, num_rows), (low, high), count == tiles, tensors, strides, shape,
+                    numbers, LAYOUT, FEATURES,
+                )  # fmt: skip
+                position += count
+            if position >= pair_start + tiles * num_heads_kv:
+                pair_start = position
+                pair += 1
+    else:
+        # The row blocks of an item run side by side and share the keys in the L2 cache; the last see the
+        # most.
+        m = num_m - 1 - program % num_m
+        split = (program // num_m) % num_splits
+        head_kv = program // (num_m * num_splits) % num_heads_kv
+        b = program // (num_m * num_splits * num_heads_kv)
+        start_q, len_q, len_k, leftpad = sequence(b, True, lengths, shape, LAYOUT)
+        num_rows, low, high, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
+        if FEATURES.SPLIT:
+            each = split_tiles
+            if split_tiles == 0:
+                each = max((tiles + num_splits - 1) // num_splits, 1)
+        else:
+            each = tiles
+        tile = split * each
+        if tile < tiles:
+            attend_item(
+                b * num_m + m, head_kv, low // LAYOUT.BLOCK_N + tile, min(each, tiles - tile), program,
+                (start_q, len_q, len_k, num_rows), (low, high), each >= tiles, tensors, strides, shape,
+                numbers, LAYOUT, FEATURES,
+            )  # fmt: skip

@@ -1,0 +1,251 @@
+"""Configurations of the decoding kernels, for compilation ahead of time (``flashtile inspect``, tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+
+from flashtile.backends.portable.config import family_of_capability, padded
+from flashtile.backends.portable.decode import append, config, launch, launch_cache
+from flashtile.backends.portable.decode.append import append_kernel
+from flashtile.backends.portable.decode.attend import decode_kernel
+from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
+from flashtile.backends.portable.decode.config import DecodeConfig
+from flashtile.backends.portable.decode.copy_blocks import copy_kernel
+from flashtile.backends.portable.launch import PREPARE_NUM_WARPS
+from flashtile.compile_report import CompileCase, architecture
+from flashtile.decode.problem import FP8, DecodeProblem
+
+_PAGED = DecodeProblem(
+    batch=8,
+    seqlen_q=1,
+    total_q=8,
+    num_heads_q=32,
+    num_heads_kv=8,
+    head_dim=128,
+    head_dim_v=128,
+    capacity=65536,
+    page_size=16,
+    num_blocks=32768,
+    seqlen_new=0,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+    out_dtype=torch.bfloat16,
+    device=torch.device("meta"),
+    softmax_scale=1.0,
+    lengths=True,
+)
+_FEATURES = {
+    "seqlen_q": 4,
+    "window_left": 1024,
+    "window_right": 0,
+    "softcap": 1.0,
+    "alibi": True,
+    "sink": True,
+    "leftpad": True,
+    "varlen": True,
+    "varlen_new": True,
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "page 16": {},
+    "page 1": {"page_size": 1},
+    "page 256": {"page_size": 256},
+    "dense": {"page_size": 0},
+    "splits": {"num_splits": 4},
+    "tree": {"tree": True, "seqlen_q": 4},
+    "features": _FEATURES,
+}
+"""Every tile is compiled for pages of 16, those of 16-bit heads of 128 for the rest, too."""
+_WIDE_VARIANTS = ("page 16", "splits", "features")
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.uint8: "u8",
+    FP8: "fp8e4nv",
+}
+_INT32_TENSORS = ("cache_seqlens", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "block_table")
+_FLOATS = ("softmax_scale", "scale_log2", "softcap")
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Each row of the table that serves ``arch``, variants of one, and the kernels beside attention."""
+    capability = architecture(arch).capability
+    table_family = family_of_capability(*divmod(capability, 10))
+    for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
+        for BLOCK_M in config.row_blocks(element_bytes):
+            for head_dim in config.HEAD_DIMS:
+                chosen = config.row(table_family, element_bytes, BLOCK_M, head_dim)
+                variants: Iterable[str] = ("page 16",)
+                if head_dim == 128 and element_bytes == 2:
+                    variants = _VARIANTS if BLOCK_M == config.NARROW else _WIDE_VARIANTS
+                for variant in variants:
+                    problem = replace(
+                        _PAGED,
+                        head_dim=head_dim,
+                        head_dim_v=head_dim,
+                        dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+                        cache_dtype=dtype,
+                        descale="head" if dtype == FP8 else "none",
+                        **_VARIANTS[variant],
+                    )
+                    name = f"{_TYPES[dtype]} head_dim {head_dim} rows {BLOCK_M} {variant}"
+                    yield _attention_case(f"decode {name}", problem, chosen, capability, variant)
+                    if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
+                        yield _combine_case(f"decode combine {name}", problem, chosen, capability)
+    yield _combine_given_case()
+    for dtype in (torch.bfloat16, FP8):
+        yield _append_case(dtype, capability)
+    yield _copy_case()
+
+
+def _attention_case(
+    name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, variant: str
+) -> CompileCase:
+    native = capability >= 89
+    cache = torch.uint8 if problem.cache_dtype == FP8 and not native else problem.cache_dtype
+    features = launch.features(
+        problem, chosen, native_e4m3=native, pdl=capability >= 90, wide=False, aligned=True
+    )
+    present = {
+        "cache_leftpad": problem.leftpad,
+        "block_table": problem.page_size > 0,
+        "cu_seqlens_q": problem.varlen,
+        "cu_seqlens_k_new": problem.varlen_new,
+        "cache_batch_idx": False,
+        "alibi_slopes": problem.alibi,
+        "sink_ptr": problem.sink,
+        "k_descale": problem.descale != "none",
+        "v_descale": problem.descale != "none",
+        "tree_mask": problem.tree,
+    }
+    tensors = {"q_ptr": problem.dtype, "out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
+    constants: dict[str, Any] = {"LAYOUT": launch.layout(problem, chosen), "FEATURES": features}
+    constants |= {name: None for name, there in present.items() if not there}
+    tile = chosen.tile
+    return CompileCase(
+        name=name,
+        kernel=decode_kernel,
+        **_arguments(decode_kernel, tensors, constants, ("q_stride", "k_stride", "v_stride")),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        spill_budget=tile.features_spill_budget if variant in ("features", "tree") else tile.spill_budget,
+        tensor_cores=chosen.precision != "ieee",
+    )
+
+
+def _combine_case(name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int) -> CompileCase:
+    balanced = launch.is_balanced(problem, chosen)
+    rows, splits = launch.combine_tile(chosen.tile.BLOCK_M, problem.head_dim_v)
+    constants = {
+        "LAYOUT": launch.layout(problem, chosen),
+        "BALANCED": balanced,
+        "HAS_SINK": False,
+        "PDL": capability >= 90,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "ROWS": rows,
+        "SPLITS": splits,
+        "sink_ptr": None,
+        "cache_leftpad": None,
+        "cu_seqlens_q": None,
+        "cu_seqlens_k_new": None,
+    }
+    return _plain_case(name, combine_kernel, {"out_ptr": problem.out_dtype}, constants)
+
+
+def _combine_given_case() -> CompileCase:
+    constants = {"HEAD_DIM_V": 128, "BLOCK_DV": 128, "ROWS": 2, "SPLITS": 16}
+    return _plain_case("decode combine given", combine_given_kernel, {"out_ptr": torch.bfloat16}, constants)
+
+
+def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:
+    as_bits = dtype == FP8 and capability < 89
+    features = append.Features(
+        HAS_SLOTS=False,
+        HAS_LENGTHS=True,
+        HAS_BATCH_IDX=False,
+        VARLEN=False,
+        VARLEN_Q=False,
+        PAGE_SIZE=16,
+        DESCALE="block" if dtype == FP8 else "none",
+        QUANTISED=dtype == FP8,
+        E4M3_BITS=as_bits,
+        ROTARY_DIM=128,
+        INTERLEAVED=True,
+        HAS_ROTARY_SEQLENS=False,
+        ROTATE_Q=True,
+        ROTATE_Q_BY_TOKEN=True,
+        HEAD_DIM=128,
+        HEAD_DIM_V=128,
+        BLOCK_D=128,
+        BLOCK_DV=128,
+        ROWS=launch_cache.APPEND_ROWS,
+    )
+    absent = ["slot_mapping", "cache_batch_idx", "cu_seqlens_k_new", "rotary_seqlens", "cu_seqlens_q"]
+    absent += [] if dtype == FP8 else ["k_descale", "v_descale"]
+    constants = {"FEATURES": features} | {name: None for name in absent}
+    cache = torch.uint8 if as_bits else dtype
+    tensors = {name: torch.bfloat16 for name in ("k_ptr", "v_ptr", "q_ptr", "q_out_ptr")}
+    tensors |= {"k_cache_ptr": cache, "v_cache_ptr": cache}
+    return _plain_case(f"decode append {_TYPES[dtype]}", append_kernel, tensors, constants)
+
+
+def _copy_case() -> CompileCase:
+    rows = launch_cache.COPY_TILE // 128
+    constants = {
+        "HAS_DESCALES": False,
+        "WIDTH": 128,
+        "WIDTH_V": 128,
+        "BLOCK_W": 128,
+        "BLOCK_WV": 128,
+        "BLOCK_HEADS": 8,
+        "BLOCK": triton.next_power_of_2(rows),
+        "k_descale": None,
+        "v_descale": None,
+    }
+    tensors = {"k_ptr": torch.bfloat16, "v_ptr": torch.bfloat16}
+    return _plain_case("decode copy blocks", copy_kernel, tensors, constants)
+
+
+def _plain_case(
+    name: str, kernel: Any, tensors: dict[str, torch.dtype], constants: dict[str, Any]
+) -> CompileCase:
+    """A kernel without products."""
+    return CompileCase(
+        name=name,
+        kernel=kernel,
+        **_arguments(kernel, tensors, constants, ("k_", "v_")),
+        num_warps=PREPARE_NUM_WARPS,
+        tensor_cores=False,
+    )
+
+
+def _arguments(
+    kernel: Any, tensors: dict[str, torch.dtype], constants: dict[str, Any], aligned: tuple[str, ...]
+) -> dict[str, Any]:
+    """Signature of a launch with contiguous tensors; strides whose names begin as ``aligned`` are multiples
+    of 16."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        if name in tensors:
+            signature[name] = f"*{_TYPES[tensors[name]]}"
+        elif name in _INT32_TENSORS or name == "pairs_ptr":
+            signature[name] = "*i32"
+        elif name == "tree_mask":
+            signature[name] = "*i1"
+        elif name.endswith(("_ptr", "_slopes", "_descale")) or name in ("rotary_cos", "rotary_sin"):
+            signature[name] = "*fp32"
+        else:
+            signature[name] = "fp32" if name in _FLOATS else "i32"
+    strides = frozenset(name for name in signature if name.startswith(aligned) and "_stride_" in name) - {
+        name for name in signature if "descale" in name
+    }
+    return {"signature": signature, "constants": constants, "divisible_by_16": strides}

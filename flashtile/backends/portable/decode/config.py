@@ -1,0 +1,131 @@
+"""Configurations of the decoding kernels: data, chosen by architecture, element size of the cache and head
+size.
+
+Decoding is bound by the bytes of the cache. What counts is how many of them are on their way at a time:
+tiles times stages times programs of a multiprocessor, within its shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashtile.backends.portable.config import KernelConfig, family, padded, precision_of
+from flashtile.decode.problem import DecodeProblem
+
+NARROW, WIDE = 16, 64
+"""Row blocks: the least that tensor cores take, and one for groups of more rows than that."""
+
+HEAD_DIMS = (64, 128, 256, 512)
+"""Of the table; smaller heads take the first."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What one call gets."""
+
+    tile: KernelConfig
+    programs_per_sm: int
+    """Of a balanced grid, which has as many programs as run at a time."""
+    precision: str
+
+
+def _row(BLOCK_N: int, num_warps: int, num_stages: int, programs_per_sm: int, *spill_budgets: int):
+    return BLOCK_N, num_warps, num_stages, programs_per_sm, spill_budgets
+
+
+# (family, bytes of a cache element, BLOCK_M, padded head_dim) ->
+# (BLOCK_N, num_warps, num_stages, programs_per_sm[, spill budget, the same with every feature])
+_TABLE: dict[tuple[str, int, int, int], tuple] = {
+    ("hopper", 2, NARROW, 64): _row(128, 4, 3, 2),
+    ("hopper", 2, NARROW, 128): _row(64, 4, 3, 2, 0, 8),
+    ("hopper", 2, NARROW, 256): _row(32, 4, 3, 2),
+    ("hopper", 2, NARROW, 512): _row(16, 4, 3, 2, 16),
+    ("hopper", 2, WIDE, 64): _row(64, 4, 3, 2),
+    ("hopper", 2, WIDE, 128): _row(64, 8, 3, 1, 0, 148),
+    ("hopper", 2, WIDE, 256): _row(32, 8, 3, 1, 36),
+    ("hopper", 2, WIDE, 512): _row(32, 8, 2, 1, 848),
+    ("hopper", 1, NARROW, 64): _row(64, 4, 4, 2),
+    ("hopper", 1, NARROW, 128): _row(64, 4, 4, 2),
+    ("hopper", 1, NARROW, 256): _row(32, 4, 4, 2),
+    ("hopper", 1, NARROW, 512): _row(32, 8, 3, 1),
+    ("hopper", 1, WIDE, 64): _row(64, 4, 3, 2),
+    ("hopper", 1, WIDE, 128): _row(64, 4, 3, 1),
+    ("hopper", 1, WIDE, 256): _row(32, 8, 3, 1, 48),
+    ("hopper", 1, WIDE, 512): _row(32, 8, 2, 1, 668),
+    ("hopper", 4, NARROW, 64): _row(32, 4, 3, 2),
+    ("hopper", 4, NARROW, 128): _row(32, 4, 3, 2),
+    ("hopper", 4, NARROW, 256): _row(32, 8, 3, 1, 124),
+    ("hopper", 4, NARROW, 512): _row(16, 4, 2, 1, 3056),
+    ("ampere", 2, NARROW, 64): _row(128, 4, 3, 2),
+    ("ampere", 2, NARROW, 128): _row(64, 4, 3, 2),
+    ("ampere", 2, NARROW, 256): _row(32, 4, 3, 2),
+    ("ampere", 2, NARROW, 512): _row(16, 4, 3, 1),
+    ("ampere", 2, WIDE, 64): _row(64, 4, 3, 2),
+    ("ampere", 2, WIDE, 128): _row(32, 4, 3, 2, 0, 280),
+    ("ampere", 2, WIDE, 256): _row(32, 8, 3, 1),
+    ("ampere", 2, WIDE, 512): _row(16, 8, 2, 1, 228),
+    ("ampere", 1, NARROW, 64): _row(64, 4, 3, 2),
+    ("ampere", 1, NARROW, 128): _row(32, 4, 3, 2),
+    ("ampere", 1, NARROW, 256): _row(32, 8, 3, 1),
+    ("ampere", 1, NARROW, 512): _row(32, 8, 3, 1),
+    ("ampere", 1, WIDE, 64): _row(64, 4, 3, 2),
+    ("ampere", 1, WIDE, 128): _row(32, 4, 3, 2, 8),
+    ("ampere", 1, WIDE, 256): _row(32, 8, 3, 1, 44),
+    ("ampere", 1, WIDE, 512): _row(32, 8, 2, 1, 692),
+    ("ampere", 4, NARROW, 64): _row(32, 4, 3, 2),
+    ("ampere", 4, NARROW, 128): _row(32, 4, 3, 2),
+    ("ampere", 4, NARROW, 256): _row(16, 4, 3, 1, 252),
+    ("ampere", 4, NARROW, 512): _row(16, 4, 2, 1, 2976),
+    # Any other GPU: tiles that fit 64 KiB of shared memory.
+    ("other", 2, NARROW, 64): _row(64, 4, 2, 2),
+    ("other", 2, NARROW, 128): _row(32, 4, 2, 2),
+    ("other", 2, NARROW, 256): _row(32, 4, 2, 1),
+    ("other", 2, NARROW, 512): _row(16, 4, 2, 1),
+    ("other", 2, WIDE, 64): _row(32, 4, 2, 2),
+    ("other", 2, WIDE, 128): _row(32, 4, 2, 1),
+    ("other", 2, WIDE, 256): _row(16, 8, 2, 1),
+    ("other", 2, WIDE, 512): _row(16, 8, 1, 1),
+    ("other", 1, NARROW, 64): _row(64, 4, 2, 2),
+    ("other", 1, NARROW, 128): _row(32, 4, 2, 2),
+    ("other", 1, NARROW, 256): _row(32, 8, 2, 1),
+    ("other", 1, NARROW, 512): _row(32, 8, 2, 1),
+    ("other", 1, WIDE, 64): _row(32, 4, 2, 2),
+    ("other", 1, WIDE, 128): _row(32, 4, 2, 1),
+    ("other", 1, WIDE, 256): _row(32, 8, 2, 1),
+    ("other", 1, WIDE, 512): _row(32, 8, 1, 1),
+    ("other", 4, NARROW, 64): _row(16, 4, 2, 2),
+    ("other", 4, NARROW, 128): _row(16, 4, 2, 2),
+    ("other", 4, NARROW, 256): _row(16, 4, 1, 1),
+    ("other", 4, NARROW, 512): _row(16, 4, 1, 1),
+}
+
+
+def row_blocks(element_bytes: int) -> tuple[int, ...]:
+    """The row blocks that there are for a cache of elements of this size."""
+    return (NARROW,) if element_bytes == 4 else (NARROW, WIDE)
+
+
+def row(table_family: str, element_bytes: int, BLOCK_M: int, width: int) -> DecodeConfig:
+    """The configuration of one row of the table; ``width`` is a padded head_dim."""
+    key = (table_family, element_bytes, BLOCK_M, max(width, HEAD_DIMS[0]))
+    BLOCK_N, num_warps, num_stages, programs_per_sm, spill_budgets = _TABLE[key]
+    tile = KernelConfig(BLOCK_M, BLOCK_N, num_warps, num_stages, *spill_budgets)
+    return DecodeConfig(tile, programs_per_sm, precision_of(table_family, element_bytes))
+
+
+def choose(problem: DecodeProblem) -> DecodeConfig:
+    """The configuration for a problem."""
+    element_bytes = 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
+    rows = problem.seqlen_q * problem.group_size
+    BLOCK_M = WIDE if rows > NARROW and WIDE in row_blocks(element_bytes) else NARROW
+    width = padded(max(problem.head_dim, problem.head_dim_v))
+    return row(family(problem.device), element_bytes, BLOCK_M, width)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many there are; the interpreter gets a few programs, so that it splits what a GPU would."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,213 @@
+"""Steps of attention over a cache: its tiles loaded by way of the block table, scores, the online softmax."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.decode.e4m3 import decode_bits
+from flashtile.backends.portable.tiles import bend_scores, tile_index, visible
+
+
+class Features(NamedTuple):
+    """What a call computes, as far as its kernel is compiled for it."""
+
+    PAGE_SIZE: int
+    """0 is a dense cache."""
+    HAS_BATCH_IDX: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    HAS_SINK: bool
+    HAS_TREE: bool
+    BENT: bool
+    """Whether scores are more than raw products times a positive scale (which keeps their maximum)."""
+    DESCALE: str
+    """"none", "head", or "block": of each page, or of each row of a dense cache."""
+    E4M3: bool
+    """Whether the cache is in FP8; products are then in float16, unless queries are in float32."""
+    E4M3_BITS: bool
+    """Whether it comes as bits, to be decoded in software."""
+    BALANCED: bool
+    SPLIT: bool
+    """Whether an item may have several splits: always, if balanced."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    WIDE: bool
+    PDL: bool
+    """Programmatic dependent launch: the combining kernel starts before this one has ended."""
+    PRECISION: str
+
+
+@triton.jit
+def table_entries(table, start, low, high, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+    """The blocks of BLOCK_N keys from ``start`` on, one number where a tile lies within one block.
+
+    Entries of keys outside of low <= j < high are not read.
+    """
+    if FEATURES.PAGE_SIZE % LAYOUT.BLOCK_N == 0:
+        return tl.load(table + start // FEATURES.PAGE_SIZE, mask=start < high, other=0)
+    else:
+        keys = start + tl.arange(0, LAYOUT.BLOCK_N)
+        return tl.load(table + keys // FEATURES.PAGE_SIZE, mask=(keys >= low) & (keys < high), other=0)
+
+
+@triton.jit
+def as_float16(q):
+    """(q / scale in float16, scale [BLOCK_M]), exact but for what is 2^-24 times below a row's largest
+    element.
+
+    e4m3 is exact in float16 and cheap to convert; to bfloat16 it takes the slowest of the conversion units.
+    """
+    q = q.to(tl.float32)
+    largest = tl.max(tl.abs(q), 1)
+    # The power of two at or below it: the exponent alone.
+    scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    return (q / scale[:, None]).to(tl.float16), scale
+
+
+@triton.jit
+def load_keys(
+    base,
+    offsets,
+    seen,
+    BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    E4M3_BITS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_D] of a cache in ``dtype``: rows at ``offsets``, zeros where not ``seen``."""
+    columns = tl.arange(0, BLOCK_D)
+    inside = seen[:, None]
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (columns < HEAD_DIM)[None, :]
+    tile = tl.load(base + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+    if E4M3_BITS:
+        tile = decode_bits(tile)
+    return tile.to(dtype)
+
+
+@triton.jit
+def score_keys(products, keys, seen, rows, shape, numbers, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+    """Raw products [BLOCK_M, BLOCK_N] -> scores, -inf where masked; in log2 units if BENT."""
+    tokens, offset, slope, k_scale, tree_rows, tree_size = rows
+    softmax_scale, _, softcap = numbers
+    scores = products
+    distance = keys[None, :] - (tokens + offset)[:, None]
+    if FEATURES.BENT:
+        scores, _ = bend_scores(
+            scores * k_scale, distance, slope, softmax_scale, softcap, FEATURES.HAS_SOFTCAP,
+            FEATURES.HAS_ALIBI,
+        )  # fmt: skip
+    allowed = visible(distance, shape[8], shape[9], LAYOUT.HAS_LEFT, LAYOUT.HAS_RIGHT) & seen[None, :]
+    if FEATURES.HAS_TREE:
+        columns = (keys - offset)[None, :]
+        in_tree = (columns >= 0) & (columns < tree_size) & (tokens < tree_size)[:, None]
+        allowed = allowed & (tl.load(tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
+    return tl.where(allowed, scores, -float("inf"))
+
+
+@triton.jit
+def softmax_step(scores, row_max, scale_log2, BENT: tl.constexpr):
+    """(probabilities over the new maximum, it, the old one's factor); rows that have met no key stay at
+    -inf.
+    """
+    if BENT:
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+    else:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    if BENT:
+        p = tl.exp2(scores - shift[:, None])
+    else:
+        p = tl.exp2(scores * scale_log2 - shift[:, None])
+    return p, new_max, tl.exp2(row_max - shift)
+
+
+@triton.jit
+def attend_tiles(
+    q,
+    cache,
+    cache_row,
+    keys_seen,
+    tiles,
+    rows,
+    shape,
+    numbers,
+    dtype: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over the keys of ``tiles`` that are seen.
+
+    ``dtype``, that of the call's queries, is what values scaled by their block are rounded to.
+    """
+    k_base, v_base, table, k_scales, v_scales, strides, num_blocks = cache
+    k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale_stride, v_descale_stride = strides
+    low, high = keys_seen
+    first, last = tiles
+    WHOLE_BLOCK: tl.constexpr = FEATURES.PAGE_SIZE % LAYOUT.BLOCK_N == 0
+    BLOCK_M: tl.constexpr = LAYOUT.BLOCK_M
+    BLOCK_N: tl.constexpr = LAYOUT.BLOCK_N
+    BLOCK_DV: tl.constexpr = FEATURES.BLOCK_DV
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    # Where a row's columns lie in several warps, they are summed at the end: a sum is an exchange between
+    # them.
+    SUM_LATE: tl.constexpr = BLOCK_M < 64
+    if SUM_LATE:
+        row_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # The next tile's entries are on their way while this one's keys are: tiles then follow each other without
+    # a chain of two latencies.
+    entries = cache_row
+    if FEATURES.PAGE_SIZE != 0:
+        entries = table_entries(table, first * BLOCK_N, low, high, LAYOUT, FEATURES)
+    for n in range(first, last):
+        start = n * BLOCK_N
+        keys = start + tl.arange(0, BLOCK_N)
+        seen = (keys >= low) & (keys < high)
+        if FEATURES.PAGE_SIZE == 0:
+            block = cache_row
+            positions = start.to(tl.int64) + tile_index(BLOCK_N, FEATURES.WIDE)
+        else:
+            # A block outside of the cache is the caller's mistake; it must not become a fault.
+            block = tl.minimum(tl.maximum(entries, 0), num_blocks - 1).to(tl.int64)
+            entries = table_entries(table, start + BLOCK_N, low, high, LAYOUT, FEATURES)
+            if WHOLE_BLOCK:
+                positions = start % FEATURES.PAGE_SIZE + tile_index(BLOCK_N, FEATURES.WIDE)
+            else:
+                positions = (start + tile_index(BLOCK_N, FEATURES.WIDE)) % FEATURES.PAGE_SIZE
+        k_offsets = block * k_stride_b + positions * k_stride_s
+        v_offsets = block * v_stride_b + positions * v_stride_s
+        k = load_keys(
+            k_base, k_offsets, seen, FEATURES.BLOCK_D, FEATURES.HEAD_DIM, FEATURES.E4M3_BITS, q.dtype
+        )
+        products = tl.dot(q, tl.trans(k), input_precision=FEATURES.PRECISION)  # [BLOCK_M, BLOCK_N]
+        if FEATURES.DESCALE == "block":
+            if FEATURES.PAGE_SIZE == 0 or WHOLE_BLOCK:
+                block_k_scale = tl.load(k_scales + block * k_descale_stride)
+                block_v_scale = tl.load(v_scales + block * v_descale_stride)
+            else:
+                block_k_scale = tl.load(k_scales + block * k_descale_stride)[None, :]
+                block_v_scale = tl.load(v_scales + block * v_descale_stride)[:, None]
+            products = products * block_k_scale
+        scores = score_keys(products, keys, seen, rows, shape, numbers, LAYOUT, FEATURES)
+        p, row_max, alpha = softmax_step(scores, row_max, numbers[1], FEATURES.BENT)
+        if SUM_LATE:
+            row_sum = row_sum * alpha[:, None] + p
+        else:
+            row_sum = row_sum * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = load_keys(
+            v_base, v_offsets, seen, FEATURES.BLOCK_DV, FEATURES.HEAD_DIM_V, FEATURES.E4M3_BITS, q.dtype
+        )
+        if FEATURES.DESCALE == "block":
+            v = (v.to(tl.float32) * block_v_scale).to(dtype)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=FEATURES.PRECISION)  # [BLOCK_M, BLOCK_DV]
+    if SUM_LATE:
+        row_sum = tl.sum(row_sum, 1)
+    return acc, row_max, row_sum

@@ -42,7 +42,6 @@ DECODE = (
     "sink",
     "alibi",
     "leftpad",
-    "fp8-by-block",
     "tree-by-batch",
 )
 

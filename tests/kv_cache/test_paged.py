@@ -1,0 +1,123 @@
+"""PagedKVCache: what a step says, memory, FP8 caches, and that all that belongs to a block goes with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile.kv_cache import OutOfBlocksError, PagedKVCache
+
+
+def make(**sizes) -> PagedKVCache:
+    sizes = {"num_layers": 2, "num_blocks": 12, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, **sizes}
+    return PagedKVCache(**{"max_sequences": 4, "max_seqlen": 24, "dtype": torch.float32, **sizes})
+
+
+def test_a_step_says_where_every_token_goes():
+    cache = make()
+    first, second, third = (cache.manager.create() for _ in range(3))
+    cache.append(cache.manager.batch([first, second]), [6, 3])
+    step = cache.append(cache.manager.batch([third, first, second]), [0, 3, 1])
+    blocks = {sequence: cache.manager.blocks(sequence) for sequence in (first, second)}
+    assert step.cache_seqlens.tolist() == [0, 6, 3]
+    assert step.seqused_k.tolist() == [0, 9, 4]
+    assert step.positions.tolist() == [6, 7, 8, 3]
+    assert step.cu_seqlens_q.tolist() == [0, 0, 3, 4]
+    assert (step.max_seqlen_q, step.same_length, step.copied_blocks) == (3, False, 0)
+    slots = [blocks[first][p // 4] * 4 + p % 4 for p in (6, 7, 8)] + [blocks[second][0] * 4 + 3]
+    assert step.slot_mapping.tolist() == slots
+    assert step.block_table[1, :3].tolist() == blocks[first]
+    assert step.block_table[2, :1].tolist() == blocks[second]
+    types = {
+        tensor.dtype for tensor in (step.block_table, step.cache_seqlens, step.seqused_k, step.cu_seqlens_q)
+    }
+    assert types == {torch.int32}
+    assert {step.slot_mapping.dtype, step.positions.dtype} == {torch.int64}
+
+
+def test_the_device_table_follows_the_managers():
+    """Only what changed is sent, and it is enough, through forks, copies and rows that are used again."""
+    cache = make()
+    manager = cache.manager
+    sequences = [manager.create() for _ in range(2)]
+    for count in (3, 4, 1, 5, 1):
+        step = cache.append(manager.batch(sequences), count)
+        for row, sequence in enumerate(sequences):
+            blocks = manager.blocks(sequence)
+            assert step.block_table[row, : len(blocks)].tolist() == blocks
+        assert len(manager.table.take_changes()[0]) == 0
+        sequences = manager.select(sequences, [1, 1])
+
+
+def test_an_empty_batch_and_a_step_without_tokens():
+    cache = make()
+    step = cache.append(cache.manager.batch([]))
+    assert step.block_table.shape == (0, 6)
+    assert step.cu_seqlens_q.tolist() == [0]
+    sequence = cache.manager.create()
+    step = cache.append(cache.manager.batch([sequence]), 0)
+    out = cache.attend(0, torch.zeros(0, 4, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 8), step)
+    assert out.shape == (0, 4, 8)
+
+
+def test_block_bytes_is_what_a_block_takes():
+    cache = make(head_dim_v=5, dtype=torch.bfloat16)
+    taken = sum(memory.numel() * memory.element_size() for memory in (cache.k, cache.v))
+    assert PagedKVCache.block_bytes(2, 4, 2, 8, 5, torch.bfloat16) * 12 == taken
+
+
+def test_out_of_blocks_moves_nothing():
+    cache = make(num_blocks=3)
+    sequence = cache.manager.create()
+    batch = cache.manager.batch([sequence])
+    step = cache.append(batch, 6)
+    kv = torch.randn(6, 2, 8)
+    cache.store(0, kv, kv, step)
+    twin = cache.manager.fork(sequence)
+    before = cache.k.clone()
+    with pytest.raises(OutOfBlocksError):
+        cache.append(cache.manager.batch([sequence, twin]), 5)
+    assert torch.equal(cache.k, before)
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+def test_fp8(per_block):
+    """Descales are applied, and those of a block go where it goes: to its copies, to the host and back."""
+    torch.manual_seed(0)
+    shape = (2, 12, 2) if per_block else (2, 2)
+    k_descale, v_descale = torch.rand(shape) * 0.05 + 0.02, torch.rand(shape) * 0.05 + 0.02
+    cache = make(
+        dtype=torch.float8_e4m3fn, k_descale=k_descale, v_descale=v_descale, num_host_blocks=6, max_seqlen=40
+    )
+    manager = cache.manager
+    first = manager.create()
+    k, v = torch.randn(10, 2, 8), torch.randn(10, 2, 8)
+    step = cache.append(manager.batch([first]), 10)
+    for layer in range(2):
+        cache.attend(layer, torch.randn(10, 4, 8), k, v, step)
+    second = manager.fork(first)
+    stored = contents(cache, first)
+    assert (stored[0] - k).abs().max() < 0.1
+    assert (stored[1] - v).abs().max() < 0.1
+    step = cache.append(manager.batch([first]))
+    assert step.copied_blocks == 1
+    assert torch.equal(contents(cache, first)[0][:10], stored[0])
+    cache.swap_out([first, second])
+    with torch.no_grad():
+        cache.k.view(torch.uint8).fill_(0x7F)  # NaN
+    third = manager.create()
+    cache.append(manager.batch([third]), 12)  # so that they come back elsewhere
+    cache.swap_in([second, first])
+    for sequence in (first, second):
+        for back, before in zip(contents(cache, sequence), stored, strict=True):
+            assert torch.equal(back[:10], before)
+
+
+def contents(cache: PagedKVCache, sequence: int) -> list[torch.Tensor]:
+    """Keys and values of layer 1 as numbers, (tokens, kv_heads, head_dim)."""
+    blocks = torch.tensor(cache.manager.blocks(sequence))
+    result = []
+    for memory, descale in ((cache.k, cache.k_descale), (cache.v, cache.v_descale)):
+        factor = descale[1][blocks][:, None, :, None] if descale.dim() == 3 else descale[1][:, None]
+        result.append((memory[1][blocks].float() * factor).flatten(0, 1)[: cache.manager.length(sequence)])
+    return result

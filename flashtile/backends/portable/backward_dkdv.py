@@ -9,6 +9,7 @@ gradient, in one order.
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.backward_prepare import statistics_offset
 from flashtile.backends.portable.tiles import (
     RUNTIME_INTEGERS,
@@ -98,7 +99,7 @@ def dkdv_blocks(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
 def dkdv_kernel(
     q_ptr,
     k_ptr,

@@ -8,6 +8,7 @@ S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K. Rec
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.backward_prepare import statistics_offset
 from flashtile.backends.portable.tiles import (
     RUNTIME_INTEGERS,
@@ -91,7 +92,7 @@ def dq_blocks(
     return dq
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
 def dq_kernel(
     q_ptr,
     k_ptr,

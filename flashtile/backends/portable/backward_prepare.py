@@ -10,6 +10,7 @@ block of rows here.
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.tiles import LOG2_E, RUNTIME_INTEGERS, load_tile, sequence
 
 ROW_PAD = 128
@@ -33,7 +34,7 @@ def statistics_offset(
         return (b.to(tl.int64) * num_heads_q + head) * padded_rows
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
 def prepare_kernel(
     out_ptr,
     dout_ptr,

@@ -8,6 +8,7 @@ accumulator stays unscaled until the end and only the log-sum-exp is kept for th
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.tiles import (
     LN_2,
     LOG2_E,
@@ -121,7 +122,7 @@ def attend_blocks(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
 def forward_kernel(
     q_ptr,
     k_ptr,

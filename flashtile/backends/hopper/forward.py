@@ -87,25 +87,29 @@ def pv_product(p, v_tile, o):
 
 
 @gluon.jit
-def bend_and_mask(
-    C: gl.constexpr, MASKED: gl.constexpr, s, n, rows, first_key, last_key, slope, numbers, s_layout: gl.constexpr
-):
-    """Block ``n`` of raw products: soft-cap, ALiBi (then in log2 units), and -inf outside each row's keys.
+def bend(C: gl.constexpr, s, n, rows, slope, numbers, s_layout: gl.constexpr):
+    """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units; nothing for calls with neither.
 
     ``rows`` are the rows' positions among the keys.
     """
     scale_log2, softcap_rate, softcap_log2 = numbers
-    keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
         s = softcap_log2 * (1 - 2 / (1 + gl.exp2(s * softcap_rate)))
     elif C.BENT:
         s = s * scale_log2
     if C.ALIBI:
-        s = s - slope[:, None] * gl.abs(rows[:, None] - keys).to(gl.float32)
-    if MASKED:
-        s = gl.where(keys <= last_key[:, None], s, float("-inf"))
-        if C.HAS_LEFT:
-            s = gl.where(keys >= first_key[:, None], s, float("-inf"))
+        keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+        s = s - slope[:, None] * gl.abs(rows[:, None] - keys[None, :]).to(gl.float32)
+    return s
+
+
+@gluon.jit
+def mask(C: gl.constexpr, s, n, first_key, last_key, s_layout: gl.constexpr):
+    """-inf for keys of block ``n`` outside [first_key, last_key] of their row."""
+    keys = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+    s = gl.where(keys[None, :] <= (last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    if C.HAS_LEFT:
+        s = gl.where(keys[None, :] >= (first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     return s
 
 
@@ -142,12 +146,11 @@ def scale_rows(x, factor):
 
 
 @gluon.jit
-def attend_blocks(
-    C: gl.constexpr, W: gl.constexpr, MASKED: gl.constexpr, state, i, n_from, n_to, q, k, v, turn, rows, first_key,
-    last_key, slope, numbers, s_layout: gl.constexpr, p_layout: gl.constexpr,
+def attend_uncut(
+    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, k, v, turn, rows, slope, numbers,
+    s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Key blocks n_from - 1 down to n_to: each step multiplies Q K^T of its own block and P V of the one before."""
-    o, l, m, p = state
+    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before."""
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
         s = qk_product(q, k.tiles.index(k.wait(i)), s_layout)
@@ -155,7 +158,7 @@ def attend_blocks(
         turn.give(W)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
-        s = bend_and_mask(C, MASKED, s, n, rows, first_key, last_key, slope, numbers, s_layout)
+        s = bend(C, s, n, rows, slope, numbers, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers[0])
         l = scale_rows(l, alpha) + quad_sums(weights)
         o = warpgroup_mma_wait(0, deps=[o])
@@ -163,7 +166,32 @@ def attend_blocks(
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
         o = scale_rows(o, alpha)
         i += 1
-    return (o, l, m, p), i
+    return o, l, m, p, i
+
+
+@gluon.jit
+def attend_cut(
+    C: gl.constexpr, W: gl.constexpr, o, l, m, i, n_from, n_to, q, k, v, turn, rows, slope, first_key, last_key,
+    numbers, dtype: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """Blocks n_from - 1 down to n_to under an edge of the mask, one after the other: they are few, and a P that
+    went from this loop to the next would be packed into registers anew in every step of both."""
+    for n in range(n_from - 1, n_to - 1, -1):
+        turn.take(W, i)
+        s = qk_product(q, k.tiles.index(k.wait(i)), s_layout)
+        turn.give(W)
+        s = warpgroup_mma_wait(0, deps=[s])
+        k.release(i)
+        s = bend(C, s, n, rows, slope, numbers, s_layout)
+        s = mask(C, s, n, first_key, last_key, s_layout)
+        weights, m, alpha = online_softmax(C, s, m, numbers[0])
+        l = scale_rows(l, alpha) + quad_sums(weights)
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+        o = pv_product(p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i)
+        i += 1
+    return o, l, m, i
 
 
 @gluon.jit
@@ -228,45 +256,52 @@ def consumer(C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, p
         if C.SINK:
             m = gl.load(sink + head).to(gl.float32) * (1 / LN_2)
 
+        o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
+        l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
+        if C.SINK:  # a key of weight 1 so far, shared out among the quad
+            l += 0.25
+
         i = skip_blocks(n_end - my_end, i, k, v, turn, W)
         q_part = q.wait(j) * C.WARPGROUPS + W
         q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
+        n = my_end - 1
+        if C.HAS_RIGHT:
+            n = min(max(full_end, my_begin), my_end - 1)
+            o, l, m, i = attend_cut(
+                C, W, o, l, m, i, my_end, n + 1, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
+                dtype, s_layout, p_layout,
+            )  # fmt: skip
+
+        # The first block of the pipeline, the only one of it that may be cut.
         turn.take(W, i)
         s = qk_product(q_tile, k.tiles.index(k.wait(i)), s_layout)
         turn.give(W)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
-        CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
-        s = bend_and_mask(C, CUT, s, my_end - 1, rows, first_key, last_key, slope, numbers, s_layout)
+        s = bend(C, s, n, rows, slope, numbers, s_layout)
+        if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:
+            s = mask(C, s, n, first_key, last_key, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers[0])
-        l = quad_sums(weights)
-        if C.SINK:  # a key of weight 1 so far, shared out among the quad
-            l += gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] * 0.25
+        l = scale_rows(l, alpha) + quad_sums(weights)
+        if C.HAS_RIGHT:
+            o = scale_rows(o, alpha)
         p = gl.convert_layout(weights.to(dtype), p_layout)
         i += 1
-
-        state = (gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout), l, m, p)
-        n = my_end - 1
-        if C.HAS_RIGHT:
-            state, i = attend_blocks(
-                C, W, True, state, i, n, full_end, q_tile, k, v, turn, rows, first_key, last_key, slope, numbers,
-                s_layout, p_layout,
-            )  # fmt: skip
-            n = full_end
-        state, i = attend_blocks(
-            C, W, False, state, i, n, full_begin, q_tile, k, v, turn, rows, first_key, last_key, slope, numbers,
-            s_layout, p_layout,
-        )  # fmt: skip
+        full_begin = min(full_begin, n)
+        o, l, m, p, i = attend_uncut(
+            C, W, o, l, m, p, i, n, full_begin, q_tile, k, v, turn, rows, slope, numbers, s_layout, p_layout
+        )
+        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
         if C.HAS_LEFT:
-            state, i = attend_blocks(
-                C, W, True, state, i, full_begin, my_begin, q_tile, k, v, turn, rows, first_key, last_key, slope,
-                numbers, s_layout, p_layout,
+            o = warpgroup_mma_wait(0, deps=[o])
+            v.release(i - 1)
+            o, l, m, i = attend_cut(
+                C, W, o, l, m, i, full_begin, my_begin, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
+                dtype, s_layout, p_layout,
             )  # fmt: skip
-        o, l, m, p = state
-
         if not C.Q_HOLDS_O:
             q.release(j)
-        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
+
         sums = gl.convert_layout(gl.sum(l, 1), row_layout)
         lse = m * LN_2 + gl.log(sums)
         if C.VARLEN:
@@ -274,8 +309,9 @@ def consumer(C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, p
         else:
             lse_rows = (tile.sequence.to(gl.int64) * (heads * C.PACK) + head) * seqlen_q + positions
         gl.store(lse_ptr + lse_rows, lse, mask=positions < tile.seqlen_q)
-        o = warpgroup_mma_wait(0, deps=[o])
-        v.release(i - 1)
+        if not C.HAS_LEFT:
+            o = warpgroup_mma_wait(0, deps=[o])
+            v.release(i - 1)
         i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
         o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
         if C.Q_HOLDS_O:

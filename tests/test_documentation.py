@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -134,12 +132,13 @@ def test_shell_commands_exist(document):
 
 @pytest.mark.parametrize("document", documents_with("bash", "flashtile "))
 def test_read_only_commands_run(document):
+    testing = pytest.importorskip("typer.testing")
+    from flashtile.cli import application
+
     for words in shell_commands(document):
         if words[0] == "flashtile" and words[1] in READ_ONLY_COMMANDS:
-            result = subprocess.run(
-                [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False
-            )
-            assert result.returncode == 0, result.stderr
+            result = testing.CliRunner().invoke(application(), words[1:])
+            assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)

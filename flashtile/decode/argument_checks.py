@@ -146,13 +146,15 @@ def check_floats(
     layout: str,
     q: Tensor,
     contiguous: bool = True,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
 ) -> None:
-    """A float32 tensor of one of these shapes, or None."""
+    """A tensor of one of these dtypes and shapes, or None."""
     if tensor is None:
         return
     check_dense(name, tensor)
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}")
     if tuple(tensor.shape) not in shapes:
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must have shape {layout} = {allowed}, got {tuple(tensor.shape)}")

@@ -67,7 +67,7 @@ def check_decode(
     check_floats(
         "alibi_slopes", tensors.alibi_slopes, ((heads_q,), (batch, heads_q)), "(heads,) or (batch, heads)", q
     )
-    check_floats("sink", tensors.sink, ((heads_q,),), "(heads,)", q)
+    check_floats("sink", tensors.sink, ((heads_q,),), "(heads,)", q, dtypes=(torch.float32, q.dtype))
     check_descales(k_cache, tensors.k_descale, tensors.v_descale)
     _check_options(options)
     if tensors.tree_mask is not None:

@@ -91,7 +91,8 @@ def flash_attn_with_kvcache(
             them.
         cu_seqlens_k_new, max_seqlen_k_new: likewise of k and v; the most may be left out.
         rotary_seqlens: (batch,) int32, rotary positions start there instead of at ``cache_seqlens``.
-        sink: (heads_q,) float32, the logit of a virtual key without a value: it enters the softmax alone.
+        sink: (heads_q,), float32 or the dtype of q: the logit of a virtual key without a value, which enters
+            the softmax alone.
         k_descale, v_descale: float32 factors of an FP8 cache, (heads_kv,), or (k_cache.shape[0], heads_kv):
             one for each head of each page (row of a dense cache). New keys are divided by them and saturate.
         tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding: query i

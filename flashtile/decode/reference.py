@@ -97,12 +97,12 @@ def attention_with_kvcache(
             seen &= distance >= -left
         if right >= 0:
             seen &= distance <= right
-        if cache_leftpad is not None:
-            seen[:, : int(cache_leftpad[b])] = False
         if tree_mask is not None:
             mask = tree_mask if tree_mask.dim() == 2 else tree_mask[min(b, tree_mask.shape[0] - 1)]
             tree = min(seqlen_q, seqlen_k)
             seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
+        if cache_leftpad is not None:
+            seen[:, : int(cache_leftpad[b])] = False
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
         out[mine], lse[:, mine] = _attend(
             rows[mine].to(compute), k_b, v_b, seen, distance, scale, softcap, slopes, sink, lse_dtype

@@ -1,0 +1,230 @@
+"""What belongs to decoding: appends by slot, block copies, combined splits, shared prefixes, prefill."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import flashtile
+from cases import BF16, FP16, FP32, FP64
+from flashtile import testing
+from flashtile.decode import reference
+from flashtile.decode.problem import FP8
+
+HEADS, HEADS_KV, D, D_V = 6, 2, 16, 8
+
+
+def pool(num_blocks, page_size, dtype=FP32, seed=0):
+    """Random (k_cache, v_cache)."""
+    return tuple(
+        testing.random_tensor((num_blocks, page_size, HEADS_KV, dim), dtype, "cpu", seed=seed + i)
+        for i, dim in enumerate((D, D_V))
+    )
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def near(got, expected, tolerance=1e-5):
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_slots_say_where_tokens_go():
+    k_cache, v_cache = pool(5, 4)
+    before = k_cache.clone(), v_cache.clone()
+    k, v = torch.randn(4, HEADS_KV, D), torch.randn(4, HEADS_KV, D_V)
+    flashtile.append_kvcache(k_cache, v_cache, k, v, slot_mapping=torch.tensor([6, -1, 19, 0]))
+    for cache, new, old in ((k_cache, k, before[0]), (v_cache, v, before[1])):
+        expected = old.flatten(0, 1)
+        expected[[6, 19, 0]] = new[[0, 2, 3]]
+        assert torch.equal(cache.flatten(0, 1), expected)
+
+
+def test_slots_of_scaled_pages():
+    k_cache, v_cache = (t.to(FP8) for t in pool(3, 2))
+    k_descale, v_descale = torch.rand(3, HEADS_KV) + 0.5, torch.rand(3, HEADS_KV) + 0.5
+    k, v = 100 * torch.randn(2, HEADS_KV, D), 2000 * torch.randn(2, HEADS_KV, D_V)
+    flashtile.append_kvcache(
+        k_cache, v_cache, k, v, slot_mapping=torch.tensor([5, 2]), k_descale=k_descale, v_descale=v_descale
+    )
+    got = k_cache[2, 1].float() * k_descale[2][:, None], v_cache[1, 0].float() * v_descale[1][:, None]
+    torch.testing.assert_close(got[0], k[0], rtol=2**-4, atol=1e-3)
+    limit = 448 * v_descale[1][:, None]
+    torch.testing.assert_close(got[1], v[1].clamp(-limit, limit), rtol=2**-4, atol=1e-3)
+    assert (got[1].abs() == limit).any(), "nothing saturates: the values are too small to test it"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP8], ids=str)
+@pytest.mark.parametrize("layers", [None, 3])
+def test_blocks_are_copied_in_all_layers(layers, dtype):
+    shape = (7, 4, HEADS_KV) if layers is None else (layers, 7, 4, HEADS_KV)
+    caches = [torch.randn(*shape, dim).to(dtype) for dim in (D, D_V)]
+    descales = [torch.rand(*shape[:-2], HEADS_KV) for _ in "kv"] if dtype == FP8 else [None, None]
+    before = [t if t is None else t.clone() for t in (*caches, *descales)]
+    pairs = torch.tensor([[1, 5], [-1, 3], [1, 0], [4, 6]])
+    flashtile.copy_blocks(*caches, pairs, k_descale=descales[0], v_descale=descales[1])
+    for tensor, old, axis in zip((*caches, *descales), before, (-4, -4, -2, -2), strict=True):
+        if tensor is not None:
+            expected = old.float().index_select(axis % old.dim(), torch.tensor([1, 1, 2, 3, 4, 1, 4]))
+            assert torch.equal(tensor.float(), expected)
+
+
+def test_copying_nothing():
+    caches = pool(3, 4)
+    before = [cache.clone() for cache in caches]
+    flashtile.copy_blocks(*caches, torch.empty(0, 2, dtype=torch.int64))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache, old)
+
+
+def partials(num_splits, rows, dtype=FP32):
+    out = testing.random_tensor((num_splits, *rows, HEADS, D_V), FP32, "cpu", seed=1).to(dtype)
+    lse = testing.random_tensor((num_splits, *rows, HEADS), FP32, "cpu", seed=2) * 3
+    return out, lse.double() if dtype == FP64 else lse
+
+
+@pytest.mark.parametrize("rows", [(3, 5), (7,), (0, 5), (2, 0)], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2, 33])
+def test_splits_are_combined(num_splits, rows):
+    out_partial, lse_partial = partials(num_splits, rows, FP64)
+    out, lse = flashtile.flash_attn_combine(out_partial, lse_partial)
+    near(lse, lse_partial.logsumexp(0), 1e-12)
+    near(out, (out_partial * (lse_partial - lse).exp().unsqueeze(-1)).sum(0), 1e-12)
+
+
+def test_combined_splits_with_empty_ones():
+    out_partial, lse_partial = partials(4, (3, 5), FP64)
+    lse_partial[1:3, :2] = -torch.inf
+    lse_partial[:, 0, 0] = torch.tensor([-torch.inf, torch.inf, -torch.inf, torch.inf])[:, None]
+    out_partial[lse_partial.isinf()] = torch.nan  # which nobody has written
+    out, lse = flashtile.flash_attn_combine(out_partial, lse_partial)
+    assert not out[0, 0].any()
+    assert (lse[0, 0] == -torch.inf).all()
+    near(lse[0, 1:], lse_partial[[0, 3], 0, 1:].logsumexp(0), 1e-12)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_combined_splits_are_rounded_once(dtype):
+    out_partial, lse_partial = partials(8, (3, 5))
+    exact, _ = flashtile.flash_attn_combine(out_partial.double(), lse_partial.double())
+    out, lse = flashtile.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)
+    assert (out.dtype, lse.dtype) == (dtype, FP32)
+    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=1e-7)
+
+
+def test_combined_splits_go_where_they_are_wanted():
+    out_partial, lse_partial = partials(3, (2, 5))
+    strided = out_partial.transpose(1, 2).contiguous().transpose(1, 2), lse_partial.mT.contiguous().mT
+    given = torch.empty(2, HEADS, 5, D_V, dtype=BF16).transpose(1, 2)
+    out, _ = flashtile.flash_attn_combine(*strided, out=given)
+    assert out is given
+    assert torch.equal(out, flashtile.flash_attn_combine(out_partial, lse_partial, out_dtype=BF16)[0])
+
+
+PREFIXES = {
+    "one group": (13, None),
+    "nothing shared": (0, None),
+    "whole pages": (12, None),
+    "two groups": (int32(14, 9), int32(0, 3, 4)),
+    "an empty group": (int32(14, 9, 6), int32(0, 3, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_shared_prefix_changes_no_result(name, seqlen_q, dtype):
+    prefix, groups = PREFIXES[name]
+    page_size, lengths = 4, (19, 25, 16, 30)
+    k_cache, v_cache = pool(40, page_size, dtype)
+    table = torch.randperm(32, generator=torch.Generator().manual_seed(0)).view(4, 8).int()
+    for first, last in itertools.pairwise([0, 4] if groups is None else groups.tolist()):
+        table[first:last, :4] = table[first:first + 1, :4]  # fmt: skip
+    q = testing.random_tensor((4, seqlen_q, HEADS, D), dtype, "cpu", seed=9)
+    arguments = {"cache_seqlens": int32(*lengths), "block_table": table, "causal": True, "softcap": 4.0,
+                 "sink": torch.randn(HEADS)}  # fmt: skip
+    out, lse = flashtile.flash_attn_with_shared_prefix(
+        q,
+        k_cache,
+        v_cache,
+        prefix_seqlens=prefix,
+        cu_prefix_groups=groups,
+        return_softmax_lse=True,
+        **arguments,
+    )
+    exact = reference.attention_with_kvcache(q, k_cache, v_cache, upcast=FP64, **arguments)
+    plain = reference.attention_with_kvcache(q, k_cache, v_cache, **arguments)
+    comparison = testing.compare("out", out, exact[0], plain[0])
+    assert comparison.holds, str(comparison)
+    near(lse.double(), exact[1], 1e-12 if dtype == FP64 else 2e-5)
+
+
+def test_a_shared_prefix_of_nobody():
+    k_cache, v_cache = pool(4, 4)
+    q, table = torch.empty(0, 1, HEADS, D), torch.empty(0, 3, dtype=torch.int32)
+    out = flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, table, int32(), 5)
+    assert out.shape == (0, 1, HEADS, D_V)
+
+
+def test_prefill_in_chunks_equals_prefill_at_once():
+    """A prompt appended in chunks, a token at a time at last, against attention over all of it."""
+    torch.manual_seed(0)
+    length, page_size = 37, 4
+    q, k, v = (torch.randn(2, length, h, d) for h, d in ((HEADS, D), (HEADS_KV, D), (HEADS_KV, D_V)))
+    expected = flashtile.attention(q, k, v, causal=True, window_size=(20, 0))
+    k_cache, v_cache = (torch.full((24, page_size, HEADS_KV, d), torch.nan) for d in (D, D_V))
+    table = torch.randperm(24)[:20].view(2, 10).int()
+    outs = []
+    for start, stop in itertools.pairwise([0, 16, 30, 31, 34, 35, 36, 37]):
+        part = slice(start, stop)
+        out = flashtile.flash_attn_with_kvcache(
+            q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_seqlens=start, block_table=table,
+            causal=True, window_size=(20, 0),
+        )  # fmt: skip
+        outs.append(out)
+    near(torch.cat(outs, 1), expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_paged_prefill(page_size):
+    lengths_q, lengths_k = (5, 0, 9), (12, 4, 9)
+    columns = -(-12 // page_size)
+    k_cache, v_cache = pool(3 * columns, page_size)
+    table = torch.randperm(3 * columns).view(3, columns).int()
+    q = torch.randn(15, HEADS, D)  # the last token is nobody's
+    cu_q, cu_k = (testing.cu_seqlens(n, "cpu") for n in (lengths_q, lengths_k))
+    rows = [
+        tuple(cache[table[b].long()].flatten(0, 1)[:n] for cache in (k_cache, v_cache))
+        for b, n in enumerate(lengths_k)
+    ]
+    k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    arguments = {"causal": True, "softcap": 3.0, "return_lse": True}
+    expected = flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 12, **arguments)
+    got = flashtile.flash_attn_varlen_func(
+        q, k_cache, v_cache, cu_q, cu_k, 9, 12, block_table=table, **arguments
+    )
+    near(got, expected)
+    used = flashtile.flash_attn_varlen_func(
+        q, k_cache, v_cache, cu_q, None, 9, 12, block_table=table, seqused_k=int32(*lengths_k), **arguments
+    )
+    assert torch.equal(used[0], got[0])
+
+
+def test_paged_prefill_names_the_callers_arguments():
+    k_cache, v_cache = pool(3, 4)
+    q, offsets, table = torch.randn(4, HEADS, D), int32(0, 4), int32([0, 1, 2])
+    call = (q, k_cache, v_cache, offsets, int32(0, 13), 4, 13)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k must be from 0 to 12 .* got 13"):
+        flashtile.flash_attn_varlen_func(*call, block_table=table)
+    with pytest.raises(TypeError, match=r"^v has dtype torch"):
+        flashtile.flash_attn_varlen_func(q, k_cache, v_cache.half(), *call[3:], block_table=table)
+    with pytest.raises(TypeError, match="cu_seqlens_k must be an int32"):
+        flashtile.flash_attn_varlen_func(*call[:4], None, 4, 13, block_table=table)
+    call = (q.requires_grad_(), k_cache, v_cache, offsets, int32(0, 12), 4, 12)
+    loss = flashtile.flash_attn_varlen_func(*call, block_table=table).sum()
+    with pytest.raises(NotImplementedError, match="no backward pass"):
+        loss.backward()

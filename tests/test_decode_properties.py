@@ -1,0 +1,175 @@
+"""What holds for decoding whatever the numbers: batches, splits, layouts and page sizes change no result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from cases import BF16, FP16, FP32, FP64
+from decode_cases import DecodeCase, build
+from flashtile.backends.cpu.decode.attend import TILE_ELEMENTS, attend
+from flashtile.decode import launches, testing
+from flashtile.decode.problem import FP8, CacheTensors, DecodeOptions, DecodeProblem
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> DecodeCase:
+    """Any valid call of up to four short sequences."""
+    batch = draw(st.integers(1, 4))
+    page_size = draw(st.none() | st.sampled_from((1, 2, 3, 16, 40)))
+    longest = draw(st.integers(1, 60))
+    ragged = draw(st.booleans())
+
+    def per_sequence(most: int):
+        return tuple(draw(st.lists(st.integers(0, most), min_size=batch, max_size=batch)))
+
+    new = draw(st.none() | st.integers(0, 7))
+    seqlen_q = draw(st.integers(0, 7))
+    if ragged:
+        seqlen_q = per_sequence(7)
+        new = None if new is None else per_sequence(7)
+    lengths = per_sequence(longest)
+    head_dim = draw(st.integers(1, 40) | st.just(512))
+    tree = draw(st.sampled_from((None, None, None, "shared", "batch")))
+    rotary = new is not None and head_dim > 1 and tree is None and draw(st.booleans())
+    fp8 = draw(st.booleans())
+    arguments = {
+        "softmax_scale": draw(st.none() | st.floats(-0.5, 0.5)),
+        "softcap": draw(st.just(0.0) | st.floats(1, 30)),
+    }
+    if tree is None:
+        side = st.just(-1) | st.integers(0, 70)
+        arguments |= {"causal": draw(st.booleans()), "window_size": (draw(side), draw(side))}
+    if rotary:
+        arguments["rotary_interleaved"] = draw(st.booleans())
+    rows = draw(st.permutations(range(batch + 2)))[:batch] if page_size is None else None
+    return DecodeCase(
+        name="any",
+        lengths=lengths,
+        seqlen_q=seqlen_q,
+        new=new,
+        heads=draw(st.sampled_from(((1, 1), (2, 2), (3, 1), (6, 2), (5, 5)))),
+        head_dim=head_dim,
+        head_dim_v=draw(st.none() | st.integers(1, 40)),
+        page_size=page_size,
+        capacity=longest + 7,
+        cache_dtype=FP8 if fp8 else None,
+        descale=draw(st.sampled_from((None, "head", "block"))) if fp8 else None,
+        rotary_dim=2 * draw(st.integers(1, head_dim // 2)) if rotary else None,
+        leftpad=per_sequence(longest) if draw(st.booleans()) else None,
+        batch_idx=tuple(rows) if rows is not None and draw(st.booleans()) else None,
+        alibi=draw(st.sampled_from((None, "head", "batch"))) if tree is None else None,
+        sink=draw(st.booleans()),
+        tree=tree,
+        transposed=draw(st.booleans()),
+        arguments=arguments,
+    )
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64], ids=["fp16", "bf16", "fp32", "fp64"])
+def test_any_call(dtype):
+    @settings(max_examples=40)
+    @given(calls(), st.integers(0, 9))
+    def meets_the_error_rule(case: DecodeCase, seed: int) -> None:
+        tensors, arguments = build(case, dtype, "cpu", seed)
+        testing.check(*tensors, backend="cpu", **arguments)
+
+    meets_the_error_rule()
+
+
+LONG = DecodeCase("long", lengths=(700, 3, 1501), capacity=1520, head_dim=32, seqlen_q=2)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_no_result_depends_on_the_rest_of_the_batch(page_size):
+    """To the bit, each sequence alone and with others."""
+    (q, k_cache, v_cache, *_), arguments = build(replace(LONG, page_size=page_size), FP32, "cpu")
+    together = flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, num_splits=1, **arguments)
+    for b in range(3):
+        one = slice(b, b + 1)
+        caches = (k_cache, v_cache) if page_size else (k_cache[one], v_cache[one])
+        alone = flashtile.flash_attn_with_kvcache(
+            q[one], *caches, num_splits=1, **{name: a[one] for name, a in arguments.items()}
+        )
+        assert torch.equal(alone, together[one])
+
+
+def test_no_result_depends_on_where_pages_lie():
+    (q, k_cache, v_cache, *_), arguments = build(replace(LONG, page_size=16), FP32, "cpu")
+    expected = flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+    order = torch.randperm(len(k_cache))
+    table = arguments["block_table"].long()
+    moved = torch.where(table < len(k_cache), order.argsort()[table.clamp(max=len(k_cache) - 1)], table)
+    arguments["block_table"] = moved.int()
+    got = flashtile.flash_attn_with_kvcache(q, k_cache[order], v_cache[order], **arguments)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 256])
+def test_no_result_depends_on_the_page_size(page_size):
+    (q, k_cache, v_cache, *_), arguments = build(LONG, FP64, "cpu")
+    expected = flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, return_softmax_lse=True, **arguments)
+    columns = -(-1520 // page_size)
+    pages = [
+        torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, columns * page_size - 1520)).reshape(
+            3 * columns, page_size, *cache.shape[2:]
+        )
+        for cache in (k_cache, v_cache)
+    ]
+    table = torch.arange(3 * columns, dtype=torch.int32).view(3, columns)
+    got = flashtile.flash_attn_with_kvcache(
+        q, *pages, block_table=table, return_softmax_lse=True, **arguments
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that one new tensor in its scope took; views of ``known`` are not new."""
+
+    nbytes = 0
+
+    def __init__(self, known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = known.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != self.known:
+            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_memory_does_not_grow_with_the_scores(paged):
+    """32 queries of 4 heads over 100 thousand keys: 51 MB of scores, and no tensor above a few tiles."""
+    length, heads = 100_000, 4
+    q = torch.randn(1, 32, heads, 16, dtype=FP16)
+    k_cache = torch.randn(length // 16, 16, 1, 16, dtype=FP16)
+    tensors = CacheTensors(block_table=torch.arange(length // 16, dtype=torch.int32)[None])
+    if not paged:
+        k_cache, tensors = k_cache.view(1, length, 1, 16), CacheTensors()
+    problem = DecodeProblem.from_tensors(q, k_cache, k_cache, tensors, DecodeOptions(causal=True))
+    with Largest(k_cache) as largest:
+        attend(problem, q, k_cache, k_cache, *tensors)
+    assert 4 * TILE_ELEMENTS / 2 < largest.nbytes <= 8 * TILE_ELEMENTS
+
+
+def test_launches_are_kept():
+    """A second call of the same signature prepares nothing; another signature does."""
+    (q, k_cache, v_cache, k, v), arguments = build(DecodeCase("kept", head_dim=23, new=1), FP32, "cpu")
+    caches = (launches._decode_launches, launches._append_launches, launches._append_and_decode_launches)
+
+    def prepared():
+        flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **arguments)
+        return [dict(kept) for kept in caches]
+
+    first = prepared()
+    assert prepared() == first
+    arguments["causal"] = True
+    assert prepared() != first

@@ -71,7 +71,9 @@ class Run(NamedTuple):
 
 
 def main(
-    model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face Llama.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder of a Hugging Face Llama.")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Repeat it for several in one batch.")] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     samples: Annotated[int, typer.Option(min=1, help="Parallel samples of each prompt.")] = 4,
@@ -90,6 +92,8 @@ def main(
     console = Console(highlight=False)
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if not all(prompt or PROMPTS):
+        raise typer.BadParameter("prompt must not be empty")
     try:
         place = choose_device(device)
         if model is None:
@@ -101,8 +105,6 @@ def main(
         raise typer.BadParameter(str(error)) from None
     llama.to(DTYPES[dtype]).eval()
     prompts = [text.encode(p) for p in prompt or PROMPTS]
-    if not all(prompts):
-        raise typer.BadParameter("prompt must not be empty")
     strategies: dict[str, Callable[[Decoder], list[list[int]]]] = {
         "greedy": lambda decoder: greedy(decoder, prompts, length),
         f"{samples} samples": lambda decoder: [
@@ -194,8 +196,10 @@ def small_llama(
 
 def pretrained(folder: Path, device: torch.device) -> tuple[Llama, Text]:
     """A local checkpoint and its tokenizer."""
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("--model needs transformers: pip install 'flashtile[hf]'") from None
     return load_llama(folder, device), AutoTokenizer.from_pretrained(folder)
 
 

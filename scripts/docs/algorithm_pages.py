@@ -16,9 +16,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     source = Path(config.config_file_path).parent / "flashtile" / FOLDER / f"{page_path.stem}.py"
     if page_path.parent.as_posix() != FOLDER or not source.exists():
         return markdown
+    page.meta.setdefault("hide", ["toc"])  # the file takes its place
+    title, _, text = markdown.lstrip().partition("\n")  # the title stays outside: it names the page
     name = f"flashtile/{FOLDER}/{source.name}"
     return (
-        f'<div class="beside" markdown="1">\n<div markdown="1">\n\n{markdown}\n\n</div>\n'
+        f'{title}\n\n<div class="beside" markdown="1">\n<div markdown="1">\n\n{text}\n\n</div>\n'
         f'<div class="source" markdown="1">\n\n````python title="{name}" linenums="1"\n'
         f"{source.read_text().rstrip()}\n````\n\n</div>\n</div>\n"
     )

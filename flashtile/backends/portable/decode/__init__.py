@@ -36,9 +36,10 @@ def reason_against(
 
 
 def prepare_decode(problem: DecodeProblem):
+    from flashtile.backends.portable.decode.config import choose
     from flashtile.backends.portable.decode.launch import DecodeLaunch
 
-    return DecodeLaunch(problem)
+    return DecodeLaunch(problem, choose(problem))
 
 
 def prepare_append(problem: AppendProblem):

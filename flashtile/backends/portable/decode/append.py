@@ -128,7 +128,7 @@ def append_kernel(
     rotary_seqlens,
     k_descale,
     v_descale,
-    q_ptr,
+    q_in_ptr,
     cu_seqlens_q,
     q_out_ptr,
     k_cache_stride_b,
@@ -244,7 +244,7 @@ def append_kernel(
             turns += tokens
         rows = first + tokens
         q_rows = b.to(tl.int64) * q_stride_b + rows * q_stride_s + head.to(tl.int64) * q_stride_h
-        q = rotated(q_ptr, q_rows, exists, turns, rotary, FEATURES)
+        q = rotated(q_in_ptr, q_rows, exists, turns, rotary, FEATURES)
         out_rows = rows if FEATURES.VARLEN_Q else b.to(tl.int64) * seqlen_q + tokens
         offsets = (out_rows * num_heads_q + head) * FEATURES.HEAD_DIM
         store_rows(q_out_ptr, offsets, exists, q, FEATURES.HEAD_DIM, FEATURES.BLOCK_D)

@@ -191,7 +191,7 @@ def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:
     absent += [] if dtype == FP8 else ["k_descale", "v_descale"]
     constants = {"FEATURES": features} | {name: None for name in absent}
     cache = torch.uint8 if as_bits else dtype
-    tensors = {name: torch.bfloat16 for name in ("k_ptr", "v_ptr", "q_ptr", "q_out_ptr")}
+    tensors = {name: torch.bfloat16 for name in ("k_ptr", "v_ptr", "q_in_ptr", "q_out_ptr")}
     tensors |= {"k_cache_ptr": cache, "v_cache_ptr": cache}
     return _plain_case(f"decode append {_TYPES[dtype]}", append_kernel, tensors, constants)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtile.backends.portable.config import padded
 from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
-from flashtile.backends.portable.decode.config import DecodeConfig, choose, multiprocessors
+from flashtile.backends.portable.decode.config import DecodeConfig, multiprocessors
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.backends.portable.decode.steps import Features
 from flashtile.backends.portable.launch import KeptKernel
@@ -129,15 +129,16 @@ def features(
 
 def combine_tile(BLOCK_M: int, head_dim_v: int) -> tuple[int, int]:
     """(rows that a combining program owns, splits that it loads at a time)."""
-    rows = max(1, BLOCK_M // 16)
+    rows = max(1, BLOCK_M // 32)
     return rows, max(2, COMBINE_TILE // (rows * padded(head_dim_v)))
 
 
 class DecodeLaunch:
     """``(q, k_cache, v_cache, *CacheTensors) -> (out, lse)`` for tensors of one signature."""
 
-    def __init__(self, problem: DecodeProblem) -> None:
+    def __init__(self, problem: DecodeProblem, config: DecodeConfig) -> None:
         self._problem = problem
+        self._config = config
         self._out_shape = problem.out_shape
         self._lse_shape = problem.lse_shape
         self._device = problem.device
@@ -203,8 +204,7 @@ class DecodeLaunch:
         v_descale: Tensor | None,
         tree_mask: Tensor | None,
     ) -> None:
-        problem, device = self._problem, self._device
-        config = choose(problem)
+        problem, config, device = self._problem, self._config, self._device
         tile = config.tile
         num_m = row_blocks_of(problem, config)
         pairs = problem.batch * num_m

@@ -1,0 +1,242 @@
+"""Decoding on the card: every feature, sizes that only a card can show, graphs, invariance, races."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from cases import BF16, FP16, FP32
+from decode_cases import CASES, build
+from flashtile.decode import testing
+from flashtile.decode.problem import FP8
+
+pytestmark = pytest.mark.gpu
+
+BY_NAME = {case.name: case for case in CASES}
+DTYPES = [BF16, FP16, FP32]
+
+
+def paged(
+    contexts: list[int],
+    heads: tuple[int, int] = (8, 2),
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    page_size: int = 16,
+    seqlen_q: int = 1,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """(q, k_cache, v_cache) and a call's arguments; what no sequence holds is NaN, its entries far outside."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    columns = -(-max([*contexts, 1]) // page_size)
+    used = [-(-context // page_size) for context in contexts]
+    blocks = sum(used) + 3
+    order = torch.randperm(blocks, generator=generator, device="cuda").int()
+    table = torch.full((len(contexts), columns), 2**31 - 1, dtype=torch.int32, device="cuda")
+    caches = []
+    for dim in (head_dim, head_dim_v or head_dim):
+        shape = (blocks, page_size, heads[1], dim)
+        caches.append(torch.randn(shape, generator=generator, device="cuda").to(cache_dtype or dtype))
+    start = 0
+    for b, count in enumerate(used):
+        table[b, :count] = order[start : start + count]
+        if count and contexts[b] % page_size:
+            for cache in caches:
+                cache[order[start + count - 1].item(), contexts[b] % page_size :] = torch.nan
+        start += count
+    for cache in caches:
+        cache[order[start:].long()] = torch.nan
+    q = torch.randn((len(contexts), seqlen_q, heads[0], head_dim), generator=generator, device="cuda").to(
+        dtype
+    )
+    lengths = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    return (q, *caches), {"cache_seqlens": lengths, "block_table": table}
+
+
+def attend(tensors: tuple[Tensor, Tensor, Tensor], arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return flashtile.flash_attn_with_kvcache(
+        *tensors, return_softmax_lse=True, backend="portable", **arguments
+    )
+
+
+def assert_same_bits(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_feature(name: str, dtype: torch.dtype) -> None:
+    tensors, arguments = build(BY_NAME[name], dtype, "cuda")
+    testing.check(*tensors, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
+@pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 5}, {"split_size": 256}], ids=str)
+def test_page_sizes(page_size: int, splits: dict[str, int]) -> None:
+    tensors, arguments = paged([1000, 1, 0, 777, 4096], page_size=page_size)
+    testing.check(*tensors, backend="portable", **arguments, **splits)
+
+
+@pytest.mark.parametrize("head_dim", [17, 40, 64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (32, 1)], ids=str)
+def test_head_dims(head_dim: int, cache_dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    tensors, arguments = paged([700, 65], heads, head_dim, cache_dtype=cache_dtype, seqlen_q=2)
+    testing.check(*tensors, backend="portable", causal=True, **arguments)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 512), (40, 24), (24, 8)])
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+def test_head_dims_that_differ(head_dim: int, head_dim_v: int, seqlen_q: int) -> None:
+    tensors, arguments = paged([700, 65], (4, 1), head_dim, head_dim_v, seqlen_q=seqlen_q)
+    testing.check(*tensors, backend="portable", causal=True, **arguments)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (32, 32), (14, 2), (64, 1)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 3, 16, 64])
+def test_groups_and_tokens(heads: tuple[int, int], seqlen_q: int) -> None:
+    tensors, arguments = paged([900, 64, 333], heads, 64, seqlen_q=seqlen_q)
+    testing.check(*tensors, backend="portable", causal=True, **arguments)
+
+
+def test_many_row_blocks_are_a_prefill() -> None:
+    """More rows than the balanced grid takes: blocks of rows run each for itself."""
+    tensors, arguments = paged([2000, 1111], (16, 1), 64, seqlen_q=150)
+    testing.check(*tensors, backend="portable", causal=True, **arguments)
+
+
+def test_one_long_sequence_among_short_ones() -> None:
+    tensors, arguments = paged([30011, *range(20, 500, 16)], (4, 2), 64)
+    testing.check(*tensors, backend="portable", **arguments)
+
+
+def test_more_sequences_than_a_program_reads_at_a_time() -> None:
+    tensors, arguments = paged([1 + i * 7 % 90 for i in range(2500)], (2, 1), 32)
+    testing.check(*tensors, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 4}, {"split_size": 512}], ids=str)
+def test_results_do_not_depend_on_the_batch(splits: dict[str, int]) -> None:
+    (q, k_cache, v_cache), arguments = paged([5000, 77, 1200, 3001, 640])
+    together = attend((q, k_cache, v_cache), arguments | splits)
+    for b in range(5):
+        alone = {name: tensor[b : b + 1] for name, tensor in arguments.items()}
+        expected = tuple(result[b : b + 1] for result in together)
+        assert_same_bits(attend((q[b : b + 1], k_cache, v_cache), alone | splits), expected)
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    """Partial results are summed in order: a race would show in some of these."""
+    tensors, arguments = paged([8192, 31, 4000])
+    expected = attend(tensors, arguments)
+    for _ in range(300):
+        assert_same_bits(attend(tensors, arguments), expected)
+
+
+def test_one_graph_serves_growing_sequences() -> None:
+    (q, k_cache, v_cache), arguments = paged([3000, 600, 5000], page_size=64)
+    lengths = arguments["cache_seqlens"]
+    longest = lengths.clone()
+    lengths.fill_(1)
+    attend((q, k_cache, v_cache), arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend((q, k_cache, v_cache), arguments)
+    for grown in ([1, 1, 1], [129, 600, 4999], [3000, 0, 77], longest.tolist()):
+        lengths.copy_(torch.tensor(grown, dtype=torch.int32))
+        graph.replay()
+        assert_same_bits(captured, attend((q, k_cache, v_cache), arguments))
+        testing.check(q, k_cache, v_cache, backend="portable", **arguments)
+
+
+def test_replays_back_to_back_do_not_overtake_each_other() -> None:
+    """The combining kernel starts early; the next call's results must still be its own."""
+    calls = [paged([8192 - 13 * i], seed=i) for i in range(8)]
+    expected = [attend(*call) for call in calls]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [attend(*call) for call in calls]
+    for _ in range(50):
+        graph.replay()
+    assert_same_bits(captured, expected)
+
+
+def test_no_synchronisation() -> None:
+    tensors, arguments = paged([300, 40])
+    attend(tensors, arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend(tensors, arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_blocks_outside_of_the_cache_are_no_fault() -> None:
+    """The result is undefined, but nothing outside of the cache is read."""
+    tensors, arguments = paged([300, 40])
+    arguments["block_table"][0, 2] = 2**31 - 1
+    arguments["block_table"][1, 0] = -5
+    attend(tensors, arguments)
+    torch.cuda.synchronize()
+
+
+def test_cache_of_more_than_two_to_the_31_elements(most_of_the_card: None) -> None:
+    blocks = 2**31 // (16 * 8 * 128) + 100
+    k_cache, v_cache = (torch.zeros((blocks, 16, 8, 128), dtype=FP16, device="cuda") for _ in range(2))
+    k_cache[-4:].normal_()
+    v_cache[-4:].normal_()
+    table = torch.arange(blocks - 4, blocks, dtype=torch.int32, device="cuda")[None]
+    q = torch.randn(1, 1, 16, 128, dtype=FP16, device="cuda")
+    lengths = torch.tensor([50], dtype=torch.int32, device="cuda")
+    far = attend((q, k_cache, v_cache), {"cache_seqlens": lengths, "block_table": table})
+    near = {"cache_seqlens": lengths, "block_table": table - (blocks - 4)}
+    assert_same_bits(attend((q, k_cache[-4:], v_cache[-4:]), near), far)
+
+
+def test_append_and_attend_over_fp8() -> None:
+    """Rotation, quantisation and attention of one step, over pages whose scales differ."""
+    case = replace(BY_NAME["fp8-append"], head_dim=128, capacity=400, lengths=(391, 20, 0), page_size=16)
+    tensors, arguments = build(case, BF16, "cuda")
+    testing.check(*tensors, backend="portable", **arguments)
+
+
+def test_copy_blocks_of_many_layers() -> None:
+    caches = [torch.randn(3, 50, 16, 4, dim, device="cuda").to(BF16) for dim in (128, 96)]
+    expected = [cache.clone() for cache in caches]
+    pairs = [(3, 40), (-1, 7), (9, 41), (9, 42), (200, 5)]
+    for source, destination in ((3, 40), (9, 41), (9, 42)):
+        for cache in expected:
+            cache[:, destination] = cache[:, source]
+    given = torch.tensor(pairs, dtype=torch.int64, device="cuda")
+    flashtile.copy_blocks(*caches, given, backend="portable")
+    assert_same_bits(caches, expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 17, 64])
+def test_combine(num_splits: int) -> None:
+    out = torch.randn(num_splits, 2, 5, 8, 128, device="cuda")
+    lse = torch.randn(num_splits, 2, 5, 8, device="cuda") * 4
+    lse[0, 0] = -torch.inf
+    lse[:, 1, 2] = -torch.inf
+    out[0, 0] = torch.nan
+    weights = torch.softmax(lse.double(), 0).nan_to_num(0.0)[..., None]
+    expected = (out.double().nan_to_num(0.0) * weights).sum(0)
+    got, got_lse = flashtile.flash_attn_combine(out, lse)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got_lse.double(), lse.double().logsumexp(0), rtol=1e-5, atol=1e-5)
+
+
+def test_combine_takes_the_kernel() -> None:
+    """Not the CPU's path, which would give the same numbers."""
+    out, lse = torch.randn(3, 1, 2, 2, 64, device="cuda"), torch.randn(3, 1, 2, 2, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        flashtile.flash_attn_combine(out, lse)
+        torch.cuda.synchronize()
+    assert any("combine_given_kernel" in event.name for event in profile.events())

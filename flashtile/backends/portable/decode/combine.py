@@ -9,10 +9,10 @@ import triton.language as tl
 from flashtile.backends.portable.decode.attend import RUNTIME_INTEGERS
 from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
 from flashtile.backends.portable.decode.schedule import (
+    balanced_pair,
     balanced_start,
     sequence,
     share_of,
-    share_start,
     tiles_of,
 )
 from flashtile.backends.portable.tiles import LN_2, LOG2_E
@@ -90,6 +90,7 @@ def combine_kernel(
     row_blocks,
     LAYOUT: tl.constexpr,
     BALANCED: tl.constexpr,
+    BY_ITEM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     PDL: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -97,8 +98,10 @@ def combine_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """What ``decode_kernel`` left in parts. Grid: (row blocks * boundaries between its programs,) if
-    BALANCED, else (row blocks * items,); ``programs`` is that kernel's grid.
+    """What ``decode_kernel``, whose grid was ``programs``, left in parts.
+
+    Grid: (row blocks * items,), or unless BY_ITEM (row blocks * boundaries between those programs,), which
+    are fewer where the batch is large.
     """
     lengths = (cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
     shape = (
@@ -108,16 +111,25 @@ def combine_kernel(
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(0) // row_blocks
     if BALANCED:
-        # The item that holds the first tile of program unit + 1, if program unit began it.
-        total, position, pair, pair_start = balanced_start(unit + 1, programs, lengths, shape, LAYOUT)
-        start_q, len_q, len_k, leftpad = sequence(pair // num_m, pair < num_pairs, lengths, shape, LAYOUT)
+        if BY_ITEM:
+            pair = unit // num_heads_kv
+            head_kv = unit % num_heads_kv
+            total, pair_start = balanced_pair(pair, lengths, shape, LAYOUT)
+        else:
+            # The item that holds the first tile of program unit + 1.
+            total, position, pair, pair_start = balanced_start(unit + 1, programs, lengths, shape, LAYOUT)
+        exists = pair < num_pairs
+        start_q, len_q, len_k, leftpad = sequence(pair // num_m, exists, lengths, shape, LAYOUT)
         num_rows, _, _, tiles = tiles_of(pair % num_m, len_q, len_k, leftpad, shape, LAYOUT)
-        head_kv = (position - pair_start) // tl.maximum(tiles, 1)
+        if not BY_ITEM:
+            head_kv = (position - pair_start) // tl.maximum(tiles, 1)
         item_start = pair_start + head_kv * tiles
-        splits = 0
-        if (position < total) & (item_start < position) & (share_start(unit, programs, total) <= item_start):
-            splits = share_of(item_start + tiles - 1, programs, total) - unit + 1
-        start = 2 * unit
+        first_program = share_of(item_start, programs, total)
+        splits = share_of(item_start + tl.maximum(tiles, 1) - 1, programs, total) - first_program + 1
+        # Of an item over several boundaries, the first one's program combines it.
+        if tiles == 0 or (not BY_ITEM and first_program != unit):
+            splits = 0
+        start = 2 * first_program
         step = 2
         first_extra = 1
     else:

@@ -145,6 +145,7 @@ def _combine_case(name: str, problem: DecodeProblem, chosen: DecodeConfig, capab
     constants = {
         "LAYOUT": launch.layout(problem, chosen),
         "BALANCED": balanced,
+        "BY_ITEM": not balanced,
         "HAS_SINK": False,
         "PDL": capability >= 90,
         "HEAD_DIM_V": problem.head_dim_v,

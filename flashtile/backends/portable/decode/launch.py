@@ -250,15 +250,16 @@ class DecodeLaunch:
             return
         self._workspace = slots * rows * (problem.head_dim_v + 1)
         rows_at_once, splits_at_once = combine_tile(tile.BLOCK_M, problem.head_dim_v)
-        units = programs - 1 if balanced else items
+        by_item = not balanced or items < programs
+        units = items if by_item else programs - 1
         blocks = triton.cdiv(rows, rows_at_once)
         kind = DependentKernel if static.PDL else KeptKernel
         self._combine = kind(
             combine_kernel,
-            max(units, 1) * blocks,
+            units * blocks,
             (*lengths, *splits, programs, blocks),
             (
-                static_layout, balanced, static.HAS_SINK, static.PDL, problem.head_dim_v,
+                static_layout, balanced, by_item, static.HAS_SINK, static.PDL, problem.head_dim_v,
                 padded(problem.head_dim_v), rows_at_once, splits_at_once,
             ),
             None,

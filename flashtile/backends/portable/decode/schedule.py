@@ -128,6 +128,20 @@ def share_of(tile, programs, total):
 
 
 @triton.jit
+def balanced_pair(pair, lengths, shape, LAYOUT: tl.constexpr):
+    """(all tiles, first tile of ``pair``)."""
+    num_pairs = shape[0]
+    total = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int32)
+    for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
+        tiles = tiles_of_pairs(start, lengths, shape, LAYOUT)
+        pairs = start + tl.arange(0, LAYOUT.BLOCK_PAIRS)
+        total += tl.sum(tiles)
+        before += tl.sum(tl.where(pairs < pair, tiles, 0))
+    return total, before
+
+
+@triton.jit
 def locate(tiles, start, counted, position, pair, pair_start, num_pairs, LAYOUT: tl.constexpr):
     """Go on looking for the pair that holds tile ``position`` among the pairs from ``start`` on."""
     pairs = start + tl.arange(0, LAYOUT.BLOCK_PAIRS)

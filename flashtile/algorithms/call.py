@@ -84,6 +84,25 @@ def place(
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument.
     """
+    problem = check(q, k, v, causal, window_size, softmax_scale)
+    return Call(
+        memory.place("Q", q, element_bytes),
+        memory.place("K", k, element_bytes),
+        memory.place("V", v, element_bytes),
+        problem.softmax_scale,
+        Mask(q.shape[0], k.shape[0], *problem.effective_window(q.shape[0], k.shape[0])),
+    )
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+) -> Problem:
+    """The call that the arguments of :func:`place` describe, as attention with one head; its errors."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -93,28 +112,25 @@ def place(
             )
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")
-    options = Options(
-        softmax_scale=softmax_scale, causal=causal, window_left=window_size[0], window_right=window_size[1]
-    )
-    problem = Problem.from_tensors(q[None, :, None], k[None, :, None], v[None, :, None], options=options)
-    mask = Mask(q.shape[0], k.shape[0], *problem.effective_window(q.shape[0], k.shape[0]))
-    return Call(
-        memory.place("Q", q, element_bytes),
-        memory.place("K", k, element_bytes),
-        memory.place("V", v, element_bytes),
-        problem.softmax_scale,
-        mask,
-    )
+    left, right = window_size
+    options = Options(softmax_scale=softmax_scale, causal=causal, window_left=left, window_right=right)
+    return Problem.from_tensors(q[None, :, None], k[None, :, None], v[None, :, None], options=options)
+
+
+def chosen_blocks(block_m: int | None, block_n: int | None, default: tuple[int, int]) -> tuple[int, int]:
+    """(Br, Bc): the caller's where given.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+    for name, size in (("block_m", block_m), ("block_n", block_n)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    return block_m or default[0], block_n or default[1]
 
 
 def blocks(length: int, size: int) -> Iterator[range]:
-    """0 to ``length`` in blocks of ``size``, the last one shorter.
-
-    Raises:
-        ValueError: a size that is not positive.
-    """
-    if size < 1:
-        raise ValueError(f"the block size must be at least 1, got {size}")
+    """0 to ``length`` in blocks of ``size``, the last one shorter."""
     return split(range(length), size)
 
 

@@ -20,7 +20,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.algorithms.call import LOWEST, block_size, blocks, nonzero, place, row_max, zeros
+from flashtile.algorithms.call import (
+    LOWEST,
+    block_size,
+    blocks,
+    chosen_blocks,
+    nonzero,
+    place,
+    row_max,
+    zeros,
+)
 from flashtile.algorithms.memory import Memory
 
 
@@ -54,8 +63,7 @@ def forward(
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
-    default_m, default_n = block_sizes(memory, Q.cols, V.cols)
-    Br, Bc = block_m or default_m, block_n or default_n  # line 1
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))  # line 1
     O = memory.empty("O", Q.rows, V.cols, like=q)
     l = memory.empty("l", Q.rows, 1, like=q)
     m = memory.empty("m", Q.rows, 1, like=q)
@@ -119,8 +127,7 @@ def backward(
     Q, K, V = call.Q, call.K, call.V
     O, dO = memory.place("O", out), memory.place("dO", dout)
     M, L = memory.place("m", m), memory.place("l", l)
-    default_m, default_n = backward_block_sizes(memory, Q.cols, V.cols)
-    Br, Bc = block_m or default_m, block_n or default_n
+    Br, Bc = chosen_blocks(block_m, block_n, backward_block_sizes(memory, Q.cols, V.cols))
     dQ = memory.empty("dQ", Q.rows, Q.cols, like=q)
     dK = memory.empty("dK", K.rows, K.cols, like=q)
     dV = memory.empty("dV", V.rows, V.cols, like=q)

@@ -24,6 +24,7 @@ from flashtile.algorithms.call import (
     Call,
     block_size,
     blocks,
+    chosen_blocks,
     log_sum_exp,
     lowest,
     nonzero,
@@ -62,13 +63,13 @@ def forward(
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
-    default_m, default_n = block_sizes(memory, Q.cols, V.cols)
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))
     O = memory.empty("O", Q.rows, V.cols, like=q)
     LSE = memory.empty("lse", Q.rows, 1, like=q)
 
-    for rows in blocks(Q.rows, block_m or default_m):
+    for rows in blocks(Q.rows, Br):
         with memory.sram(kernel="attention") as sram:
-            acc, m, l = attend(memory, sram, call, rows, blocks(K.rows, block_n or default_n))
+            acc, m, l = attend(memory, sram, call, rows, blocks(K.rows, Bc))
             sram.store(O, acc / nonzero(l), rows)
             sram.store(LSE, log_sum_exp(m, l), rows)
     return O.tensor, LSE.tensor
@@ -138,8 +139,7 @@ def backward(
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
     O, dO, LSE = memory.place("O", out), memory.place("dO", dout), memory.place("lse", lse)
-    default_m, default_n = backward_block_sizes(memory, Q.cols, V.cols)
-    Br, Bc = block_m or default_m, block_n or default_n
+    Br, Bc = chosen_blocks(block_m, block_n, backward_block_sizes(memory, Q.cols, V.cols))
     D = memory.empty("D", Q.rows, 1, like=q)
     dQ = memory.empty("dQ", Q.rows, Q.cols, like=q)
     dK = memory.empty("dK", K.rows, K.cols, like=q)

@@ -22,6 +22,7 @@ from flashtile.algorithms.call import (
     Call,
     block_size,
     blocks,
+    chosen_blocks,
     log_sum_exp,
     lowest,
     nonzero,
@@ -61,8 +62,7 @@ def forward(
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
-    default_m, default_n = block_sizes(memory, Q.cols, V.cols)
-    Br, Bc = block_m or default_m, block_n or default_n
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))
     O = memory.empty("O", Q.rows, V.cols, like=q)
     LSE = memory.empty("lse", Q.rows, 1, like=q)
     for rows in blocks(Q.rows, WARPGROUPS * Br):

@@ -5,8 +5,7 @@ arXiv:2407.08608, section 3.3. A number of e4m3 has 3 bits after its leading one
 
 Block quantisation. One scale for a whole tensor is set by its largest outlier; what is 30000 times smaller
 loses bits, what is 500000 times smaller vanishes. A scale for each block of rows confines an outlier to its
-block, and costs nothing more: a tile of S has one block of Q and one of K, and takes the product of their
-    scales.
+block, and costs nothing more: a tile of S, of one block of Q and one of K, takes the product of their scales.
 
 Incoherent processing. Outliers sit in a few columns, the same in Q and K, and the rounding of their large
 products drowns the rest of a score. An orthogonal matrix R spreads each row over all columns, while
@@ -21,7 +20,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.algorithms.call import blocks, log_sum_exp, lowest, nonzero, place, row_max, zeros
+from flashtile.algorithms.call import (
+    blocks,
+    chosen_blocks,
+    log_sum_exp,
+    lowest,
+    nonzero,
+    place,
+    row_max,
+    zeros,
+)
 from flashtile.algorithms.flash2 import block_sizes
 from flashtile.algorithms.memory import Memory, Sram
 
@@ -59,8 +67,7 @@ def forward(
     if incoherent:  # on a GPU fused with the layer before, and no part of the attention's traffic
         rotation = random_rotation(q, seed)
         q, k = q @ rotation, k @ rotation
-    default_m, default_n = block_sizes(memory, q.shape[-1], v.shape[-1])
-    Br, Bc = block_m or default_m, block_n or default_n
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, q.shape[-1], v.shape[-1]))
     rows_of = {"Q": Br, "K": Bc, "V": Bc} if block_scales else dict.fromkeys("QKV", max(len(q), len(k), 1))
     (q8, q_scales), (k8, k_scales), (v8, v_scales) = (
         quantise(t, rows_of[name]) for name, t in (("Q", q), ("K", k), ("V", v))

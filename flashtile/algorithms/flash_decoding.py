@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from flashtile.algorithms import flash2
-from flashtile.algorithms.call import LOWEST, blocks, log_sum_exp, lowest, nonzero, place, zeros
+from flashtile.algorithms.call import (
+    LOWEST,
+    blocks,
+    chosen_blocks,
+    log_sum_exp,
+    lowest,
+    nonzero,
+    place,
+    zeros,
+)
 from flashtile.algorithms.memory import Array, Memory
 
 
@@ -48,8 +57,7 @@ def forward(
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
-    default_m, default_n = block_sizes(memory, Q.rows, Q.cols, V.cols)
-    Br, Bc = block_m or default_m, block_n or default_n
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.rows, Q.cols, V.cols))
     O_s = memory.empty("O_s", num_splits * Q.rows, V.cols, like=q)  # split after split
     LSE_s = memory.empty("lse_s", num_splits * Q.rows, 1, like=q)
     for split, parts in enumerate(split_blocks(K.rows, Bc, num_splits)):

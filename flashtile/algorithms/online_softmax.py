@@ -19,12 +19,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.algorithms.call import blocks, lowest, nonzero, row_max, zeros
+from flashtile.algorithms.call import blocks, chosen_blocks, lowest, nonzero, row_max, zeros
 from flashtile.algorithms.memory import Array, Memory, Sram
 
 
 def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
     """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n); inf / inf for large x."""
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
         with memory.sram(kernel="naive softmax") as sram:
@@ -39,6 +40,7 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
 
 def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
     """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n), maximum first."""
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
         with memory.sram(kernel="safe softmax") as sram:
@@ -56,6 +58,7 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
 
 def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
     """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n), maximum and sum in one pass."""
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
         with memory.sram(kernel="online softmax") as sram:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from flashtile.algorithms import flash2
-from flashtile.algorithms.call import Call, Mask, blocks, log_sum_exp, nonzero
-from flashtile.algorithms.flash_decoding import block_sizes
-from flashtile.algorithms.memory import Memory, Sram
+from flashtile.algorithms.call import Call, Mask, blocks, check, log_sum_exp, nonzero
+from flashtile.algorithms.memory import Memory, Sram, SramExceededError
 
 TABLE_ENTRY_BYTES = 4
 
@@ -45,8 +44,6 @@ class PagedCache:
     def __init__(
         self, memory: Memory, num_pages: int, page_size: int, head_dim: int, head_dim_v: int, like: Tensor
     ):
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.memory, self.page_size = memory, page_size
         self.K = memory.empty("K", num_pages * page_size, head_dim, like)
         self.V = memory.empty("V", num_pages * page_size, head_dim_v, like)
@@ -100,13 +97,23 @@ class PagedCache:
             return call.load_keys(sram, range(first, first + len(keys)))
 
         pages = list(blocks(length, self.page_size))
-        for rows in blocks(Q.rows, block_sizes(memory, Q.rows, Q.cols, O.cols)[0]):
+        for rows in blocks(Q.rows, self._rows_beside_a_page(Q.cols, O.cols)):
             with memory.sram(kernel="attention") as sram:
                 acc, m, l = flash2.attend(memory, sram, call, rows, pages, load_keys)
                 sram.store(O, acc / nonzero(l), rows)
                 sram.store(LSE, log_sum_exp(m, l), rows)
         memory.release(Q, table)
         return O.tensor, LSE.tensor
+
+    def _rows_beside_a_page(self, head_dim: int, head_dim_v: int) -> int:
+        page = self.page_size * (head_dim + head_dim_v) + TABLE_ENTRY_BYTES
+        rows = (self.memory.sram_elements - page) // (head_dim + head_dim_v + self.page_size + 2)
+        if rows < 1:
+            raise SramExceededError(
+                f"sram_bytes must hold a page of {self.page_size} tokens and a query, "
+                f"got {self.memory.sram_bytes}"
+            )
+        return rows
 
     def _take_page(self, sequence: str) -> int:
         if 0 not in self.ref_counts:
@@ -142,6 +149,17 @@ class PagedCache:
         self.memory.record("page", "table", op=op, data=data)
 
 
+def pages_of(tokens: int, page_size: int) -> int:
+    """How many pages so many tokens need.
+
+    Raises:
+        ValueError: pages of no token.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    return -(-tokens // page_size)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -152,7 +170,8 @@ def forward(
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the last seqlen_q queries over keys that are first written to pages, causally."""
-    cache = PagedCache(memory, -(-k.shape[0] // page_size), page_size, k.shape[1], v.shape[1], like=k)
+    check(q, k, v, True, softmax_scale=softmax_scale)
+    cache = PagedCache(memory, pages_of(k.shape[0], page_size), page_size, k.shape[1], v.shape[1], like=k)
     for token in range(k.shape[0]):
         cache.append("A", k[token : token + 1], v[token : token + 1])
     return cache.attend("A", q, softmax_scale)
@@ -176,9 +195,10 @@ def forked(
     Raises:
         ValueError: a prompt of no token, or of more than there are.
     """
+    check(q, k, v, True, softmax_scale=softmax_scale)
     if not 0 < prompt <= k.shape[0]:
         raise ValueError(f"prompt must be from 1 to the {k.shape[0]} tokens of k, got {prompt}")
-    num_pages = -(-k.shape[0] // page_size) + 2  # a copy, and a last page that is not full
+    num_pages = pages_of(k.shape[0], page_size) + 2  # a copy, and a last page that is not full
     cache = PagedCache(memory, num_pages, page_size, k.shape[1], v.shape[1], like=k)
     for token in range(prompt):
         cache.append("A", k[token : token + 1], v[token : token + 1])

@@ -19,21 +19,26 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flashtile.algorithms.call import blocks, zeros
+from flashtile.algorithms.call import blocks, chosen_blocks, zeros
 from flashtile.algorithms.memory import Array, Memory, SramExceededError
 
-BLOCK_K = 16
+MAX_BLOCK_K = 16
+
+
+def strip_width(memory: Memory) -> int:
+    """block_k: narrow beside a tile of C."""
+    return max(1, min(math.isqrt(memory.sram_elements) // 4, MAX_BLOCK_K))
 
 
 def block_sizes(memory: Memory, cols: int) -> tuple[int, int]:
     """(block_m, block_n): the largest square tile of C beside two strips, taller if C has few columns."""
-    M = memory.sram_elements
-    block_n = min(math.isqrt(BLOCK_K**2 + M) - BLOCK_K, cols)  # b^2 + 2 b BLOCK_K <= M
+    M, strip = memory.sram_elements, strip_width(memory)
+    block_n = min(math.isqrt(strip**2 + M) - strip, cols)  # block_n^2 + 2 block_n strip <= M
     if block_n < 1:
         raise SramExceededError(
-            f"sram_bytes must be at least {(1 + 2 * BLOCK_K) * memory.element_bytes}, got {memory.sram_bytes}"
+            f"sram_bytes must be at least {3 * memory.element_bytes}, got {memory.sram_bytes}"
         )
-    return (M - BLOCK_K * block_n) // (block_n + BLOCK_K), block_n
+    return (M - strip * block_n) // (block_n + strip), block_n
 
 
 def matmul(
@@ -68,13 +73,13 @@ def product(
 
     ``finish`` gets a tile of the product and its place, before it is stored.
     """
-    default_m, default_n = block_sizes(memory, max(C.cols, 1))
+    block_m, block_n = chosen_blocks(block_m, block_n, block_sizes(memory, max(C.cols, 1)))
     depth = A.rows if transpose_a else A.cols
-    for rows in blocks(C.rows, block_m or default_m):
-        for cols in blocks(C.cols, block_n or default_n):
+    for rows in blocks(C.rows, block_m):
+        for cols in blocks(C.cols, block_n):
             with memory.sram(kernel=C.name) as sram:  # a GPU's thread block
                 c = sram.compute(C.name, zeros(len(rows), len(cols), C.tensor), rows, cols)
-                for strip in blocks(depth, BLOCK_K):
+                for strip in blocks(depth, strip_width(memory)):
                     a = sram.load(A, strip, rows).T if transpose_a else sram.load(A, rows, strip)
                     b = sram.load(B, cols, strip).T if transpose_b else sram.load(B, strip, cols)
                     c = sram.compute(C.name, c + a @ b, rows, cols, op=f"{C.name} += {A.name} {B.name}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashtile.algorithms import flash2
-from flashtile.algorithms.call import Call, blocks, log_sum_exp, nonzero, place, zeros
+from flashtile.algorithms.call import Call, blocks, chosen_blocks, log_sum_exp, nonzero, place, zeros
 from flashtile.algorithms.flash_decoding import block_sizes, of_split, split_blocks
 from flashtile.algorithms.memory import Memory, Sram
 
@@ -52,8 +52,7 @@ def forward(
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
-    default_m, default_n = block_sizes(memory, Q.rows, Q.cols, V.cols)
-    Br, Bc = block_m or default_m, block_n or default_n
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.rows, Q.cols, V.cols))
     O_s = memory.empty("O_s", num_splits * Q.rows, V.cols, like=q)
     L_s = memory.empty("l_s", num_splits * Q.rows, 1, like=q)
     outside: list[range] = []  # on a GPU: a flag in HBM that any split may raise

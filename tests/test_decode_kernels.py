@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
+import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
+import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build
+from flashtile.backends.portable.decode import prepare_combine, prepare_copy
+from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
+from flashtile.backends.portable.decode.schedule import Layout, balanced_start
+from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
+from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
 from flashtile.decode import testing
-from flashtile.decode.problem import FP8
+from flashtile.decode.problem import FP8, CombineProblem, CopyProblem
+
+share_of, share_start = share_of_kernel.fn, share_start_kernel.fn
 
 pytestmark = pytest.mark.interpreter
 
@@ -31,3 +44,143 @@ def test_every_feature_in_float32(name):
 def test_float16(name):
     tensors, arguments = build(BY_NAME[name], FP16, "cpu")
     testing.check(*tensors, backend="portable", **arguments)
+
+
+@triton.jit
+def _starts_kernel(
+    cache_seqlens, out, num_pairs, num_heads_kv, seqlen_q, capacity, window_left, LAYOUT: tl.constexpr
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lengths = (cache_seqlens, None, None, None)
+    shape = (num_pairs, 1, num_heads_kv, 1, seqlen_q, 0, 0, capacity, window_left, 0)
+    total, position, pair, pair_start = balanced_start(program, programs, lengths, shape, LAYOUT)
+    tl.store(out + 4 * program, total)
+    tl.store(out + 4 * program + 1, position)
+    tl.store(out + 4 * program + 2, pair)
+    tl.store(out + 4 * program + 3, pair_start)
+
+
+@pytest.mark.parametrize("block_pairs", [4, 16])
+@pytest.mark.parametrize("window_left", [-1, 30])
+@pytest.mark.parametrize("lengths", [(7, 0, 100, 33, 1), (0, 0), (500,), (16,) * 9], ids=str)
+def test_programs_share_all_tiles(lengths, window_left, block_pairs):
+    """Shares are equal but for one tile, and each program finds the sequence that its share begins in."""
+    heads, programs, block_n = 3, 7, 16
+    layout = Layout(
+        HAS_LENGTHS=True,
+        HAS_LEFTPAD=False,
+        VARLEN=False,
+        VARLEN_NEW=False,
+        HAS_LEFT=window_left >= 0,
+        HAS_RIGHT=False,
+        BLOCK_M=16,
+        BLOCK_N=block_n,
+        BLOCK_PAIRS=block_pairs,
+        ONE_BLOCK=len(lengths) <= block_pairs,
+    )
+    out = torch.zeros(programs, 4, dtype=torch.int32)
+    given = torch.tensor(lengths, dtype=torch.int32)
+    _starts_kernel[(programs,)](given, out, len(lengths), heads, 1, 1000, window_left, layout)
+
+    starts = [max(0, n - 1 - window_left) if window_left >= 0 else 0 for n in lengths]
+    tiles = [max(1, -(-n // block_n) - s // block_n) for n, s in zip(lengths, starts, strict=True)]
+    ends = torch.tensor(tiles).mul(heads).cumsum(0)
+    total = int(ends[-1])
+    shares = [total // programs + (p < total % programs) for p in range(programs)]
+    for program, (found_total, position, pair, pair_start) in enumerate(out.tolist()):
+        assert (found_total, position) == (total, sum(shares[:program]))
+        expected = int((ends <= position).sum())
+        assert (pair, pair_start) == (expected, int(ends[expected - 1]) if expected else 0)
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 7, 8, 100, 1000])
+def test_every_tile_has_one_program(total):
+    programs = 7
+    for program in range(programs):
+        first, end = share_start(program, programs, total), share_start(program + 1, programs, total)
+        assert all(share_of(tile, programs, total) == program for tile in range(first, end))
+    assert share_start(programs, programs, total) == total
+
+
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 3}, {"split_size": 16}], ids=str)
+def test_results_do_not_depend_on_the_batch(splits):
+    case = replace(BY_NAME["paged"], lengths=(48, 5, 31))
+    (q, k_cache, v_cache, _, _), arguments = build(case, FP32, "cpu")
+
+    def attend(rows):
+        mine = {name: tensor[rows] for name, tensor in arguments.items()}
+        return flashtile.flash_attn_with_kvcache(
+            q[rows], k_cache, v_cache, return_softmax_lse=True, backend="portable", **mine, **splits
+        )
+
+    together = attend(slice(None))
+    for b in range(3):
+        rows = slice(b, b + 1)
+        torch.testing.assert_close(attend(rows), tuple(r[rows] for r in together), rtol=0, atol=0)
+
+
+@triton.jit
+def _decode_kernel(bits, out, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(out + index, decode_bits(tl.load(bits + index)))
+
+
+@triton.jit
+def _encode_kernel(x, bits, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(bits + index, encode_bits(tl.load(x + index)))
+
+
+def test_e4m3_is_decoded_exactly():
+    bits = torch.arange(256, dtype=torch.uint8)
+    out = torch.empty(256, dtype=FP16)
+    _decode_kernel[(1,)](bits, out, 256)
+    expected = bits.view(FP8).to(FP16)
+    finite = expected.isfinite()
+    assert torch.equal(out[finite], expected[finite])
+    assert (out[~finite].abs() == 480).all()
+
+
+def test_e4m3_is_encoded_as_torch_does():
+    """Every value, every midpoint between two, its neighbours in float32, and values at random."""
+    values = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    values = values[values.isfinite()].sort().values
+    middles = (values[1:] + values[:-1]) / 2
+    around = [middles, middles.nextafter(values[1:]), middles.nextafter(values[:-1])]
+    x = torch.cat([values, *around, torch.randn(500) * 3, torch.randn(500) * 1e-3, torch.tensor([torch.nan])])
+    x = torch.nn.functional.pad(x, (0, -x.numel() % 256))
+    bits = torch.empty(x.numel(), dtype=torch.uint8)
+    _encode_kernel[(x.numel() // 256,)](x, bits, 256)
+    assert torch.equal(bits, x.to(FP8).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP8], ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_copy_blocks(dtype, index_dtype):
+    caches = [torch.randn(2, 9, 3, 2, dim).to(dtype) for dim in (24, 17)]
+    descales = [torch.rand(2, 9, 2) for _ in range(2)]
+    expected = [t.clone() for t in (*caches, *descales)]
+    for source, destination in ((3, 8), (5, 1)):
+        for tensor in expected:
+            tensor[:, destination] = tensor[:, source]
+    pairs = torch.tensor([(3, 8), (-1, 4), (5, 1), (50, 2)], dtype=index_dtype)
+    problem = CopyProblem(4, 2, 9, dtype, torch.device("cpu"), descales=True)
+    prepare_copy(problem)(*caches, pairs, *descales)
+    for got, wanted in zip((*caches, *descales), expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 19])
+def test_combine(num_splits):
+    """Parts without keys may hold anything; rows without any part are 0."""
+    out = torch.randn(num_splits, 2, 3, 2, 24)
+    lse = torch.randn(2, num_splits, 3, 2).transpose(0, 1) * 4
+    lse[0, 0], out[0, 0] = torch.inf, torch.nan
+    lse[:, 1, 2] = -torch.inf
+    problem = CombineProblem(num_splits, 2, 3, 2, 24, FP32, FP32, torch.device("cpu"))
+    got, got_lse = prepare_combine(problem)(out, lse)
+    exact = lse.double().masked_fill(lse == torch.inf, -torch.inf)
+    weights = torch.softmax(exact, 0).nan_to_num(0.0)[..., None]
+    expected = (out.double().nan_to_num(0.0) * weights).sum(0)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got_lse.double(), exact.logsumexp(0).transpose(1, 2), rtol=1e-6, atol=1e-6)

@@ -145,7 +145,6 @@ def check_floats(
     shapes: tuple[tuple[int, ...], ...],
     layout: str,
     q: Tensor,
-    contiguous: bool = True,
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),
 ) -> None:
     """A tensor of one of these dtypes and shapes, or None."""
@@ -159,8 +158,7 @@ def check_floats(
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must have shape {layout} = {allowed}, got {tuple(tensor.shape)}")
     check_device(name, tensor, q)
-    if contiguous:
-        check_last_stride(name, tensor)
+    check_last_stride(name, tensor)
 
 
 def check_descales(cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:

@@ -147,7 +147,7 @@ def check_copy(
     expected = (*k_cache.shape[:-3], k_cache.shape[-2])
     layout = "(num_blocks, heads_kv), with num_layers in front where the caches have it"
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-        check_floats(name, descale, (expected,), layout, k_cache, contiguous=False)
+        check_floats(name, descale, (expected,), layout, k_cache)
     check_pair("k_descale", k_descale, "v_descale", v_descale)
 
 

@@ -120,8 +120,7 @@ def backward(
     """(dq, dk, dv) by Algorithm 4 from what :func:`forward` returned, P recomputed tile by tile.
 
     rowsum(P * dP), which standard attention takes over all keys, is rowsum(dO * O) (appendix B.2), over
-    head_dim
-    numbers: the tiles need nothing of each other.
+    head_dim numbers: the tiles need nothing of each other.
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V

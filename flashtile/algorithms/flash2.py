@@ -1,9 +1,8 @@
 """FlashAttention-2: the same tiles in a better order (Dao 2023, arXiv:2307.08691).
 
 Queries outside. A block of rows stays in SRAM with its output until all keys have passed, so that O is
-written
-once, m and l never travel, and the blocks of rows depend on nothing of each other: each is a thread block
-of its own, and a long sequence alone fills a GPU.
+written once, m and l never travel, and the blocks of rows depend on nothing of each other: each is a thread
+block of its own, and a long sequence alone fills a GPU.
 
 Fewer operations beside the products. The accumulator is not divided by l until the end, and instead of m
 and l only lse = m + log(l) is kept, all that the backward needs: P = exp(S - lse).
@@ -83,7 +82,7 @@ def attend(
     key_blocks: Iterable[range],
     load_keys: Callable[[Sram, range], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lines 3 to 11: one block of rows over blocks of keys, as (sum of exp(S - m) V, m, l) in SRAM.
+    """Lines 4 to 11: one block of rows over blocks of keys, as (sum of exp(S - m) V, m, l) in SRAM.
 
     ``load_keys`` is how K and V of a block come, by default from contiguous memory.
     """

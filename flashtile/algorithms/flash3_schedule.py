@@ -9,7 +9,7 @@ The unit of time is a product, Q K^T or P V. On an H100 with head_dim 128 a soft
 has 1/256 of the tensor cores' throughput, and there are 512 operations in the two products for each exp
 (section 3.1). One after the other, a third of the time would go to softmaxes; beneath the products they cost
 nothing. In this ideal model turns alone achieve that with two warpgroups, and the pipeline alone with one; on
-a GPU, whose turns are less regular, the paper measures that each adds to the other (Table 2).
+a GPU turns are less regular, and the paper gains from both (Table 2).
 """
 
 from __future__ import annotations

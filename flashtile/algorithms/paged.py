@@ -1,11 +1,9 @@
-"""PagedAttention: a cache of keys and values in pages, found through a table (Kwon et al. 2023,
-arXiv:2309.06180).
+"""PagedAttention: a cache of keys and values in pages, found through a table.
 
-A sequence's cache grows by a token a step, to a length that nobody knows. Reserving the longest wastes most
+Kwon et al. 2023, arXiv:2309.06180. A sequence's cache grows by a token a step, to a length that nobody knows. Reserving the longest wastes most
 of the memory. So HBM is one pool of pages of page_size tokens each; a sequence has a table that says in
-which page
-its first page_size tokens lie, in which the next, and so on: logical pages are consecutive, physical ones
-anywhere. A sequence wastes less than one page.
+which page its first page_size tokens lie, in which the next, and so on: logical pages are consecutive,
+physical ones anywhere. A sequence wastes less than one page.
 
 Tables may share pages. A fork copies the table and counts one more reference to each page. Full pages are
 never written again; a token that would be appended to a page with several references gets a copy of that
@@ -84,11 +82,12 @@ class PagedCache:
         """(out, lse) of the sequence's last queries q (seqlen_q, head_dim) over its cache, causally."""
         memory, length = self.memory, self.lengths[sequence]
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        Q = memory.place("Q", q)
-        O = memory.empty("O", Q.rows, self.V.cols, like=q)
-        LSE = memory.empty("lse", Q.rows, 1, like=q)
+        Q = memory.place(f"Q.{sequence}", q)
+        O = memory.empty(f"O.{sequence}", Q.rows, self.V.cols, like=q)
+        LSE = memory.empty(f"lse.{sequence}", Q.rows, 1, like=q)
         call = Call(Q, self.K, self.V, scale, Mask(Q.rows, length, right=0))
-        table = memory.place("table", torch.tensor(self.tables[sequence])[:, None], TABLE_ENTRY_BYTES)
+        pages = torch.tensor(self.tables[sequence])[:, None]
+        table = memory.place(f"table.{sequence}", pages, TABLE_ENTRY_BYTES)
 
         def load_keys(sram: Sram, keys: range) -> tuple[Tensor, Tensor]:
             logical = keys.start // self.page_size
@@ -96,10 +95,9 @@ class PagedCache:
             first = physical * self.page_size
             return call.load_keys(sram, range(first, first + len(keys)))
 
-        pages = list(blocks(length, self.page_size))
         for rows in blocks(Q.rows, self._rows_beside_a_page(Q.cols, O.cols)):
             with memory.sram(kernel="attention") as sram:
-                acc, m, l = flash2.attend(memory, sram, call, rows, pages, load_keys)
+                acc, m, l = flash2.attend(memory, sram, call, rows, blocks(length, self.page_size), load_keys)
                 sram.store(O, acc / nonzero(l), rows)
                 sram.store(LSE, log_sum_exp(m, l), rows)
         memory.release(Q, table)

@@ -10,13 +10,11 @@ Three kernels, each of which must read all that it needs from HBM and write all 
 
 That is 4 N d + 4 N^2 numbers moved (Theta(N d + N^2), section 3.2) for 4 N^2 d operations in the products:
 with N much larger than d, about d operations a number. A GPU that computes hundreds of times as fast as it
-reads
-spends its time waiting: attention is bound by memory. And S and P, N^2 numbers each, have to fit.
+reads spends its time waiting: attention is bound by memory. And S and P, N^2 numbers each, have to fit.
 
 Where the products' tiles are narrower than their matrices, an input is read more than once; see
-tiled_matmul. The
-scale and the mask are applied before S is written: as a pass of their own they would cost another 2 N^2. A
-tile that a mask hides is computed like any other.
+tiled_matmul. The scale and the mask are applied before S is written: as a pass of their own they would cost
+another 2 N^2. A tile that a mask hides is computed like any other.
 """
 
 from __future__ import annotations

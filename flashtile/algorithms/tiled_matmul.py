@@ -75,6 +75,7 @@ def product(
     """
     block_m, block_n = chosen_blocks(block_m, block_n, block_sizes(memory, max(C.cols, 1)))
     depth = A.rows if transpose_a else A.cols
+    op = f"{C.name} += {A.name}{'^T' if transpose_a else ''} {B.name}{'^T' if transpose_b else ''}"
     for rows in blocks(C.rows, block_m):
         for cols in blocks(C.cols, block_n):
             with memory.sram(kernel=C.name) as sram:  # a GPU's thread block
@@ -82,5 +83,5 @@ def product(
                 for strip in blocks(depth, strip_width(memory)):
                     a = sram.load(A, strip, rows).T if transpose_a else sram.load(A, rows, strip)
                     b = sram.load(B, cols, strip).T if transpose_b else sram.load(B, strip, cols)
-                    c = sram.compute(C.name, c + a @ b, rows, cols, op=f"{C.name} += {A.name} {B.name}")
+                    c = sram.compute(C.name, c + a @ b, rows, cols, op=op)
                 sram.store(C, finish(c, rows, cols), rows, cols)

@@ -7,7 +7,7 @@ counted, what SRAM holds at any moment, and which part of which matrix is being 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,16 +89,30 @@ class Trace:
     def totals(self) -> dict[str, int]:
         """The counters of Memory, from the events alone."""
         moved = {kind: sum(e.bytes for e in self.events if e.kind == kind) for kind in ("load", "store")}
-        sram = _peak({"load": "hold", "compute": "hold", "free": "drop"}, self.events)
-        hbm = _peak({"place": "hold", "empty": "hold", "release": "drop"}, self.events)
         return {
             "hbm_read": moved["load"],
             "hbm_written": moved["store"],
             "matmul_flops": sum(e.matmul_flops for e in self.events),
             "other_flops": sum(e.other_flops for e in self.events),
-            "sram_peak": sram,
-            "hbm_peak": hbm,
+            "sram_peak": max(self._sram_used(), default=0),
+            "hbm_peak": max(self._hbm_used(), default=0),
         }
+
+    def _sram_used(self) -> Iterator[int]:
+        """Bytes held after each event; a tile takes the place of what had its name."""
+        held: dict[str, int] = {}
+        for event in self.events:
+            if event.kind in ("load", "compute"):
+                held[event.name] = event.bytes
+            elif event.kind == "free":
+                del held[event.name]
+            yield sum(held.values())
+
+    def _hbm_used(self) -> Iterator[int]:
+        used = 0
+        for event in self.events:
+            used += {"place": 1, "empty": 1, "release": -1}.get(event.kind, 0) * event.bytes
+            yield used
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dictionaries, one list a column: small, and small again when compressed.
@@ -129,21 +143,6 @@ class Trace:
             "data": {i: dict(e.data) for i, e in enumerate(self.events) if e.data},
             "spans": [span._asdict() for span in self.spans],
         }
-
-
-def _peak(effects: Mapping[str, str], events: Iterable[Event]) -> int:
-    """The most bytes held at once. Holding a name again replaces what it held."""
-    held: dict[str, int] = {}
-    used = peak = 0
-    for event in events:
-        effect = effects.get(event.kind)
-        if effect is not None:
-            used -= held.pop(event.name, 0)
-        if effect == "hold":
-            held[event.name] = event.bytes
-            used += event.bytes
-            peak = max(peak, used)
-    return peak
 
 
 def _finite(values: Mapping[int, float]) -> dict[int, float | None]:

@@ -9,8 +9,8 @@ of it (section 3). The parts are then independent: no running maximum, no correc
 before, and merging is adding. The paper measures the corrections at 18.8 % of attention in Llama2-7B.
 
 The result is exact while every x_i - phi lies between two bounds. A block of rows with a score outside of
-them
-is computed again with the online softmax: correct for any input, fast for those that phi was chosen for.
+them is computed again with the online softmax: correct for any input, fast for those that phi was chosen
+for.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def forward(
     block_m: int | None = None,
     block_n: int | None = None,
 ) -> tuple[Tensor, Tensor, list[range]]:
-    """(out, lse, recomputed): out (seqlen_q, head_dim_v), lse (seqlen_q, 1), the blocks of rows that fell
-    back.
+    """(out (seqlen_q, head_dim_v), lse (seqlen_q, 1), the blocks of rows that had to be computed again).
 
     Args:
         phi: the unified maximum, chosen for a model from the scores that it makes.
@@ -78,10 +77,9 @@ def forward(
             acc = sram.compute("O", zeros(len(rows), V.cols, q), rows)
             l = sram.compute("l", zeros(len(rows), 1, q), rows)
             for split in range(num_splits):
-                acc = sram.compute(
-                    "O", acc + sram.load(O_s, of_split(split, rows, Q.rows)), rows, op="O += O_s"
-                )
-                l = sram.compute("l", l + sram.load(L_s, of_split(split, rows, Q.rows)), rows, op="l += l_s")
+                part = of_split(split, rows, Q.rows)
+                acc = sram.compute("O", acc + sram.load(O_s, part), rows, op="O += O_s")
+                l = sram.compute("l", l + sram.load(L_s, part), rows, op="l += l_s")
             sram.store(O, acc / nonzero(l), rows)
             sram.store(LSE, log_sum_exp(zeros(len(rows), 1, q) + phi, l), rows)
     memory.release(O_s, L_s)

@@ -297,7 +297,7 @@ def test_pages_cost_their_table():
     memory = Memory(1 << 16, element_bytes=2)
     paged.forward(*head[:3], memory, page_size=page_size)
     pages = ceil(N, page_size)
-    assert memory.traffic["table"].read == 4 * pages
+    assert memory.traffic["table.A"].read == 4 * pages
     assert memory.traffic["K"].read == memory.traffic["V"].read == 2 * N * d
     assert memory.traffic["K"].written == 2 * N * d  # when they were appended
 

@@ -92,8 +92,10 @@ def test_freed_pages_are_taken_again():
 @pytest.mark.parametrize("page_size", [1, 8, 64])
 def test_two_sequences_from_one_prompt(prompt, page_size):
     head = random_head(2, 40, 8)
-    memory = Memory(element_bytes=1)
+    trace = Trace()
+    memory = Memory(element_bytes=1, trace=trace)
     out, lse = paged.forked(*head[:3], memory, prompt=prompt, page_size=page_size)
+    assert trace.totals() == memory.totals()
     for i in range(2):
         tokens = [*range(prompt), *range(prompt + i, 40, 2)]
         expected = attention(

@@ -158,9 +158,7 @@ class BlockManager:
         row = self.table.row(sequence)
         twin, twin_row = self.table.add()
         self.table.copy_row(row, twin_row)
-        hold = self.pool.hold
-        for block in self.table.held(row):
-            hold(block)
+        self.pool.share(self.table.held(row))
         return twin
 
     def select(self, sequences: Sequence[int], parents: Sequence[int]) -> list[int]:

@@ -79,17 +79,22 @@ class BlockPool:
     def hold(self, block: int) -> None:
         """One more holder of a block that is held or kept."""
         self.refs[block] += 1
-        if self.kept:
-            self.kept.pop(block, None)
+        self.kept.pop(block, None)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder of each of these blocks, which are held."""
+        refs = self.refs
+        for block in blocks:
+            refs[block] += 1
 
     def let_go(self, blocks: Iterable[int]) -> None:
         """One holder less of each block; without any it is free, or kept if it is remembered."""
-        refs, free, digest_of = self.refs, self.free, self.digest_of
+        refs, digest_of, to_free = self.refs, self.digest_of, self.free.append
         for block in blocks:
             left = refs[block] - 1
             refs[block] = left
-            if left == 0:
-                free.append(block)
+            if not left:
+                to_free(block)
             elif left == 1 and block in digest_of:
                 self.kept[block] = None
 

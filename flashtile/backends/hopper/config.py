@@ -32,6 +32,8 @@ class ForwardConfig:
     Q_STAGES: int = 1
     PING_PONG: bool = False
     Q_HOLDS_O: bool = False
+    LATE_RESCALE: bool = False
+    JOINT_RELEASE: bool = False
 
     @property
     def BLOCK_M(self) -> int:
@@ -66,6 +68,8 @@ class Variant:
     Q_STAGES: int
     PING_PONG: bool
     Q_HOLDS_O: bool
+    LATE_RESCALE: bool
+    JOINT_RELEASE: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 

@@ -146,27 +146,43 @@ def scale_rows(x, factor):
 
 
 @gluon.jit
+def opaque(x):
+    """x, as a value that the compiler takes for another."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def attend_uncut(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, k, v, turn, rows, slope, numbers,
+    C: gl.constexpr, W: gl.constexpr, o, l, m, p, alpha, i, n_from, n_to, q, k, v, turn, rows, slope, numbers,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before."""
+    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before.
+
+    ``alpha``, which the output so far still lacks, is multiplied in under the first of the two products.
+    """
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
         s = qk_product(q, k.tiles.index(k.wait(i)), s_layout)
-        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
+        v_slot = v.wait(i - 1)
+        if C.LATE_RESCALE:
+            o = scale_rows(o, alpha)
+        o = pv_product(p, v.tiles.index(v_slot), o)
         turn.give(W)
         s = warpgroup_mma_wait(1, deps=[s])
-        k.release(i)
+        if not C.JOINT_RELEASE:
+            k.release(i)
         s = bend(C, s, n, rows, slope, numbers, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers[0])
         l = scale_rows(l, alpha) + quad_sums(weights)
         o = warpgroup_mma_wait(0, deps=[o])
+        if C.JOINT_RELEASE:
+            k.release(i)
         v.release(i - 1)
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
-        o = scale_rows(o, alpha)
+        if not C.LATE_RESCALE:
+            o = scale_rows(o, alpha)
         i += 1
-    return o, l, m, p, i
+    return o, l, m, p, alpha, i
 
 
 @gluon.jit
@@ -283,14 +299,16 @@ def consumer(C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, p
             s = mask(C, s, n, first_key, last_key, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers[0])
         l = scale_rows(l, alpha) + quad_sums(weights)
-        if C.HAS_RIGHT:
+        if C.HAS_RIGHT and not C.LATE_RESCALE:
             o = scale_rows(o, alpha)
         p = gl.convert_layout(weights.to(dtype), p_layout)
         i += 1
         full_begin = min(full_begin, n)
-        o, l, m, p, i = attend_uncut(
-            C, W, o, l, m, p, i, n, full_begin, q_tile, k, v, turn, rows, slope, numbers, s_layout, p_layout
+        o, l, m, p, alpha, i = attend_uncut(
+            C, W, o, l, m, p, alpha, i, n, full_begin, q_tile, k, v, turn, rows, slope, numbers, s_layout, p_layout
         )
+        if C.LATE_RESCALE:
+            o = scale_rows(o, opaque(alpha))
         o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
         if C.HAS_LEFT:
             o = warpgroup_mma_wait(0, deps=[o])

@@ -27,8 +27,6 @@ from flashtile.backends.portable.launch import KeptKernel, bent
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
 RAGGED_ROWS = 2**30
-L2_SHARE = 32 * 2**20
-"""Bytes of keys and values that tiles in flight should find in the L2 cache (50 MB on H100)."""
 MAX_EXTENT = 2**31 - 2**16
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -130,23 +128,20 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
         Q_STAGES=config.Q_STAGES,
         PING_PONG=config.PING_PONG,
         Q_HOLDS_O=config.Q_HOLDS_O,
+        LATE_RESCALE=config.LATE_RESCALE,
+        JOINT_RELEASE=config.JOINT_RELEASE,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.warpgroups],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
 
 
 def section_of(problem: Problem, variant: Variant) -> int:
-    """Heads whose tiles are dealt out together: a divisor of all heads of the batch.
+    """Heads whose tiles are dealt out together, a divisor of all heads of the batch.
 
-    Without a mask the heads of one key head, which read the same keys; under a mask as many as fit the L2
-    cache, so that the long tiles of all of them come first.
+    Without a right edge, the heads of one key head, which read the same keys. With one, all: tiles cost from one
+    block of keys to all, and programs come out even only if costs fall from the first item to the last.
     """
-    heads = problem.batch * problem.num_heads_q // variant.PACK
-    if not variant.HAS_RIGHT:
-        return variant.KV_GROUP
-    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    most = max(1, L2_SHARE // bytes_of_head) * variant.KV_GROUP
-    return next(size for size in range(min(most, heads), 0, -1) if heads % size == 0)
+    return problem.batch * problem.num_heads_q // variant.PACK if variant.HAS_RIGHT else variant.KV_GROUP
 
 
 class ForwardLaunch:

@@ -45,8 +45,8 @@ def work_item(turn, program, programs):
 
 @gluon.jit
 def dense_tile(item, blocks, heads, section):
-    """Item -> (sequence, head, block): sections of heads whose keys fit the L2 cache together, and in a
-    section the last block first, which under a causal mask costs the most.
+    """Item -> (sequence, head, block): section by section of heads, and in a section the last block first,
+    which under a causal mask costs the most.
 
     ``section`` divides batch * heads.
     """

@@ -62,8 +62,42 @@ NO_EXTRAS = Extras()
 """The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""
 
 
+class Results:
+    """What follows from a description of a call for its results. No fields of its own."""
+
+    batch: int
+    seqlen_q: int
+    total_q: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim_v: int
+    dtype: torch.dtype
+    varlen: bool
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads_q // max(self.num_heads_kv, 1)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        if self.varlen:
+            return (self.total_q, self.num_heads_q, self.head_dim_v)
+        return (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.varlen:
+            return (self.num_heads_q, self.total_q)
+        return (self.batch, self.num_heads_q, self.seqlen_q)
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(Results):
     """What a call computes. Lengths are in tokens; a window side of -1 is unlimited.
 
     ``causal`` is folded into the window (``window_right = 0``). Masks are aligned to the bottom right: query
@@ -95,11 +129,6 @@ class Problem:
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie; None if it can."""
 
     @property
-    def group_size(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_heads_q // max(self.num_heads_kv, 1)
-
-    @property
     def causal(self) -> bool:
         return self.window_right == 0 and self.window_left == UNLIMITED
 
@@ -109,22 +138,6 @@ class Problem:
             UNLIMITED if self.window_left >= seqlen_k - 1 else self.window_left,
             UNLIMITED if self.window_right >= seqlen_q - 1 else self.window_right,
         )
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        if self.varlen:
-            return (self.total_q, self.num_heads_q, self.head_dim_v)
-        return (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v)
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        if self.varlen:
-            return (self.num_heads_q, self.total_q)
-        return (self.batch, self.num_heads_q, self.seqlen_q)
-
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @classmethod
     def from_tensors(
@@ -239,7 +252,9 @@ def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str 
             if stride <= 0 or stride * bytes_of % 16:
                 return f"{name} must have positive strides in multiples of 16 bytes for TMA, got {tensor.stride()}"
         if ends_early and name != "q" and tensor.shape[0] > 1 and tensor.stride(0) % max(tensor.stride(1), 1):
-            return f"{name} must have sequences whole rows apart for TMA with seqused_k, got {tensor.stride()}"
+            return (
+                f"{name} must have sequences whole rows apart for TMA with seqused_k, got {tensor.stride()}"
+            )
     if ends_early and k.shape[0] > 1 and k.stride(0) * v.stride(1) != v.stride(0) * k.stride(1):
         return "k and v must have their sequences equally many rows apart for TMA with seqused_k"
     return None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.problem import UNLIMITED
+from flashtile.problem import UNLIMITED, Results
 
 MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
@@ -85,7 +85,7 @@ class AppendOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodeProblem:
+class DecodeProblem(Results):
     """Attention of the newest queries of each sequence over its keys in a cache. Lengths are in tokens.
 
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
@@ -123,27 +123,6 @@ class DecodeProblem:
     descale: str = "none"  # or "head", or "block": one for each head of each page (row of a dense cache)
     num_splits: int = 0  # 0: chosen by the backend
     split_size: int = 0
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_heads_q // self.num_heads_kv
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        if self.varlen:
-            return (self.total_q, self.num_heads_q, self.head_dim_v)
-        return (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v)
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        if self.varlen:
-            return (self.num_heads_q, self.total_q)
-        return (self.batch, self.num_heads_q, self.seqlen_q)
-
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @classmethod
     def from_tensors(

@@ -118,8 +118,8 @@ def combine_kernel(
         else:
             # The item that holds the first tile of program unit + 1.
             total, position, pair, pair_start = balanced_start(unit + 1, programs, lengths, shape, LAYOUT)
-        exists = pair < num_pairs
-        start_q, len_q, len_k, leftpad = sequence(pair // num_m, exists, lengths, shape, LAYOUT)
+        known = pair < num_pairs
+        start_q, len_q, len_k, leftpad = sequence(pair // num_m, known, lengths, shape, LAYOUT)
         num_rows, _, _, tiles = tiles_of(pair % num_m, len_q, len_k, leftpad, shape, LAYOUT)
         if not BY_ITEM:
             head_kv = (position - pair_start) // tl.maximum(tiles, 1)

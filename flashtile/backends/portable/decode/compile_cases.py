@@ -97,7 +97,10 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     name = f"{_TYPES[dtype]} head_dim {head_dim} rows {BLOCK_M} {variant}"
                     yield _attention_case(f"decode {name}", problem, chosen, capability, variant)
                     if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
-                        yield _combine_case(f"decode combine {name}", problem, chosen, capability)
+                        yield _combine_case(f"decode combine {name}", problem, chosen, capability, True)
+                        if launch.is_balanced(problem, chosen):
+                            by_boundary = f"decode combine {name} by boundary"
+                            yield _combine_case(by_boundary, problem, chosen, capability, False)
     yield _combine_given_case()
     for dtype in (torch.bfloat16, FP8):
         yield _append_case(dtype, capability)
@@ -139,13 +142,15 @@ def _attention_case(
     )
 
 
-def _combine_case(name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int) -> CompileCase:
+def _combine_case(
+    name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_item: bool
+) -> CompileCase:
     balanced = launch.is_balanced(problem, chosen)
     rows, splits = launch.combine_tile(chosen.tile.BLOCK_M, problem.head_dim_v)
     constants = {
         "LAYOUT": launch.layout(problem, chosen),
         "BALANCED": balanced,
-        "BY_ITEM": not balanced,
+        "BY_ITEM": by_item,
         "HAS_SINK": False,
         "PDL": capability >= 90,
         "HEAD_DIM_V": problem.head_dim_v,

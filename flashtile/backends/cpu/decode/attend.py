@@ -27,12 +27,13 @@ def attend(
     given = CacheTensors(*tensors)
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    for b, (rows, out_rows, lse_rows) in enumerate(_sequences(problem, q, out, lse, given.cu_seqlens_q)):
-        sequence = _Sequence(problem, b, rows, k_cache, v_cache, given)
-        for block in split(range(rows.shape[0]), max(1, BLOCK_ROWS // problem.group_size)):
-            out_tile, lse_tile = sequence.attend(block)
-            out_rows[block.start : block.stop] = out_tile
-            lse_rows[:, block.start : block.stop] = lse_tile
+    with torch.autocast("cpu", enabled=False):  # which would round the tiles' products
+        for b, (rows, out_rows, lse_rows) in enumerate(_sequences(problem, q, out, lse, given.cu_seqlens_q)):
+            sequence = _Sequence(problem, b, rows, k_cache, v_cache, given)
+            for block in split(range(rows.shape[0]), max(1, BLOCK_ROWS // problem.group_size)):
+                out_tile, lse_tile = sequence.attend(block)
+                out_rows[block.start : block.stop] = out_tile
+                lse_rows[:, block.start : block.stop] = lse_tile
     return out, lse
 
 

@@ -1,0 +1,77 @@
+"""``flashtile visualize``: the interactive page."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from flashtile.algorithms.memory import KIB, SramExceededError
+from flashtile.visualizer.page import write_page
+from flashtile.visualizer.recording import RUNNERS, record
+from flashtile.visualizer.settings import MASKS, Setting, grid, own_runs
+
+
+def visualize(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
+        "flashtile-visualize.html"
+    ),
+    open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    algorithm: Annotated[str, typer.Option(help=f"For a run of your own: {', '.join(RUNNERS)}.")] = "flash2",
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, help="Record a run of this length.", show_default=False)
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Default: 64.", show_default=False)] = None,
+    block: Annotated[
+        str | None, typer.Option(help='Queries x keys, like 64x64, or "auto".', show_default=False)
+    ] = None,
+    sram_kib: Annotated[int | None, typer.Option(min=1, help="SRAM in KiB.", show_default=False)] = None,
+    mask: Annotated[str | None, typer.Option(help=f"{', '.join(MASKS)}.", show_default=False)] = None,
+    num_splits: Annotated[int | None, typer.Option(min=1, help="For decoding.", show_default=False)] = None,
+    page_size: Annotated[int | None, typer.Option(min=1, help="For paged.", show_default=False)] = None,
+) -> None:
+    """Write a page that plays the algorithms: what moves, what it costs, why.
+
+    One HTML file that needs no network. With --seqlen, --head-dim, --block, --sram-kib, --mask, --num-splits
+    or --page-size it also holds a run with these settings, standard attention's beside it, and opens there.
+    """
+    given: dict[str, Any] = {
+        "seqlen": seqlen, "head_dim": head_dim, "mask": mask, "block": block,
+        "sram_bytes": None if sram_kib is None else sram_kib * KIB,
+        "num_splits": num_splits, "page_size": page_size,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    console = Console()
+    try:
+        own = own_runs(algorithm, **given) if given else []
+        for setting in own:
+            record(setting)
+    except (ValueError, SramExceededError) as error:
+        raise typer.BadParameter(str(error)) from None
+    settings = list(grid())
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("recording", total=len(settings) + len(own))
+        size = write_page(output, settings, own, start_of(own), lambda: progress.advance(task))
+    console.print(
+        f"Wrote {output} ({size / 2**20:.1f} MiB, {len(settings) + len(own)} recorded runs)", soft_wrap=True
+    )
+    if open_:
+        webbrowser.open(output.resolve().as_uri())
+
+
+def start_of(own: list[Setting]) -> dict[str, Any]:
+    """The state in which the page opens: with the runs of one's own, if there are any."""
+    if not own:
+        return {}
+    first = own[0]
+    names = {"block": first.block, "num_splits": first.num_splits, "page_size": first.page_size}
+    run = {"algorithm": first.algorithm} | {name: value for name, value in names.items() if value is not None}
+    beside = {"algorithm": own[1].algorithm} if len(own) > 1 else None
+    return {
+        "a": run, "b": beside, "queries": first.queries, "seqlen": first.seqlen, "head_dim": first.head_dim,
+        "mask": first.mask, "sram": first.sram_bytes,
+    }  # fmt: skip

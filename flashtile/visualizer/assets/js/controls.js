@@ -1,0 +1,152 @@
+// Everything that one can press: the choices, the player, the questions, the keyboard.
+
+const SPEEDS = [0.05, 0.25, 1, 4, 16];
+
+class Controls {
+  constructor(page) {
+    this.page = page;
+    this.find = (selector) => document.querySelector(selector);
+    this.slider = this.find("#position");
+    this.playButton = this.find("#play");
+    this.#choices();
+    this.#player();
+    this.#questions();
+    document.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  #choices() {
+    const { page } = this;
+    this.selects = Object.fromEntries(["a", "b", ...SHARED, "sram", "card", "sync"].map((name) => [name, this.find(`#choose-${name}`)]));
+    const { a, b, sync, ...others } = this.selects;
+    a.addEventListener("change", () => page.change({ a: { ...page.state.a, algorithm: a.value }, question: null }));
+    b.addEventListener("change", () => page.change({ b: b.value ? { ...page.state.b, algorithm: b.value } : null, question: null }));
+    sync.addEventListener("change", () => page.change({ sync: sync.value }));
+    for (const [name, select] of Object.entries(others)) {
+      select.addEventListener("change", () => page.change({ [name]: readChoice(select), question: name === "card" ? page.state.question : null }));
+    }
+    this.find("#swap").addEventListener("click", () => this.#swap());
+    this.find("#language").addEventListener("click", () => this.#nextLanguage());
+    this.find("#theme").addEventListener("click", () => this.#nextTheme());
+    this.find("#help").addEventListener("click", () => this.find("#keys").showModal());
+  }
+
+  #player() {
+    const { clock } = this.page;
+    this.playButton.addEventListener("click", () => clock.toggle());
+    this.find("#start").addEventListener("click", () => clock.seek(0));
+    this.find("#back").addEventListener("click", () => clock.step(-1, false));
+    this.find("#forward").addEventListener("click", () => clock.step(1, false));
+    this.find("#next-tile").addEventListener("click", () => clock.step(1, true));
+    this.slider.addEventListener("input", () => {
+      clock.pause();
+      clock.seek(Number(this.slider.value));
+    });
+    this.speed = this.find("#speed");
+    this.speed.replaceChildren(...SPEEDS.map((speed) => element("option", { value: speed }, `${speed}×`)));
+    this.speed.value = 1;
+    this.speed.addEventListener("change", () => (clock.speed = Number(this.speed.value)));
+  }
+
+  #questions() {
+    this.questions = QUESTIONS.filter(({ state }) => this.#answerable(state)).map((question, i) => {
+      const button = element("button", { type: "button", "data-question": question.name, "data-text": `question_${question.name}`, "aria-keyshortcuts": String(i + 1) });
+      button.addEventListener("click", () => this.page.ask(question));
+      return { ...question, button };
+    });
+    this.find(".questions").append(...this.questions.map(({ button }) => button));
+    this.answer = this.find(".answer");
+  }
+
+  /** Whether the recordings hold what a question compares. */
+  #answerable({ a, b, ...rest }) {
+    const shared = pick(rest, SHARED);
+    return [a, b].filter(Boolean).every((run) => this.page.catalog.matching({ ...shared, ...run }).length > 0);
+  }
+
+  /** Called when the state has changed. */
+  show({ a, b }) {
+    const { page } = this;
+    const { language, catalog, state } = page;
+    language.apply(document);
+    const algorithms = catalog.algorithms.map((value) => ({ value, needs: null }));
+    const algorithmName = (value) => (value ? language.text(`algorithm_${value}`) : language.text("nothing"));
+    fillChoices(this.selects.a, algorithms, state.a.algorithm, algorithmName, language);
+    fillChoices(this.selects.b, [{ value: "", needs: null }, ...algorithms], state.b?.algorithm ?? "", algorithmName, language);
+    for (const parameter of SHARED) {
+      const nameOf = (value) => (language.textOr(`${parameter}_${value}`, String(value)));
+      fillChoices(this.selects[parameter], a.choices[parameter] ?? [], state[parameter], nameOf, language);
+      this.selects[parameter].closest("label").hidden = !a.choices[parameter];
+    }
+    fillChoices(this.selects.sram, catalog.sramSizes.map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
+    const cards = catalog.cards.map(({ key }) => ({ value: key, needs: null }));
+    fillChoices(this.selects.card, cards, page.card.key, (key) => catalog.cards.find((card) => card.key === key).name, language);
+    fillChoices(this.selects.sync, ["share", "bytes"].map((value) => ({ value, needs: null })), page.clock.sync, (value) => language.text(`sync_${value}`), language);
+    this.selects.sync.closest("label").hidden = !b;
+    this.find("#swap").hidden = !b;
+    this.find("#language").textContent = LANGUAGES[language.name === "en" ? "zh" : "en"];
+    this.find("#theme").textContent = language.text(`theme_${document.documentElement.dataset.theme}`);
+    this.slider.max = page.clock.end;
+    this.#showAnswer();
+  }
+
+  #showAnswer() {
+    const { page } = this;
+    const asked = this.questions.find(({ name }) => name === page.state.question);
+    for (const { button, name } of this.questions) button.setAttribute("aria-pressed", String(name === asked?.name));
+    this.answer.hidden = !asked;
+    if (!asked) return;
+    const places = asked.answer({ ...page.runs, card: page.card });
+    this.answer.dataset.places = JSON.stringify(places);
+    const paragraphs = page.language.text(`answer_${asked.name}`, places).split("\n");
+    this.answer.replaceChildren(...paragraphs.map((paragraph) => element("p", {}, paragraph)));
+  }
+
+  /** Called for each frame. */
+  draw(clock) {
+    const at = Math.floor(clock.at);
+    if (Number(this.slider.value) !== at) this.slider.value = at;
+    setText(this.playButton, clock.playing ? "❚❚" : "▶");
+    const label = this.page.language.text(clock.playing ? "pause" : "play");
+    if (this.playButton.title !== label) {
+      this.playButton.title = label;
+      this.playButton.setAttribute("aria-label", label);
+    }
+  }
+
+  #swap() {
+    const { state } = this.page;
+    if (state.b) this.page.change({ a: state.b, b: state.a, question: null });
+  }
+
+  #nextLanguage() {
+    this.page.change({ lang: this.page.language.name === "en" ? "zh" : "en" });
+  }
+
+  #nextTheme() {
+    const now = THEMES.indexOf(document.documentElement.dataset.theme);
+    this.page.change({ theme: THEMES[(now + 1) % THEMES.length] });
+  }
+
+  #key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+    const inField = event.target.closest("select, input, button");
+    const { clock } = this.page;
+    const keys = {
+      ArrowRight: () => clock.step(1, event.shiftKey),
+      ArrowLeft: () => clock.step(-1, event.shiftKey),
+      Home: () => clock.seek(0),
+      End: () => clock.seek(clock.end),
+      " ": () => clock.toggle(),
+      l: () => this.#nextLanguage(),
+      t: () => this.#nextTheme(),
+      x: () => this.#swap(),
+      "?": () => this.find("#keys").showModal(),
+    };
+    this.questions.forEach((question, i) => (keys[String(i + 1)] = () => this.page.ask(question)));
+    const action = keys[event.key];
+    if (!action) return;
+    if (inField && (inField.matches("select") || event.key === " " && inField.matches("button"))) return;
+    event.preventDefault();
+    action();
+  }
+}

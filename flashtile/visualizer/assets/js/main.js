@@ -1,0 +1,164 @@
+// The page: state, controls, and what is drawn when.
+
+const THEMES = ["auto", "light", "dark"];
+const COLOUR_NAMES = {
+  untouched: "--untouched", skipped: "--skipped", computed: "--computed", stored: "--stored", weights: "--weights",
+  hidden: "--hidden", track: "--track", soft: "--soft", ink: "--ink", statistics: "--statistics",
+  Q: "--Q", K: "--K", V: "--V", S: "--S", P: "--P", O: "--O",
+};
+const DEFAULTS = {
+  a: { algorithm: "flash2", block: "64x64" }, b: { algorithm: "standard" }, queries: "all", seqlen: 1024, head_dim: 64, mask: "full", sync: "share", at: 0,
+};
+
+class Page {
+  constructor(data) {
+    this.catalog = new Catalog(data.catalog);
+    this.language = new Language(data.texts);
+    const actions = (name) => ({
+      chooseRow: (row) => this.change({ row }),
+      chooseOwn: (parameter, value) => this.change({ [name]: { ...this.state[name], [parameter]: value } }),
+    });
+    this.views = { a: new RunView("a", this.language, actions("a")), b: new RunView("b", this.language, actions("b")) };
+    document.querySelector(".stage").append(this.views.a.root, this.views.b.root);
+    this.traffic = new TrafficChart(document.querySelector(".traffic"), this.language);
+    this.roofline = new RooflineChart(document.querySelector(".roofline"), this.language);
+    this.clock = new Clock(() => this.draw());
+    this.controls = new Controls(this);
+    this.state = { ...DEFAULTS, ...data.start };
+    this.shown = Promise.resolve();
+  }
+
+  start() {
+    window.addEventListener("hashchange", () => this.#readAddress());
+    window.addEventListener("resize", () => this.#resize());
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#theme());
+    document.addEventListener("visibilitychange", () => document.hidden && this.clock.pause());
+    this.#readAddress();
+  }
+
+  #readAddress() {
+    if (location.hash === this.address) return;
+    const { a, b, ...rest } = readAddress(location.hash);
+    const next = { ...this.state, ...rest };
+    if (a) Object.assign(next, { a, b: b ?? null });
+    this.state = next;
+    this.show();
+  }
+
+  /** Change parts of the state and show it. */
+  change(parts) {
+    this.state = { ...this.state, at: Math.floor(this.clock.at), ...parts };
+    return this.show();
+  }
+
+  ask(question) {
+    this.clock.pause();
+    return this.change({ ...question.state, question: question.name });
+  }
+
+  /** One change after the other: loading a trace takes time. */
+  show() {
+    document.body.dataset.ready = "no";
+    this.shown = this.shown.then(() => this.#show()).finally(() => (document.body.dataset.ready = "yes"));
+    return this.shown;
+  }
+
+  async #show() {
+    const { state, catalog, language } = this;
+    language.name = state.lang in LANGUAGES ? state.lang : Language.preferred();
+    document.documentElement.lang = language.name === "zh" ? "zh-CN" : "en";
+    this.#theme();
+    this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];
+    this.sram = catalog.sramSizes.includes(state.sram) ? state.sram : catalog.sramSizes[1] ?? catalog.sramSizes[0];
+    const settled = this.#resolve();
+    this.runs = { a: await loadRun(catalog, settled.a.recording) };
+    if (settled.b) this.runs.b = await loadRun(catalog, settled.b.recording);
+    const baselines = { a: this.#baseline(settled.a.recording), b: settled.b && this.#baseline(settled.b.recording) };
+
+    document.querySelector(".stage").classList.toggle("two", Boolean(settled.b));
+    this.views.b.root.hidden = !settled.b;
+    for (const name of ["a", "b"]) {
+      if (this.runs[name]) this.views[name].show(this.runs[name], settled[name].choices, baselines[name], { sram: this.sram });
+    }
+    const standard = baselines.a && baselines.a !== settled.a.recording && baselines.a !== settled.b?.recording ? await loadRun(catalog, baselines.a) : null;
+    const compared = Object.entries(this.runs).map(([run, { trace }]) => ({ run, trace }));
+    this.chartRuns = standard ? [...compared, { run: "standard", trace: standard.trace }] : compared;
+    this.traffic.show(this.chartRuns);
+    for (const key of document.querySelectorAll(".traffic .key > *")) key.hidden = !this.chartRuns.some(({ run }) => run === key.dataset.run);
+    this.roofline.show(this.card, compared);
+
+    this.clock.setRuns(Object.values(this.runs), state.sync === "bytes" ? "bytes" : "share");
+    this.#place(state.at);
+    this.controls.show(settled);
+    this.draw();
+  }
+
+  /** Settle both runs; `a` decides what is shared. */
+  #resolve() {
+    const { state, catalog } = this;
+    const shared = Object.fromEntries(SHARED.map((key) => [key, state[key]]));
+    const a = catalog.resolve({ ...shared, ...state.a }, this.sram);
+    const common = pick(a.recording.settings, SHARED);
+    const b = state.b ? catalog.resolve({ ...common, ...state.b }, this.sram) : null;
+    const own = ({ recording }) => ({ algorithm: recording.algorithm, ...pick(recording.settings, OWN) });
+    Object.assign(this.state, { ...common, sram: this.sram, a: own(a), b: b && own(b) });
+    return { a, b };
+  }
+
+  /** Standard attention for the same problem, for comparison; null where nothing comparable was recorded. */
+  #baseline(recording) {
+    const algorithm = recording.algorithm.endsWith("_backward") ? "standard_backward" : "standard";
+    const found = this.catalog.matching({ algorithm, ...pick(recording.settings, SHARED) });
+    return found.find(({ settings }) => settings.sram_bytes === undefined || settings.sram_bytes === this.sram) ?? null;
+  }
+
+  #place(at) {
+    const { trace } = this.clock.leader;
+    if (at === "end") this.clock.at = trace.length;
+    else if (at === "copy") this.clock.at = (trace.data.find(([, data]) => data.op === "copy_on_write")?.[0] ?? 0) + 1;
+    else this.clock.at = Math.min(Math.max(Number(at) || 0, 0), trace.length);
+    this.state.at = Math.floor(this.clock.at);
+  }
+
+  #theme() {
+    const theme = THEMES.includes(this.state.theme) ? this.state.theme : "auto";
+    document.documentElement.dataset.theme = theme;
+    const style = getComputedStyle(document.documentElement);
+    this.colours = Object.fromEntries(Object.entries(COLOUR_NAMES).map(([key, name]) => [key, style.getPropertyValue(name).trim()]));
+    if (this.runs) this.draw();
+  }
+
+  #resize() {
+    for (const name of Object.keys(this.runs ?? {})) this.views[name].matrix.resize();
+    if (this.runs) this.draw();
+  }
+
+  draw() {
+    if (!this.runs) return;
+    const positions = {};
+    for (const [name, run] of Object.entries(this.runs)) {
+      positions[name] = this.clock.positionOf(run);
+      this.views[name].draw(positions[name], { row: this.state.row, colours: this.colours, card: this.card });
+    }
+    const last = this.chartRuns.at(-1);
+    if (last.run === "standard") positions.standard = this.clock.positionOf(last);
+    this.traffic.draw(positions);
+    this.roofline.draw(Object.entries(this.runs).map(([name, { trace }]) => costAt(trace, positions[name], this.card)));
+    this.controls.draw(this.clock);
+    if (!this.clock.playing) this.#writeAddress();
+  }
+
+  #writeAddress() {
+    const address = writeAddress({ ...this.state, at: Math.floor(this.clock.at) });
+    if (address === this.address) return;
+    this.address = address;
+    history.replaceState(null, "", address);
+  }
+}
+
+function pick(object, keys) {
+  return Object.fromEntries(keys.filter((key) => object[key] !== undefined).map((key) => [key, object[key]]));
+}
+
+const embedded = (id) => JSON.parse(document.getElementById(`${id}-data`).textContent);
+new Page({ catalog: embedded("catalog"), texts: embedded("texts"), start: embedded("start") }).start();

@@ -1,0 +1,82 @@
+// The clock: which position each run shows, and how it moves.
+
+const RUN_SECONDS = 30; // a whole run at speed 1
+const SLOWEST = 2; // events a second at speed 1
+
+/**
+ * One run leads; the other follows at the same share of its events ("share") or when it has moved as many
+ * bytes ("bytes"): the latter is a race on memory that is equally fast for both.
+ */
+class Clock {
+  constructor(draw) {
+    this.draw = draw;
+    this.runs = [];
+    this.sync = "share";
+    this.at = 0;
+    this.playing = false;
+    this.speed = 1;
+  }
+
+  setRuns(runs, sync) {
+    this.runs = runs;
+    this.sync = sync;
+    this.leader = runs.reduce((best, run) => (this.#length(run.trace) > this.#length(best.trace) ? run : best));
+    this.at = Math.min(this.at, this.end);
+  }
+
+  #length(trace) {
+    return this.sync === "bytes" ? trace.moved[trace.length] : trace.length;
+  }
+
+  get end() {
+    return this.leader.trace.length;
+  }
+
+  positionOf(run) {
+    const at = Math.floor(this.at);
+    if (run === this.leader) return at;
+    const { trace } = run;
+    if (at >= this.end) return trace.length;
+    if (this.sync === "bytes") return at === 0 ? 0 : countUpTo(trace.moved, this.leader.trace.moved[at]) - 1;
+    return Math.floor((at / this.end) * trace.length);
+  }
+
+  seek(at) {
+    this.at = Math.min(Math.max(at, 0), this.end);
+    this.draw();
+  }
+
+  step(direction, byTile) {
+    this.pause();
+    const at = Math.floor(this.at);
+    this.seek(byTile ? this.leader.trace.nextTile(at, direction) : at + direction);
+  }
+
+  toggle() {
+    if (this.playing) this.pause();
+    else this.play();
+  }
+
+  play() {
+    if (this.at >= this.end) this.at = 0;
+    this.playing = true;
+    this.before = undefined;
+    requestAnimationFrame((now) => this.#advance(now));
+    this.draw();
+  }
+
+  pause() {
+    this.playing = false;
+    this.draw();
+  }
+
+  #advance(now) {
+    if (!this.playing) return;
+    const seconds = this.before === undefined ? 0 : Math.min((now - this.before) / 1000, 0.25);
+    this.before = now;
+    this.at = Math.min(this.at + seconds * this.speed * Math.max(this.end / RUN_SECONDS, SLOWEST), this.end);
+    if (this.at >= this.end) this.playing = false;
+    this.draw();
+    requestAnimationFrame((later) => this.#advance(later));
+  }
+}

@@ -1,0 +1,74 @@
+// The running maximum and sum of a watched row, as numbers and as they changed.
+
+const STATISTICS = ["m", "l", "lse"];
+const WIDTH = 300;
+const HEIGHT = 70;
+
+class StatisticsView {
+  constructor(root, choose) {
+    this.root = root.querySelector(".statistics");
+    this.choice = this.root.querySelector("select");
+    this.body = this.root.querySelector("tbody");
+    this.choice.addEventListener("change", () => choose(Number(this.choice.value)));
+  }
+
+  show(trace) {
+    this.trace = trace;
+    this.watched = trace.watchedRows;
+    this.root.hidden = this.watched.length === 0;
+    this.choice.replaceChildren(...this.watched.map((row) => element("option", { value: row }, String(row))));
+    this.row = undefined;
+  }
+
+  /** The watched row nearest to the wanted one. */
+  nearestRow(wanted) {
+    return this.watched.length ? nearest(wanted ?? this.watched[0], this.watched) : undefined;
+  }
+
+  draw(position, row) {
+    if (this.root.hidden) return;
+    if (this.row !== row) this.#chooseRow(row);
+    for (const { series, number, dot, y } of this.shown) {
+      const value = this.trace.valueAt(series, position);
+      number.dataset.value = value === undefined ? "" : String(value);
+      setText(number, formatStatistic(value));
+      const height = y(value);
+      dot.toggleAttribute("hidden", !Number.isFinite(height));
+      if (!Number.isFinite(height)) continue;
+      setStyle(dot, "left", `${(100 * position) / this.trace.length}%`);
+      setStyle(dot, "top", `${(100 * height) / HEIGHT}%`);
+    }
+  }
+
+  #chooseRow(row) {
+    this.row = row;
+    this.choice.value = row;
+    this.shown = STATISTICS.flatMap((name) => {
+      const series = this.trace.series.find((s) => s.name === name && s.row === row);
+      return series ? [this.#plot(series)] : [];
+    });
+    this.body.replaceChildren(...this.shown.map(({ line }) => line));
+  }
+
+  #plot(series) {
+    const values = series.value.map((value) => (value === null || value < -1e38 ? NaN : value));
+    const finite = values.filter(Number.isFinite);
+    const low = Math.min(...finite);
+    const high = Math.max(...finite);
+    const y = (value) => {
+      if (value === undefined || !Number.isFinite(value) || value < -1e38) return NaN;
+      return high === low ? HEIGHT / 2 : HEIGHT - 6 - ((value - low) / (high - low)) * (HEIGHT - 12);
+    };
+    const x = (event) => ((event + 1) / this.trace.length) * WIDTH;
+    let path = "";
+    values.forEach((value, i) => {
+      if (!Number.isFinite(value)) return;
+      const end = i + 1 < values.length ? x(series.at[i + 1]) : WIDTH;
+      path += `${path ? "L" : "M"}${x(series.at[i]).toFixed(1)} ${y(value).toFixed(1)}H${end.toFixed(1)}`;
+    });
+    const dot = element("i");
+    const number = element("td", { "data-statistic": series.name });
+    const plot = svgElement("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" }, svgElement("path", { d: path }));
+    return { series, number, dot, y, line: element("tr", {}, element("th", { scope: "row" }, series.name), number, element("td", { class: "plot" }, element("div", {}, plot, dot))) };
+  }
+}

@@ -1,0 +1,146 @@
+"""Writes the page: one HTML file with its style, its program, its texts and its recordings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from flashtile.io_model.cards import CARDS
+from flashtile.visualizer.recording import record
+from flashtile.visualizer.settings import SRAM_SIZES, Setting
+
+SCRIPTS = (
+    "elements", "format", "language", "address", "trace", "grid", "catalog", "matrix", "memories",
+    "statistics", "programs", "pages", "timeline", "charts", "run", "player", "questions", "controls", "main",
+)  # fmt: skip
+"""The page's program in the order in which its parts use each other; they share one scope."""
+
+LANGUAGES = ("en", "zh")
+DTYPE = "float16"
+FEW = 16
+"""Fewer recordings than this are made here; more, by a process for each core."""
+
+MOST_WORKERS = 8
+
+
+def write_page(
+    path: Path,
+    settings: Iterable[Setting],
+    own: Iterable[Setting] = (),
+    start: dict[str, Any] | None = None,
+    progress: Callable[[], None] = lambda: None,
+    workers: int | None = None,
+) -> int:
+    """Record the settings and write the page; returns its bytes.
+
+    Args:
+        path: of the HTML file; folders that it needs are made.
+        settings: what the page offers.
+        own: further settings.
+        start: the state in which the page opens where its address says nothing else.
+        progress: called after each recording.
+        workers: processes that record; by default as many as there are cores, at most 8.
+
+    Raises:
+        ValueError, SramExceededError: see :func:`flashtile.visualizer.recording.record`.
+    """
+    own = list(own)
+    every = list(dict.fromkeys([*settings, *own]))
+    sizes = sorted({*SRAM_SIZES, *(setting.sram_bytes for setting in own if setting.sram_bytes)})
+    html = render(catalogue(recordings(every, progress, workers), sizes), start or {})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.write_bytes(html.encode())
+
+
+def recordings(
+    settings: list[Setting], progress: Callable[[], None] = lambda: None, workers: int | None = None
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """(what the catalogue says, packed events) of each setting, in order."""
+    if workers is None:
+        workers = min(os.cpu_count() or 1, MOST_WORKERS) if len(settings) >= FEW else 1
+    if workers == 1:
+        for setting in settings:
+            yield _record(setting)
+            progress()
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _one_thread) as pool:
+        for recorded in pool.map(_record, settings, chunksize=4):
+            yield recorded
+            progress()
+
+
+def _record(setting: Setting) -> tuple[dict[str, Any], str]:
+    recording = record(setting)
+    return recording.as_record(), recording.packed()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def catalogue(recorded: Iterable[tuple[dict[str, Any], str]], sram_sizes: list[int]) -> dict[str, Any]:
+    """Everything that the page plays. Runs with the same events share them."""
+    packed: dict[str, str] = {}
+    entries = []
+    for entry, events in recorded:
+        key = hashlib.sha256(events.encode()).hexdigest()[:12]
+        packed[key] = events
+        entries.append({**entry, "packed": key})
+    return {"recordings": entries, "packed": packed, "sram_sizes": sram_sizes, "cards": cards()}
+
+
+def cards() -> list[dict[str, Any]]:
+    """The GPUs of the roofline: FLOP/s of fp16 products, bytes a second. The papers' A100 comes first."""
+    order = sorted(CARDS.items(), key=lambda item: item[0] != "a100")
+    return [
+        {
+            "key": key,
+            "name": card.name,
+            "flops": card.peak_tflops(DTYPE) * 1e12,
+            "bandwidth": card.bandwidth_gbps * 1e9,
+            "sm_count": card.sm_count,
+        }
+        for key, card in order
+    ]
+
+
+def texts() -> dict[str, dict[str, str]]:
+    """The page's texts by language and key."""
+    folder = files("flashtile.visualizer") / "assets" / "texts"
+    return {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in LANGUAGES}
+
+
+def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
+    """The whole file."""
+    assets = files("flashtile.visualizer") / "assets"
+    scripts = [(assets / "js" / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
+    environment = Environment(
+        loader=PackageLoader("flashtile.visualizer", "assets"),
+        autoescape=False,  # style, script and JSON are ours; _embed keeps JSON from ending its element
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html.jinja").render(
+        style=(assets / "style.css").read_text("utf-8"),
+        script='"use strict";\n' + "\n".join(scripts),
+        texts=_embed(texts()),
+        start=_embed(start),
+        catalog=_embed(catalog),
+    )
+
+
+def _embed(value: Any) -> str:
+    """JSON that cannot be taken for markup."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
@@ -161,3 +162,21 @@ def test_combine_refuses_a_gradient_and_names_merge_states():
     out, _ = flashtile.flash_attn_combine(out_partial, torch.zeros(2, 3, 4))
     with pytest.raises(NotImplementedError, match="merge_states"):
         out.sum().backward()
+
+
+def test_one_graph_for_every_batch_and_length():
+    """Dynamic shapes: nothing in a call depends on a size's value."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flashtile.flash_attn_with_kvcache, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for batch, seqlen in ((3, 5), (5, 7), (6, 10)):
+        q, k = torch.randn(batch, seqlen, 4, 16), torch.randn(batch, seqlen, 2, 16)
+        table = torch.randperm(batch * 8).view(batch, 8).int()
+        lengths = torch.arange(batch, dtype=torch.int32)
+        eager, traced = (torch.zeros(batch * 8, 9, 2, 16) for _ in range(2))
+        arguments = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+        expected = flashtile.flash_attn_with_kvcache(q, eager, eager.clone(), k, k, **arguments)
+        assert torch.equal(compiled(q, traced, traced.clone(), k, k, **arguments), expected)
+        assert torch.equal(traced, eager)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]

@@ -55,9 +55,10 @@ def flash_attn_with_shared_prefix(
             need not fill their last page. With ``causal`` every query must stand behind them.
         cu_prefix_groups: (num_groups + 1,) int32: group g is sequences ``cu_prefix_groups[g]`` to
             ``cu_prefix_groups[g + 1]``; every sequence is in a group. None: all are in one.
-        softmax_scale, causal, softcap, sink, k_descale, v_descale, num_splits, split_size,
-            return_softmax_lse, backend, debug_checks: as for :func:`flash_attn_with_kvcache`. Windows and
-            ALiBi, for which a prefix is not the same to all, are not offered.
+        softmax_scale, causal, softcap, sink: as for :func:`flash_attn_with_kvcache`. Windows and ALiBi, for
+            which a prefix is not the same to all, are not offered.
+        k_descale, v_descale, num_splits, split_size: as there.
+        return_softmax_lse, backend, debug_checks: as there.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v); with ``return_softmax_lse`` (out, lse), lse float32

@@ -36,6 +36,8 @@ POOLS = (10_000, 100_000, 1_000_000)
 LONGEST = 2048
 """Tokens of a request, prompt and output."""
 
+REPEATS = 30
+
 SAMPLE_EVERY = 10
 """Steps between two looks at the memory."""
 
@@ -232,18 +234,15 @@ def model_ancestries(model: Llama, corpus: Corpus, width: int, count: int, steps
     ]
 
 
-def timed(function: Callable[[], int], repeats: int = 7) -> float:
-    """Microseconds an operation, of which ``function`` says how many it made: the least of some repeats."""
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        operations = function()
-        times.append((time.perf_counter() - began) / operations * 1e6)
-    return min(times)
+def timed(function: Callable[[], int]) -> float:
+    """Microseconds of this process's time an operation, of which ``function`` says how many it made."""
+    began = time.process_time()
+    operations = function()
+    return (time.process_time() - began) / operations * 1e6
 
 
 def operations(num_blocks: int, tokens: int = 512, count: int = 64) -> dict[str, float]:
-    """Microseconds of each operation on sequences of ``tokens`` tokens, and of all of them in turn.
+    """Microseconds of each operation on sequences of ``tokens`` tokens: the least of many repeats.
 
     ``mixed`` is the life of a request: a prompt is allocated and forked, both grow over 8 boundaries (one of
     them out of a shared block, which is copied), both are freed.
@@ -289,11 +288,12 @@ def operations(num_blocks: int, tokens: int = 512, count: int = 64) -> dict[str,
             made += 21
         return made
 
-    times: dict[str, list[float]] = {"allocate": [], "append": [], "fork": [], "free": []}
-    for _ in range(7):
-        for name, function in zip(times, (allocate, cross, fork, free), strict=True):
-            times[name].append(timed(function, repeats=1))
-    return {**{name: min(values) for name, values in times.items()}, "mixed": timed(mixed)}
+    programs = {"allocate": allocate, "append": cross, "fork": fork, "free": free, "mixed": mixed}
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(REPEATS):
+        for name, program in programs.items():
+            times[name].append(timed(program))
+    return {name: min(values) for name, values in times.items()}
 
 
 def batch_steps(sequences: int) -> dict[str, float]:
@@ -303,9 +303,9 @@ def batch_steps(sequences: int) -> dict[str, float]:
 
     def steps(count: int) -> Iterator[float]:
         for _ in range(count):
-            began = time.perf_counter()
+            began = time.process_time()
             manager.append_each(batch)
-            yield (time.perf_counter() - began) * 1e6
+            yield (time.process_time() - began) * 1e6
 
     manager.append_each(batch)
     together = list(steps(320))  # every sixteenth step, all cross

@@ -157,8 +157,7 @@ class BlockManager:
         """
         row = self.table.row(sequence)
         twin, twin_row = self.table.add()
-        self.table.copy_row(row, twin_row)
-        self.pool.share(self.table.held(row))
+        self.pool.share(self.table.copy_row(row, twin_row))
         return twin
 
     def select(self, sequences: Sequence[int], parents: Sequence[int]) -> list[int]:

@@ -130,13 +130,15 @@ class BlockTable:
         if column < self.changed_from.get(row, self.width):
             self.changed_from[row] = column
 
-    def copy_row(self, source: int, target: int) -> None:
-        """Let ``target``, a new row, say what ``source`` says."""
-        count = self.count(source)
-        start, end = source * self.width, target * self.width
-        self.slices[end : end + count] = self.slices[start : start + count]
-        self.lengths[target], self.evicted[target] = self.lengths[source], self.evicted[source]
+    def copy_row(self, source: int, target: int) -> list[int]:
+        """Let ``target``, a new row, say what ``source`` says. Returns the blocks that both hold."""
+        length, evicted = self.lengths[source], self.evicted[source]
+        begin, count = target * self.width, -(-length // self.block_size)
+        entries = self.slices[source * self.width :][:count]
+        self.slices[begin : begin + count] = entries
+        self.lengths[target], self.evicted[target] = length, evicted
         self.changed_from[target] = 0
+        return entries[evicted:].tolist()
 
     def batch(self, sequences: Sequence[int]) -> Batch:
         """Resolve the sequences of a batch.

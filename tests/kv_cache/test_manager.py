@@ -98,6 +98,13 @@ class TestSharing:
         assert [source for source, _ in copies] == [tail] * 3
         assert len({manager.blocks(sequence)[1] for sequence in sequences}) == 4
 
+    def test_a_batch_needs_no_block_for_the_last_holder(self):
+        manager = make(num_blocks=5)
+        sequences = [with_tokens(manager, 6)]
+        sequences += [manager.fork(sequences[0]) for _ in range(3)]
+        assert len(manager.append_each(manager.batch(sequences))) == 3
+        assert manager.pool.available == 0
+
     def test_a_full_block_is_shared_for_good(self):
         manager = make()
         first = with_tokens(manager, 8)

@@ -72,6 +72,7 @@ class Programs(RuleBasedStateMachine):
         """What a kernel does after an append: the last tokens, to blocks that nobody else holds."""
         size, blocks = self.manager.block_size, self.manager.blocks(sequence)
         first = self.manager.length(sequence) - len(tokens)
+        assert self.read(sequence, first) == self.model[sequence][self.first_seen(first) :]
         for position, token in enumerate(tokens, first):
             block = blocks[position // size]
             assert self.manager.pool.refs[block] == 1, "a write to a shared block"
@@ -216,6 +217,15 @@ class Programs(RuleBasedStateMachine):
         blocks = self.manager.blocks(sequence)
         return blocks.count(NULL_BLOCK) if self.manager.window_left >= 0 else 0
 
+    def first_seen(self, position):
+        """The first key that a query at the position sees."""
+        return 0 if self.manager.window_left < 0 else max(0, position - self.manager.window_left)
+
+    def read(self, sequence, length):
+        """What a query at position ``length`` sees of the tokens before it, through the block table."""
+        tokens = [token for block in self.manager.blocks(sequence) for token in self.memory[block]]
+        return tokens[self.first_seen(length) : length]
+
     def resident(self):
         return [sequence for sequence in self.model if not self.manager.is_swapped_out(sequence)]
 
@@ -235,17 +245,12 @@ class Programs(RuleBasedStateMachine):
     def contents_are_equal(self):
         if not hasattr(self, "manager"):
             return
-        size, window = self.manager.block_size, self.manager.window_left
         assert set(self.manager.sequences) == set(self.model)
         for sequence, tokens in self.model.items():
             assert self.manager.length(sequence) == len(tokens)
-            if self.manager.is_swapped_out(sequence):
-                continue
-            blocks = self.manager.blocks(sequence)
-            read = [token for block in blocks for token in self.memory[block]][: len(tokens)]
-            seen = 0 if window < 0 else max(0, len(tokens) - window)  # the first key that the next query sees
-            assert read[seen:] == tokens[seen:]
-            assert len(blocks) == -(-len(tokens) // size)
+            if not self.manager.is_swapped_out(sequence):
+                assert self.read(sequence, len(tokens)) == tokens[self.first_seen(len(tokens)) :]
+                assert len(self.manager.blocks(sequence)) == -(-len(tokens) // self.manager.block_size)
 
     @invariant()
     def books_agree(self):

@@ -44,7 +44,7 @@ class PagedPrograms(RuleBasedStateMachine):
         num_blocks=st.integers(4, 40),
         block_size=st.sampled_from([1, 3, 4, 16]),
         num_host_blocks=st.integers(0, 20),
-        window_left=st.sampled_from([-1, -1, 0, 5]),
+        window_left=st.sampled_from([-1, -1, 0, 3, 5]),
     )
     def start(self, num_blocks, block_size, num_host_blocks, window_left):
         self.cache = PagedKVCache(

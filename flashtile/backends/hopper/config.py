@@ -32,7 +32,6 @@ class ForwardConfig:
     Q_STAGES: int = 1
     PING_PONG: bool = False
     Q_HOLDS_O: bool = False
-    LATE_RESCALE: bool = False
     JOINT_RELEASE: bool = False
 
     @property
@@ -53,6 +52,8 @@ class Variant:
     SINK: bool
     EVEN_N: bool
     """No block has keys behind the last, in any sequence."""
+    PAIRED: bool
+    """Programs take blocks of query rows in pairs that cost the same together (``schedule.blocks_of``)."""
     PACK: int
     """Query heads of a key head that share a tile, row by row."""
     KV_GROUP: int
@@ -68,7 +69,6 @@ class Variant:
     Q_STAGES: int
     PING_PONG: bool
     Q_HOLDS_O: bool
-    LATE_RESCALE: bool
     JOINT_RELEASE: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int

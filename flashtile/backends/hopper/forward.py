@@ -26,7 +26,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.hopper.channels import make_channel, make_turn
 from flashtile.backends.hopper.compat import async_load, async_store
-from flashtile.backends.hopper.schedule import find_tile, key_blocks, own_blocks, turns_of, work_item
+from flashtile.backends.hopper.schedule import (
+    Numbers,
+    Pointers,
+    Schedule,
+    block_of,
+    blocks_of,
+    block_count,
+    find_work,
+    item_count,
+    key_blocks,
+    own_blocks,
+    turns_of,
+    work_item,
+)
 
 WARPGROUP_ROWS = gl.constexpr(64)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -35,39 +48,39 @@ RAGGED_ROWS = gl.constexpr(2**30)
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, desc, tile, n, barrier, slot):
+def load_keys(C: gl.constexpr, desc, work, n, barrier, slot):
     """TMA load of block ``n`` of k or v; rows behind the last key arrive as zeros."""
-    row, head = n * C.BLOCK_N, tile.head // C.KV_GROUP
+    row, head = n * C.BLOCK_N, work.head // C.KV_GROUP
     if C.VARLEN or C.SEQUSED:
-        end = tile.start_k + tile.seqlen_k
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile.seqlen_k + row, head, 0], barrier, slot)
+        end = work.start_k + work.seqlen_k
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, 0], barrier, slot)
     else:
-        async_load(desc, [tile.sequence, row, head, 0], barrier, slot)
+        async_load(desc, [work.sequence, row, head, 0], barrier, slot)
 
 
 @gluon.jit
-def load_queries(C: gl.constexpr, w: gl.constexpr, desc, tile, barrier, part):
+def load_queries(C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, part):
     """TMA load of the rows of warpgroup ``w``; rows behind the last query arrive as zeros."""
-    row = (tile.block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+    row = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
     if C.VARLEN:
-        end = tile.start_q + tile.seqlen_q
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile.seqlen_q + row, tile.head, 0], barrier, part)
+        end = work.start_q + work.seqlen_q
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, 0], barrier, part)
     elif C.PACK > 1:
-        async_load(desc, [tile.sequence, row, tile.head, 0, 0], barrier, part)
+        async_load(desc, [work.sequence, row, work.head, 0, 0], barrier, part)
     else:
-        async_load(desc, [tile.sequence, row, tile.head, 0], barrier, part)
+        async_load(desc, [work.sequence, row, work.head, 0], barrier, part)
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, desc, tile, row, part):
+def store_rows(C: gl.constexpr, desc, work, row, part):
     """TMA store of a warpgroup's rows of the output; rows behind the last query are not written."""
     if C.VARLEN:
-        end = tile.start_q + tile.seqlen_q
-        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile.seqlen_q + row, tile.head, 0], part)
+        end = work.start_q + work.seqlen_q
+        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, 0], part)
     elif C.PACK > 1:
-        async_store(desc, [tile.sequence, row, tile.head, 0, 0], part)
+        async_store(desc, [work.sequence, row, work.head, 0, 0], part)
     else:
-        async_store(desc, [tile.sequence, row, tile.head, 0], part)
+        async_store(desc, [work.sequence, row, work.head, 0], part)
 
 
 @gluon.jit
@@ -92,11 +105,10 @@ def bend(C: gl.constexpr, s, n, rows, slope, numbers, s_layout: gl.constexpr):
 
     ``rows`` are the rows' positions among the keys.
     """
-    scale_log2, softcap_rate, softcap_log2 = numbers
     if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
-        s = softcap_log2 * (1 - 2 / (1 + gl.exp2(s * softcap_rate)))
+        s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
     elif C.BENT:
-        s = s * scale_log2
+        s = s * numbers.scale_log2
     if C.ALIBI:
         keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
         s = s - slope[:, None] * gl.abs(rows[:, None] - keys[None, :]).to(gl.float32)
@@ -146,43 +158,30 @@ def scale_rows(x, factor):
 
 
 @gluon.jit
-def opaque(x):
-    """x, as a value that the compiler takes for another."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def attend_uncut(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, p, alpha, i, n_from, n_to, q, k, v, turn, rows, slope, numbers,
+    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, k, v, turn, rows, slope, numbers,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before.
-
-    ``alpha``, which the output so far still lacks, is multiplied in under the first of the two products.
-    """
+    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before."""
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
         s = qk_product(q, k.tiles.index(k.wait(i)), s_layout)
-        v_slot = v.wait(i - 1)
-        if C.LATE_RESCALE:
-            o = scale_rows(o, alpha)
-        o = pv_product(p, v.tiles.index(v_slot), o)
+        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
         turn.give(W)
         s = warpgroup_mma_wait(1, deps=[s])
         if not C.JOINT_RELEASE:
             k.release(i)
         s = bend(C, s, n, rows, slope, numbers, s_layout)
-        weights, m, alpha = online_softmax(C, s, m, numbers[0])
+        weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         o = warpgroup_mma_wait(0, deps=[o])
         if C.JOINT_RELEASE:
             k.release(i)
         v.release(i - 1)
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
-        if not C.LATE_RESCALE:
-            o = scale_rows(o, alpha)
+        o = scale_rows(o, alpha)
         i += 1
-    return o, l, m, p, alpha, i
+    return o, l, m, p, i
 
 
 @gluon.jit
@@ -200,7 +199,7 @@ def attend_cut(
         k.release(i)
         s = bend(C, s, n, rows, slope, numbers, s_layout)
         s = mask(C, s, n, first_key, last_key, s_layout)
-        weights, m, alpha = online_softmax(C, s, m, numbers[0])
+        weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         p = gl.convert_layout(weights.to(dtype), p_layout)
         o = pv_product(p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
@@ -211,11 +210,11 @@ def attend_cut(
 
 
 @gluon.jit
-def tile_blocks(C: gl.constexpr, tile, left, right):
+def tile_blocks(C: gl.constexpr, work, block, left, right):
     """Key blocks [n_begin, n_end) that the tile meets: what the producer loads and every consumer releases."""
-    first = tile.block * (C.BLOCK_M // C.PACK)
-    last = min(first + C.BLOCK_M // C.PACK, tile.seqlen_q) - 1
-    return key_blocks(first, last, tile.seqlen_q, tile.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N)
+    first = block * (C.BLOCK_M // C.PACK)
+    last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
+    return key_blocks(first, last, work.seqlen_q, work.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N)
 
 
 @gluon.jit
@@ -233,152 +232,175 @@ def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every tile."""
+def attend_tile(
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+):
+    """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
+
+    ``i`` counts the key blocks that the kernel has met, ``j`` the blocks of query rows; returns the new ``i``.
+    """
     dtype: gl.constexpr = o_desc.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    lse_ptr, table, seqused_k, alibi_slopes, sink = pointers
-    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride = schedule
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    if C.VARLEN:
-        items = gl.load(table) * heads
-    i = 0  # key blocks met so far
-    for j in range(turns_of(program, programs, items)):
-        item = work_item(j, program, programs)
-        tile = find_tile(C, item, table, seqused_k, blocks, heads, section, seqlen_q, seqlen_k, rows_k)
-        n_begin, n_end = tile_blocks(C, tile, left, right)
-        first_position = (tile.block * C.BLOCK_M + W * ROWS) // C.PACK
-        last_position = min(first_position + ROWS // C.PACK, tile.seqlen_q) - 1
-        my_begin, my_end, full_begin, full_end = own_blocks(
-            first_position, last_position, n_begin, n_end, tile.seqlen_q, tile.seqlen_k, left, right,
-            C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+
+    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    first_position = (block * C.BLOCK_M + W * ROWS) // C.PACK
+    last_position = min(first_position + ROWS // C.PACK, work.seqlen_q) - 1
+    my_begin, my_end, full_begin, full_end = own_blocks(
+        first_position, last_position, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right,
+        C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+    )  # fmt: skip
+    packed = gl.arange(0, ROWS, layout=row_layout)
+    positions = first_position + packed // C.PACK
+    head = work.head * C.PACK + packed % C.PACK
+    rows = positions + work.seqlen_k - work.seqlen_q
+    first_key = rows - schedule.left
+    last_key = gl.full([ROWS], 0, gl.int32, row_layout) + work.seqlen_k - 1
+    if C.HAS_RIGHT:
+        last_key = gl.minimum(rows + schedule.right, last_key)
+    slope = 0.0
+    if C.ALIBI:
+        slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * (1 / LN_2)
+    m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    if C.SINK:
+        m = gl.load(pointers.sink + head).to(gl.float32) * (1 / LN_2)
+
+    o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
+    l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
+    if C.SINK:  # a key of weight 1 so far, shared out among the quad
+        l += 0.25
+
+    i = skip_blocks(n_end - my_end, i, k, v, turn, W)
+    q_part = q.wait(j) * C.WARPGROUPS + W
+    q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
+    n = my_end - 1
+    if C.HAS_RIGHT:
+        n = min(max(full_end, my_begin), my_end - 1)
+        o, l, m, i = attend_cut(
+            C, W, o, l, m, i, my_end, n + 1, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
+            dtype, s_layout, p_layout,
         )  # fmt: skip
-        packed = gl.arange(0, ROWS, layout=row_layout)
-        positions = first_position + packed // C.PACK
-        head = tile.head * C.PACK + packed % C.PACK
-        rows = positions + tile.seqlen_k - tile.seqlen_q
-        first_key = rows - left
-        last_key = gl.full([ROWS], 0, gl.int32, row_layout) + tile.seqlen_k - 1
-        if C.HAS_RIGHT:
-            last_key = gl.minimum(rows + right, last_key)
-        slope = 0.0
-        if C.ALIBI:
-            slope = gl.load(alibi_slopes + tile.sequence * alibi_stride + head) * (1 / LN_2)
-        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        if C.SINK:
-            m = gl.load(sink + head).to(gl.float32) * (1 / LN_2)
 
-        o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
-        l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
-        if C.SINK:  # a key of weight 1 so far, shared out among the quad
-            l += 0.25
+    # The first block of the pipeline, the only one of it that may be cut.
+    turn.take(W, i)
+    s = qk_product(q_tile, k.tiles.index(k.wait(i)), s_layout)
+    turn.give(W)
+    s = warpgroup_mma_wait(0, deps=[s])
+    k.release(i)
+    s = bend(C, s, n, rows, slope, numbers, s_layout)
+    if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:
+        s = mask(C, s, n, first_key, last_key, s_layout)
+    weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
+    l = scale_rows(l, alpha) + quad_sums(weights)
+    if C.HAS_RIGHT:
+        o = scale_rows(o, alpha)
+    p = gl.convert_layout(weights.to(dtype), p_layout)
+    i += 1
+    full_begin = min(full_begin, n)
+    o, l, m, p, i = attend_uncut(
+        C, W, o, l, m, p, i, n, full_begin, q_tile, k, v, turn, rows, slope, numbers, s_layout, p_layout
+    )
+    o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
+    if C.HAS_LEFT:
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+        o, l, m, i = attend_cut(
+            C, W, o, l, m, i, full_begin, my_begin, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
+            dtype, s_layout, p_layout,
+        )  # fmt: skip
+    if not C.Q_HOLDS_O:
+        q.release(j)
 
-        i = skip_blocks(n_end - my_end, i, k, v, turn, W)
-        q_part = q.wait(j) * C.WARPGROUPS + W
-        q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
-        n = my_end - 1
-        if C.HAS_RIGHT:
-            n = min(max(full_end, my_begin), my_end - 1)
-            o, l, m, i = attend_cut(
-                C, W, o, l, m, i, my_end, n + 1, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
-                dtype, s_layout, p_layout,
-            )  # fmt: skip
+    sums = gl.convert_layout(gl.sum(l, 1), row_layout)
+    lse = m * LN_2 + gl.log(sums)
+    if C.VARLEN:
+        lse_rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
+    else:
+        lse_rows = (work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head) * schedule.seqlen_q + positions
+    gl.store(pointers.lse + lse_rows, lse, mask=positions < work.seqlen_q)
+    if not C.HAS_LEFT:
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+    i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
+    o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
+    if C.Q_HOLDS_O:
+        o_tile = q.tiles.index(q_part)
+    else:
+        o_tile = o_tiles.index(W)
+        tma.store_wait(0)  # of the tile before
+    o_tile.reshape([ROWS, C.BLOCK_DV]).store(o)
+    fence_async_shared()
+    store_rows(C, o_desc, work, first_position, o_tile)
+    if C.Q_HOLDS_O:
+        tma.store_wait(0)
+        q.release(j)
+    return i
 
-        # The first block of the pipeline, the only one of it that may be cut.
-        turn.take(W, i)
-        s = qk_product(q_tile, k.tiles.index(k.wait(i)), s_layout)
-        turn.give(W)
-        s = warpgroup_mma_wait(0, deps=[s])
-        k.release(i)
-        s = bend(C, s, n, rows, slope, numbers, s_layout)
-        if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:
-            s = mask(C, s, n, first_key, last_key, s_layout)
-        weights, m, alpha = online_softmax(C, s, m, numbers[0])
-        l = scale_rows(l, alpha) + quad_sums(weights)
-        if C.HAS_RIGHT and not C.LATE_RESCALE:
-            o = scale_rows(o, alpha)
-        p = gl.convert_layout(weights.to(dtype), p_layout)
-        i += 1
-        full_begin = min(full_begin, n)
-        o, l, m, p, alpha, i = attend_uncut(
-            C, W, o, l, m, p, alpha, i, n, full_begin, q_tile, k, v, turn, rows, slope, numbers, s_layout, p_layout
-        )
-        if C.LATE_RESCALE:
-            o = scale_rows(o, opaque(alpha))
-        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
-        if C.HAS_LEFT:
-            o = warpgroup_mma_wait(0, deps=[o])
-            v.release(i - 1)
-            o, l, m, i = attend_cut(
-                C, W, o, l, m, i, full_begin, my_begin, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
-                dtype, s_layout, p_layout,
-            )  # fmt: skip
-        if not C.Q_HOLDS_O:
-            q.release(j)
 
-        sums = gl.convert_layout(gl.sum(l, 1), row_layout)
-        lse = m * LN_2 + gl.log(sums)
-        if C.VARLEN:
-            lse_rows = head.to(gl.int64) * total_q + tile.start_q + positions
-        else:
-            lse_rows = (tile.sequence.to(gl.int64) * (heads * C.PACK) + head) * seqlen_q + positions
-        gl.store(lse_ptr + lse_rows, lse, mask=positions < tile.seqlen_q)
-        if not C.HAS_LEFT:
-            o = warpgroup_mma_wait(0, deps=[o])
-            v.release(i - 1)
-        i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
-        o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
-        if C.Q_HOLDS_O:
-            o_tile = q.tiles.index(q_part)
-        else:
-            o_tile = o_tiles.index(W)
-            tma.store_wait(0)  # of the tile before
-        o_tile.reshape([ROWS, C.BLOCK_DV]).store(o)
-        fence_async_shared()
-        store_rows(C, o_desc, tile, first_position, o_tile)
-        if C.Q_HOLDS_O:
-            tma.store_wait(0)
-            q.release(j)
+@gluon.jit
+def consumer(
+    C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+):
+    """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    j = 0
+    for turn_number in range(turns_of(program, programs, item_count(C, pointers, schedule))):
+        work = find_work(C, work_item(turn_number, program, programs), pointers, schedule)
+        blocks = block_count(C, work, schedule)
+        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+            block = block_of(blocks, work.place, part, C.PAIRED)
+            i = attend_tile(
+                C, W, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+            )
+            j += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule):
+    """All that the consumers need for one block of query rows; returns the new ``i``."""
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    for n in range(n_end - 1, n_begin - 1, -1):
+        slot = k.acquire(i)
+        mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
+        load_keys(C, k_desc, work, n, k.full.index(slot), k.tiles.index(slot))
+        if n == n_end - 1:  # the first keys may come before q's tile is free
+            slot = q.acquire(j)
+            mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+            for w in gl.static_range(WARPGROUPS):
+                part = q.tiles.index(slot * WARPGROUPS + w)
+                load_queries(C, w, q_desc, work, block, q.full.index(slot), part)
+        slot = v.acquire(i)
+        mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
+        load_keys(C, v_desc, work, n, v.full.index(slot), v.tiles.index(slot))
+        i += 1
+    return i
 
 
 @gluon.jit
 def producer(C: gl.constexpr, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
     """One warp that keeps the tiles of q, k and v coming."""
-    WARPGROUPS: gl.constexpr = C.WARPGROUPS
-    lse_ptr, table, seqused_k, alibi_slopes, sink = pointers
-    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride = schedule
     program, programs = gl.program_id(0), gl.num_programs(0)
-    if C.VARLEN:
-        items = gl.load(table) * heads
     i = 0
-    for j in range(turns_of(program, programs, items)):
-        item = work_item(j, program, programs)
-        tile = find_tile(C, item, table, seqused_k, blocks, heads, section, seqlen_q, seqlen_k, rows_k)
-        n_begin, n_end = tile_blocks(C, tile, left, right)
-        for n in range(n_end - 1, n_begin - 1, -1):
-            slot = k.acquire(i)
-            mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
-            load_keys(C, k_desc, tile, n, k.full.index(slot), k.tiles.index(slot))
-            if n == n_end - 1:  # the first keys may come before q's tile is free
-                slot = q.acquire(j)
-                mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
-                for w in gl.static_range(WARPGROUPS):
-                    load_queries(C, w, q_desc, tile, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
-            slot = v.acquire(i)
-            mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
-            load_keys(C, v_desc, tile, n, v.full.index(slot), v.tiles.index(slot))
-            i += 1
+    j = 0
+    for turn_number in range(turns_of(program, programs, item_count(C, pointers, schedule))):
+        work = find_work(C, work_item(turn_number, program, programs), pointers, schedule)
+        blocks = block_count(C, work, schedule)
+        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+            block = block_of(blocks, work.place, part, C.PAIRED)
+            i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule)
+            j += 1
 
 
 @gluon.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, table, seqused_k, alibi_slopes, sink,
-    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
+    items, blocks, heads, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
     scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
     """Pointers to what a call has not (a table, used lengths, slopes, a sink) are never followed.
@@ -395,9 +417,9 @@ def forward_kernel(
         o_tiles = gl.allocate_shared_memory(
             o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout
         )
-    pointers = (lse_ptr, table, seqused_k, alibi_slopes, sink)
-    schedule = (items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride)
-    numbers = (scale_log2, softcap_rate, softcap_log2)
+    pointers = Pointers(lse_ptr, table, seqused_k, alibi_slopes, sink)
+    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride)
+    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [

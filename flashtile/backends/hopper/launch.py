@@ -22,7 +22,7 @@ from flashtile.backends.hopper.config import (
     padded,
 )
 from flashtile.backends.hopper.forward import forward_kernel
-from flashtile.backends.hopper.schedule import TABLE_WIDTH
+from flashtile.backends.hopper.schedule import TABLE_WIDTH, items_of
 from flashtile.backends.portable.launch import KeptKernel, bent
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
@@ -116,6 +116,7 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
         ALIBI=problem.alibi,
         SINK=problem.sink,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
+        PAIRED=right != UNLIMITED,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         BENT=bent(problem),
@@ -128,20 +129,10 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
         Q_STAGES=config.Q_STAGES,
         PING_PONG=config.PING_PONG,
         Q_HOLDS_O=config.Q_HOLDS_O,
-        LATE_RESCALE=config.LATE_RESCALE,
         JOINT_RELEASE=config.JOINT_RELEASE,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.warpgroups],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
-
-
-def section_of(problem: Problem, variant: Variant) -> int:
-    """Heads whose tiles are dealt out together, a divisor of all heads of the batch.
-
-    Without a right edge, the heads of one key head, which read the same keys. With one, all: tiles cost from one
-    block of keys to all, and programs come out even only if costs fall from the first item to the last.
-    """
-    return problem.batch * problem.num_heads_q // variant.PACK if variant.HAS_RIGHT else variant.KV_GROUP
 
 
 class ForwardLaunch:
@@ -195,18 +186,16 @@ class ForwardLaunch:
         heads = problem.num_heads_q // variant.PACK
         multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
         if problem.varlen:
-            tiles = tile_table.capacity(problem.total_q, problem.batch, variant.BLOCK_M)
-            self._table_shape = (1 + tiles, TABLE_WIDTH.value)
-            left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-            self._table_kernel = TableKernel(problem, variant, tiles, right)
+            items = tile_table.capacity(problem.total_q, problem.batch, variant.BLOCK_M)
+            self._table_shape = (1 + items, TABLE_WIDTH.value)
+            self._table_kernel = TableKernel(problem, variant, blocks, items)
         else:
-            tiles = problem.batch * blocks
+            items = problem.batch * items_of.fn(blocks, variant.PAIRED)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         scalars = (
-            tiles * heads,
+            items * heads,
             blocks,
             heads,
-            section_of(problem, variant),
             problem.seqlen_q,
             problem.seqlen_k,
             problem.total_q,
@@ -219,7 +208,7 @@ class ForwardLaunch:
             problem.softcap * LOG2_E,
         )
         self._views = views(problem, variant, q, k, v)
-        programs = min(multiprocessors, tiles * heads)
+        programs = min(multiprocessors, items * heads)
         self._kernel = GluonKernel(forward_kernel, programs, scalars, (variant,), variant.WARPGROUPS)
 
 
@@ -250,9 +239,9 @@ def views(problem: Problem, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -
 
 
 class TableKernel(KeptKernel):
-    def __init__(self, problem: Problem, variant: Variant, capacity: int, right: int) -> None:
-        batch, blocks = tile_table.grid(problem.batch, problem.seqlen_q, variant.BLOCK_M)
-        scalars = (batch, blocks, problem.total_q, problem.total_k, right, capacity)
-        constants = (problem.seqused_k, variant.HAS_RIGHT, variant.BLOCK_M, TABLE_WIDTH.value, tile_table.CHUNK)
-        super().__init__(tile_table.tile_table_kernel, batch, scalars, constants, None)
-        self._grid = (batch, blocks, 1)
+    """``tile_table_kernel`` for one signature."""
+
+    def __init__(self, problem: Problem, variant: Variant, blocks: int, capacity: int) -> None:
+        scalars = (problem.batch, blocks, problem.total_q, problem.total_k, capacity)
+        constants = (problem.seqused_k, variant.PAIRED, variant.BLOCK_M, TABLE_WIDTH.value, tile_table.CHUNK)
+        super().__init__(tile_table.tile_table_kernel, problem.batch, scalars, constants, None)

@@ -1,7 +1,9 @@
-"""Which tile a program computes next, and which key blocks a tile meets.
+"""Which tiles a program computes, and which key blocks a tile meets.
 
 The functions on integers are the kernel's own; Python calls them through ``.fn`` (tests, documentation).
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,23 +14,60 @@ TABLE_WIDTH = gl.constexpr(8)
 """Integers of a row of the tile table of a variable-length batch; row 0 holds the number of the others."""
 
 
+class Pointers(NamedTuple):
+    """Those of the kernel. What a call has not (all but lse) is never followed."""
+
+    lse: Any
+    table: Any
+    seqused_k: Any
+    alibi_slopes: Any
+    sink: Any
+
+
+class Schedule(NamedTuple):
+    """Integers of the kernel."""
+
+    items: Any
+    """Of the launch; a variable-length batch has them in its table."""
+    blocks: Any
+    """Blocks of query rows of the longest sequence."""
+    heads: Any
+    """Of tiles: query heads, divided by those that share a tile."""
+    seqlen_q: Any
+    seqlen_k: Any
+    total_q: Any
+    rows_k: Any
+    """From one sequence of k to the next; used where ``seqused_k`` ends them early."""
+    left: Any
+    right: Any
+    alibi_stride: Any
+
+
+class Numbers(NamedTuple):
+    """Of the scores: softmax_scale, 2 softmax_scale / softcap and softcap, each times log2(e)."""
+
+    scale_log2: Any
+    softcap_rate: Any
+    softcap_log2: Any
+
+
 @aggregate
-class Tile:
-    """One block of query rows of one head, and where its sequence lies in memory."""
+class Work:
+    """Blocks of query rows of one head that a program computes in one turn, and where their sequence lies."""
 
     sequence: gl.tensor
     head: gl.tensor
-    block: gl.tensor
+    place: gl.tensor
     start_q: gl.tensor
     start_k: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, sequence, head, block, start_q, start_k, seqlen_q, seqlen_k):
+    def __init__(self, sequence, head, place, start_q, start_k, seqlen_q, seqlen_k):
         self.sequence = sequence
         self.head = head
-        self.block = block
+        self.place = place
         self.start_q = start_q
         self.start_k = start_k
         self.seqlen_q = seqlen_q
@@ -44,20 +83,6 @@ def work_item(turn, program, programs):
 
 
 @gluon.jit
-def dense_tile(item, blocks, heads, section):
-    """Item -> (sequence, head, block): section by section of heads, and in a section the last block first,
-    which under a causal mask costs the most.
-
-    ``section`` divides batch * heads.
-    """
-    per_section = blocks * section
-    first = item // per_section * section
-    within = item % per_section
-    head_of_batch = first + within % section
-    return head_of_batch // heads, head_of_batch % heads, blocks - 1 - within // section
-
-
-@gluon.jit
 def turns_of(program, programs, items):
     """How many items ``program`` takes in all."""
     full = items // programs
@@ -66,33 +91,88 @@ def turns_of(program, programs, items):
 
 
 @gluon.jit
-def find_tile(
-    C: gl.constexpr, item, table, seqused_k, blocks, heads, section, seqlen_q, seqlen_k, rows_k
-):
-    """``rows_k``: from one sequence of k to the next, in rows; used where ``seqused_k`` ends them early."""
+def blocks_of(blocks, place, PAIRED: gl.constexpr):
+    """How many blocks of query rows an item has, of a sequence with ``blocks`` of them.
+
+    Under a causal mask block m costs m + 1 blocks of keys. So an item is the pair of the dearest and the cheapest
+    that are left: all items of a sequence cost the same, and those at work together read the same keys.
+    """
+    return 2 if PAIRED and 2 * place + 1 < blocks else 1
+
+
+@gluon.jit
+def block_of(blocks, place, part, PAIRED: gl.constexpr):
+    """Block number ``part`` of the item, the dearer first."""
+    block = place
+    if PAIRED:
+        block = place if part else blocks - 1 - place
+    return block
+
+
+@gluon.jit
+def items_of(blocks, PAIRED: gl.constexpr):
+    """Items of a head of a sequence with ``blocks`` blocks of query rows."""
+    return (blocks + 1) // 2 if PAIRED else blocks
+
+
+@gluon.jit
+def dense_item(item, items, heads, GROUP: gl.constexpr):
+    """Item -> (sequence, head, place): sequences one after the other, key heads one after the other, and the
+    GROUP heads that read the same keys together."""
+    per_group = items * GROUP
+    head_of_batch = item // per_group * GROUP + item % GROUP
+    return head_of_batch // heads, head_of_batch % heads, item % per_group // GROUP
+
+
+@gluon.jit
+def item_count(C: gl.constexpr, pointers, schedule):
+    """All items of the launch."""
+    items = schedule.items
     if C.VARLEN:
-        row = table + (1 + item // heads) * TABLE_WIDTH
-        return Tile(
+        items = gl.load(pointers.table) * schedule.heads
+    return items
+
+
+@gluon.jit
+def block_count(C: gl.constexpr, work, schedule):
+    """Blocks of query rows of the sequence of ``work``."""
+    blocks = schedule.blocks
+    if C.VARLEN:
+        blocks = min((work.seqlen_q + C.BLOCK_M - 1) // C.BLOCK_M, blocks)
+    return blocks
+
+
+@gluon.jit
+def find_work(C: gl.constexpr, item, pointers, schedule):
+    """From the table of a variable-length batch, or by arithmetic."""
+    if C.VARLEN:
+        row = pointers.table + (1 + item // schedule.heads) * TABLE_WIDTH
+        return Work(
             gl.load(row),
-            item % heads,
+            item % schedule.heads,
             gl.load(row + 1),
             gl.load(row + 2),
             gl.load(row + 3),
             gl.load(row + 4),
             gl.load(row + 5),
         )
-    sequence, head, block = dense_tile(item, blocks, heads, section)
+    items = items_of(schedule.blocks, C.PAIRED)
+    sequence, head, place = dense_item(item, items, schedule.heads, C.KV_GROUP)
     zero = item * 0
+    seqlen_k = schedule.seqlen_k + zero
     if C.SEQUSED:
-        seqlen_k = gl.minimum(gl.maximum(gl.load(seqused_k + sequence), 0), seqlen_k)
-    return Tile(sequence, head, block, zero, sequence * rows_k, seqlen_q + zero, seqlen_k + zero)
+        seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
+    return Work(
+        sequence, head, place, zero, sequence * schedule.rows_k, schedule.seqlen_q + zero, seqlen_k
+    )
 
 
 @gluon.jit
 def key_range(
     first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
 ):
-    """Keys [begin, end) that some row of [first_row, last_row] sees, and [full_begin, full_end) that all see."""
+    """Keys [begin, end) that some row of [first_row, last_row] sees, and [full_begin, full_end)
+    that all of them see."""
     offset = seqlen_k - seqlen_q
     begin = 0
     end = seqlen_k
@@ -129,8 +209,8 @@ def own_blocks(
     first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile's blocks [n_begin, n_end), those [begin, end) that rows [first_row, last_row] need, never none,
-    and the uncut ones [full_begin, full_end) among those before the last, ``end - 1``."""
+    """Of a tile's blocks [n_begin, n_end), those [begin, end) that rows [first_row, last_row] need,
+    never none, and the uncut ones [full_begin, full_end) among those before the last, ``end - 1``."""
     begin, end, full_begin, full_end = key_range(
         first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )

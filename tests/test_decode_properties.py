@@ -173,3 +173,39 @@ def test_launches_are_kept():
     assert prepared() == first
     arguments["causal"] = True
     assert prepared() != first
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_blocks", "columns", "lengths"),
+    [(0, 4, 2, 0), (2, 0, 0, 0), (2, 4, 0, 0), (2, 0, 0, None), (0, 0, 0, None)],
+)
+def test_nothing_in_the_cache_is_valid(target, batch, num_blocks, columns, lengths):
+    with torch.device(target.device):
+        q, cache = torch.randn(batch, 3, 4, 16), torch.randn(num_blocks, 4, 2, 16)
+        table = torch.zeros(batch, columns, dtype=torch.int32)
+        cache_seqlens = None if lengths is None else torch.full((batch,), lengths, dtype=torch.int32)
+    out, lse = flashtile.flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=cache_seqlens, block_table=table, causal=True,
+        return_softmax_lse=True, backend=target.backend,
+    )  # fmt: skip
+    assert out.shape == (batch, 3, 4, 16)
+    assert not out.any()
+    assert lse.shape == (batch, 4, 3)
+    assert (lse == -torch.inf).all()
+
+
+def test_meta_tensors_give_shapes():
+    tensors = [torch.empty(shape, device="meta") for shape in ((2, 3, 4, 16), (9, 4, 2, 16), (9, 4, 2, 8))]
+    table = torch.empty(2, 3, dtype=torch.int32, device="meta")
+    lengths = torch.empty(2, dtype=torch.int32, device="meta")
+    out = flashtile.flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, block_table=table)
+    assert out.shape == (2, 3, 4, 8)
+    assert flashtile.flash_attn_with_shared_prefix(*tensors, table, lengths, 4).shape == (2, 3, 4, 8)
+
+
+def test_caches_of_inference_mode_can_be_written_outside_of_it():
+    with torch.inference_mode():
+        cache = torch.zeros(2, 8, 2, 16)
+    k = torch.randn(2, 1, 2, 16)
+    flashtile.append_kvcache(cache, cache.clone(), k, k, 3)
+    assert torch.equal(cache[:, 3], k[:, 0])

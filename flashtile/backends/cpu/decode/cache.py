@@ -10,6 +10,7 @@ from flashtile.decode.problem import FP8, FP8_MAX, AppendProblem, AppendTensors
 from flashtile.decode.rotary import rotate
 
 
+@torch.inference_mode()  # so that caches made under it can be written outside of it, too
 def append(
     problem: AppendProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
 ) -> None:
@@ -34,6 +35,7 @@ def append(
     _write(v_cache, row, offset, v_rows, given.v_descale)
 
 
+@torch.inference_mode()
 def copy_blocks(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
 ) -> None:

@@ -19,7 +19,8 @@ FORMULA = re.compile(
 def to_mathml(formula: re.Match[str]) -> str:
     if formula["inline"] is not None:
         return convert(html.unescape(formula["inline"]))
-    return convert(html.unescape(formula["block"]), display="block")
+    mathml = convert(html.unescape(formula["block"]), display="block")
+    return f'<div class="formula">{mathml}</div>'
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -13,20 +13,33 @@ _aten = torch.ops.aten
 MATMULS = frozenset({_aten.mm, _aten.bmm, _aten.mv, _aten.dot})
 ELEMENTWISE = frozenset(
     {
-        _aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.neg, _aten.exp, _aten.log, _aten.tanh,
-        _aten.maximum, _aten.reciprocal, _aten.abs,
+        _aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.neg, _aten.abs, _aten.reciprocal,
+        _aten.maximum, _aten.minimum, _aten.clamp, _aten.exp, _aten.log, _aten.tanh,
     }
 )  # fmt: skip
-REDUCTIONS = frozenset({_aten.sum, _aten.amax, _aten.max})
+REDUCTIONS = frozenset({_aten.sum, _aten.amax})
+MOVES = frozenset(
+    {
+        _aten._to_copy, _aten._unsafe_view, _aten.alias, _aten.cat, _aten.clone, _aten.copy_, _aten.detach,
+        _aten.empty, _aten.expand, _aten.full, _aten.index, _aten.masked_fill, _aten.new_full,
+        _aten.new_zeros, _aten.permute, _aten.scalar_tensor, _aten.select, _aten.slice, _aten.squeeze,
+        _aten.stack, _aten.t, _aten.transpose, _aten.unsqueeze, _aten.view, _aten.where, _aten.zeros,
+        _aten.zeros_like,
+    }
+)  # fmt: skip
+"""Making, copying, choosing and converting numbers."""
 
 
 class FlopCounter(TorchDispatchMode):
-    """While active, adds up the operations of every torch call on floating-point tensors.
+    """While active, adds up the operations of every torch call that gives floating-point numbers.
 
-    A product of (m, k) and (k, n) is 2 m n k; arithmetic, comparisons of two numbers for their maximum, and
-    each elementary function are 1 an element; a sum or maximum over a row is 1 an element read. Moving,
-    masking and converting numbers is free. GPUs multiply matrices on their own units, many times faster
-    than the rest (16 times on an A100, FlashAttention-2 paper, section 3.1), hence two counts.
+    A product of (m, k) and (k, n) is 2 m n k. Everything else is one operation for each number that is
+    computed, or that a sum or maximum reads; moves are free. GPUs multiply matrices on units of their own,
+    many times faster than they do the rest (16 times on an A100, FlashAttention-2 paper, section 3.1), hence
+    two counts.
+
+    Raises:
+        NotImplementedError: an operation whose cost is not known here, rather than a count that is too low.
     """
 
     def __init__(self) -> None:
@@ -36,11 +49,15 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not (isinstance(result, Tensor) and result.is_floating_point()):
+            return result
         operation = func.overloadpacket
         if operation in MATMULS:
             self.matmul += 2 * result.numel() * args[0].shape[-1]
-        elif operation in ELEMENTWISE and result.is_floating_point():
+        elif operation in ELEMENTWISE:
             self.other += result.numel()
-        elif operation in REDUCTIONS and isinstance(args[0], Tensor) and args[0].is_floating_point():
+        elif operation in REDUCTIONS:
             self.other += args[0].numel()
+        elif operation not in MOVES:
+            raise NotImplementedError(f"the operations of {operation} are not counted on chip")
         return result

@@ -1,9 +1,9 @@
 """PagedAttention: a cache of keys and values in pages, found through a table.
 
-Kwon et al. 2023, arXiv:2309.06180. A sequence's cache grows by a token a step, to a length that nobody knows. Reserving the longest wastes most
-of the memory. So HBM is one pool of pages of page_size tokens each; a sequence has a table that says in
-which page its first page_size tokens lie, in which the next, and so on: logical pages are consecutive,
-physical ones anywhere. A sequence wastes less than one page.
+Kwon et al. 2023, arXiv:2309.06180. A sequence's cache grows by a token a step, to a length that nobody
+knows. Reserving the longest wastes most of the memory. So HBM is one pool of pages of page_size tokens
+each; a sequence has a table that says in which page its first page_size tokens lie, in which the next, and
+so on: logical pages are consecutive, physical ones anywhere. A sequence wastes less than one page.
 
 Tables may share pages. A fork copies the table and counts one more reference to each page. Full pages are
 never written again; a token that would be appended to a page with several references gets a copy of that

@@ -1,11 +1,16 @@
 """The machine that the algorithms run on: what it counts, what it refuses, what it records."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from flashtile.algorithms import Memory, SramExceededError, Trace
+from flashtile.algorithms import Memory, Span, SramExceededError, Trace
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_moves_are_counted_by_array_and_in_the_chosen_element_size():
@@ -67,6 +72,15 @@ def test_operations_are_counted_on_chip_only():
     assert memory.other_flops == 5 * 64
 
 
+def test_operations_of_unknown_cost_are_refused():
+    memory = Memory()
+    a = memory.place("A", torch.randn(8, 4))
+    with memory.sram() as sram:
+        tile = sram.load(a)
+        with pytest.raises(NotImplementedError, match=r"aten\.sin are not counted"):
+            torch.sin(tile)
+
+
 def test_a_trace_adds_up_to_the_counters_and_becomes_json():
     trace = Trace(watch_rows=(1, 7))
     memory = Memory(sram_bytes=1 << 12, trace=trace)
@@ -93,6 +107,25 @@ def test_a_trace_adds_up_to_the_counters_and_becomes_json():
     values = [page["values"][str(i)] for i in stored]
     assert values == [{"1": pytest.approx(b.tensor[1].item())}, {"7": pytest.approx(b.tensor[7].item())}]
     assert {"1": None} in page["values"].values()  # an infinity
+
+
+def test_a_timeline_becomes_json():
+    trace = Trace(algorithm="flash3", settings={"N": 64})
+    trace.spans.append(Span("producer", "TMA", "K", 0, 0.0, 0.5))
+    page = json.loads(json.dumps(trace.to_json()))
+    assert (page["algorithm"], page["settings"], page["events"]["bytes"]) == ("flash3", {"N": 64}, [])
+    span = {"worker": "producer", "unit": "TMA", "label": "K", "block": 0, "start": 0.0, "end": 0.5}
+    assert page["spans"] == [span]
+
+
+def test_importing_the_algorithms_imports_no_triton():
+    code = (
+        "import sys, flashtile.algorithms.flash2, flashtile.algorithms.paged; print('triton' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("argument", ["sram_bytes", "element_bytes"])

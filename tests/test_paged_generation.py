@@ -22,6 +22,15 @@ SMALL = LlamaConfig(vocabulary=23, layers=2, heads=4, kv_heads=2, head_dim=8, em
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3], [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]]
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
 @pytest.fixture(scope="module")
 def model() -> Llama:
     """Untrained, but with weights that make its choices depend on every earlier token."""
@@ -147,17 +156,10 @@ def test_wrong_options_are_refused(run, options, message):
 
 def test_llama3_frequencies():
     """High ones as they are, low ones slowed down by the factor, those between by a share of it."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
     plain = Llama(LlamaConfig(head_dim=128, rope_theta=500000.0)).frequencies
-    scaled = Llama(LlamaConfig(head_dim=128, rope_theta=500000.0, rope_scaling=scaling)).frequencies
+    scaled = Llama(LlamaConfig(head_dim=128, rope_theta=500000.0, rope_scaling=LLAMA3)).frequencies
     ratio = scaled / plain
-    turns = 8192 * plain / (2 * torch.pi)
+    turns = LLAMA3["original_max_position_embeddings"] * plain / (2 * torch.pi)
     assert torch.all(ratio[turns >= 4] == 1)
     assert torch.allclose(ratio[turns <= 1], torch.tensor(1 / 8))
     assert torch.all(ratio.diff() <= 0)
@@ -165,8 +167,8 @@ def test_llama3_frequencies():
         Llama(LlamaConfig(rope_scaling={"rope_type": "yarn"}))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_hugging_face_folder(tmp_path, tied):
+@pytest.mark.parametrize(("tied", "rope"), [(False, {}), (True, {}), (False, LLAMA3)])
+def test_a_hugging_face_folder(tmp_path, tied, rope):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -177,8 +179,8 @@ def test_a_hugging_face_folder(tmp_path, tied):
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=tied,
-        rope_theta=50000.0,
         initializer_range=0.3,
+        **({"rope_scaling": {**rope, "rope_theta": 10000.0}} if rope else {"rope_theta": 50000.0}),
     )
     theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)

@@ -74,8 +74,8 @@ def flash_attn_with_shared_prefix(
         (q,) = cast_for_autocast(k_cache, q)
     _check(q, block_table, cache_seqlens)
     prefix_seqlens, cu_prefix_groups = _groups(q, prefix_seqlens, cu_prefix_groups)
-    tensors = (q, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups)
-    if operators.is_plain(*tensors, inference=True) and wanted(q, debug_checks):
+    given = (q, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups)
+    if operators.is_plain(*given, inference=True) and wanted(q, debug_checks):
         check_prefix_values(q, k_cache, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups, causal)
 
     batch, seqlen_q, heads, _ = q.shape

@@ -171,8 +171,7 @@ class DecodeProblem(Results):
         )
 
 
-@dataclass(frozen=True)
-class AppendProblem:
+class AppendProblem(NamedTuple):
     """New keys and values written into a cache, rotated and quantised on the way. Lengths are in tokens."""
 
     batch: int
@@ -257,8 +256,7 @@ class AppendProblem:
         )
 
 
-@dataclass(frozen=True)
-class CombineProblem:
+class CombineProblem(NamedTuple):
     """Attention over a union of key sets from ``num_splits`` partial results of every row."""
 
     num_splits: int
@@ -271,8 +269,7 @@ class CombineProblem:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class CopyProblem:
+class CopyProblem(NamedTuple):
     """Blocks of a cache copied onto others, in all layers."""
 
     num_pairs: int

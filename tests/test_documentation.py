@@ -169,3 +169,12 @@ def test_measured_speeds_are_those_of_the_linked_run(name):
     shown = {int(number) for row in rows for number in re.findall(r"\d+", row)}
     assert shown
     assert shown <= known
+
+
+def test_design_lists_every_room_of_the_house():
+    house = re.search(r"^flashtile/\n((?: .*\n)+)", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    assert house is not None
+    listed = set(re.findall(r"^  (\w+(?:/|\.py))", house[1], re.MULTILINE))
+    packages = {f"{path.parent.name}/" for path in (ROOT / "flashtile").glob("*/__init__.py")}
+    modules = {path.name for path in (ROOT / "flashtile").glob("*.py") if path.name != "__main__.py"}
+    assert packages | modules == listed

@@ -46,9 +46,10 @@ def run_python(document: Path, *, gpu: bool) -> None:
     """In order, in one namespace: later blocks build on earlier ones, as a reader does."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks(document, "python"):
+        # Blank lines in front make tracebacks point to the document's own lines.
+        compiled = compile("\n" * (line - 1) + code, str(document), "exec")
         if gpu or not code.startswith(NEEDS_GPU):
-            # Blank lines in front make tracebacks point to the document's own lines.
-            exec(compile("\n" * (line - 1) + code, str(document), "exec"), namespace)
+            exec(compiled, namespace)
 
 
 def shell_commands(document: Path) -> list[list[str]]:

@@ -96,7 +96,7 @@ def test_python_blocks_run(document, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("document", documents_with("python"))
+@pytest.mark.parametrize("document", documents_with("python", "cuda"))
 def test_python_blocks_run_on_a_gpu(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_python(document, gpu=True)

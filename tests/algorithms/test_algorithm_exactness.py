@@ -21,11 +21,11 @@ def run_flash1(q, k, v, memory, **arguments):
 
 
 def run_unified_max(q, k, v, memory, **arguments):
-    return unified_max.forward(q, k, v, memory, **arguments)[:2]
+    return unified_max.forward(q, k, v, memory, phi=2.0, **arguments)[:2]
 
 
 def run_unified_max_falling_back(q, k, v, memory, **arguments):
-    return unified_max.forward(q, k, v, memory, bounds=(-1.0, 1.0), block_m=8, **arguments)[:2]
+    return unified_max.forward(q, k, v, memory, phi=0.5, bounds=(-1.0, 1.0), block_m=8, **arguments)[:2]
 
 
 def run_more_splits_than_blocks(q, k, v, memory, **arguments):

@@ -32,7 +32,7 @@ class ForwardConfig:
     Q_STAGES: int = 1
     PING_PONG: bool = False
     Q_HOLDS_O: bool = False
-    JOINT_RELEASE: bool = False
+    Q_IN_REGISTERS: int = 0
 
     @property
     def BLOCK_M(self) -> int:
@@ -69,7 +69,8 @@ class Variant:
     Q_STAGES: int
     PING_PONG: bool
     Q_HOLDS_O: bool
-    JOINT_RELEASE: bool
+    Q_IN_REGISTERS: int
+    """Columns of q that stay in registers, 0 or half of BLOCK_D."""
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 

@@ -84,19 +84,33 @@ def store_rows(C: gl.constexpr, desc, work, row, part):
 
 
 @gluon.jit
-def qk_product(q, k_tile, s_layout: gl.constexpr):
-    """S = Q K^T, left in flight. q: [64, BLOCK_D] in shared memory; k_tile: BLOCK_N rows of BLOCK_D."""
+def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout: gl.constexpr):
+    """S = Q K^T with the first WIDTH keys of a tile, left in flight. q: [64, BLOCK_D] in shared memory."""
     ROWS: gl.constexpr = q.shape[0]
-    BLOCK_D: gl.constexpr = q.shape[1]
-    BLOCK_N: gl.constexpr = k_tile.numel // BLOCK_D
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    return warpgroup_mma(q, k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    HEAD: gl.constexpr = C.Q_IN_REGISTERS
+    s = gl.zeros([ROWS, WIDTH], gl.float32, s_layout)
+    k = k_tile.reshape([C.BLOCK_N, C.BLOCK_D])
+    if WIDTH < C.BLOCK_N:
+        k = k.slice(0, WIDTH, dim=0)
+    if HEAD > 0:
+        s = warpgroup_mma(q_head, k.slice(0, HEAD, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
+        if HEAD < C.BLOCK_D:
+            q_tail = q.slice(HEAD, C.BLOCK_D - HEAD, dim=1)
+            k_tail = k.slice(HEAD, C.BLOCK_D - HEAD, dim=1)
+            s = warpgroup_mma(q_tail, k_tail.permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    return s
 
 
 @gluon.jit
-def pv_product(p, v_tile, o):
-    """O += P V, left in flight. p: [64, BLOCK_N] in registers; v_tile: BLOCK_N rows of BLOCK_DV."""
-    return warpgroup_mma(p, v_tile.reshape([p.shape[1], o.shape[1]]), o, is_async=True)
+def pv_product(C: gl.constexpr, p, v_tile, o):
+    """O += P V, left in flight. p: [64, WIDTH] in registers, for the first WIDTH rows of v's tile."""
+    WIDTH: gl.constexpr = p.shape[1]
+    v = v_tile.reshape([C.BLOCK_N, C.BLOCK_DV])
+    if WIDTH < C.BLOCK_N:
+        v = v.slice(0, WIDTH, dim=0)
+    return warpgroup_mma(p, v, o, is_async=True)
 
 
 @gluon.jit
@@ -110,7 +124,7 @@ def bend(C: gl.constexpr, s, n, rows, slope, numbers, s_layout: gl.constexpr):
     elif C.BENT:
         s = s * numbers.scale_log2
     if C.ALIBI:
-        keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+        keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
         s = s - slope[:, None] * gl.abs(rows[:, None] - keys[None, :]).to(gl.float32)
     return s
 
@@ -118,7 +132,7 @@ def bend(C: gl.constexpr, s, n, rows, slope, numbers, s_layout: gl.constexpr):
 @gluon.jit
 def mask(C: gl.constexpr, s, n, first_key, last_key, s_layout: gl.constexpr):
     """-inf for keys of block ``n`` outside [first_key, last_key] of their row."""
-    keys = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     s = gl.where(keys[None, :] <= (last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:
         s = gl.where(keys[None, :] >= (first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
@@ -159,24 +173,21 @@ def scale_rows(x, factor):
 
 @gluon.jit
 def attend_uncut(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, k, v, turn, rows, slope, numbers,
+    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, turn, rows, slope, numbers,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before."""
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
-        s = qk_product(q, k.tiles.index(k.wait(i)), s_layout)
-        o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
+        s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
         turn.give(W)
         s = warpgroup_mma_wait(1, deps=[s])
-        if not C.JOINT_RELEASE:
-            k.release(i)
+        k.release(i)
         s = bend(C, s, n, rows, slope, numbers, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         o = warpgroup_mma_wait(0, deps=[o])
-        if C.JOINT_RELEASE:
-            k.release(i)
         v.release(i - 1)
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
         o = scale_rows(o, alpha)
@@ -186,23 +197,34 @@ def attend_uncut(
 
 @gluon.jit
 def attend_cut(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, i, n_from, n_to, q, k, v, turn, rows, slope, first_key, last_key,
-    numbers, dtype: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, q, q_head, k, v, turn, rows, slope,
+    first_key, last_key, numbers, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to under an edge of the mask, one after the other: they are few, and a P that
-    went from this loop to the next would be packed into registers anew in every step of both."""
+    """Blocks n_from - 1 down to n_to under an edge of the mask, of each its first ``WIDTH`` keys.
+
+    One after the other: they are few, and a P that went from this loop to the next would be packed into registers
+    anew in every step of both.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o.type.layout, k_width=2)
+    row: gl.constexpr = gl.SliceLayout(1, s_layout)
+    first_key, last_key = gl.convert_layout(first_key, row), gl.convert_layout(last_key, row)
+    rows = gl.convert_layout(rows, row)
+    if C.ALIBI:
+        slope = gl.convert_layout(slope, row)
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
-        s = qk_product(q, k.tiles.index(k.wait(i)), s_layout)
+        s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
         turn.give(W)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
         s = bend(C, s, n, rows, slope, numbers, s_layout)
         s = mask(C, s, n, first_key, last_key, s_layout)
-        weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
-        l = scale_rows(l, alpha) + quad_sums(weights)
+        weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
+        m = gl.convert_layout(m_new, m.type.layout)
+        l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
         p = gl.convert_layout(weights.to(dtype), p_layout)
-        o = pv_product(p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
+        o = pv_product(C, p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i)
         i += 1
@@ -276,17 +298,32 @@ def attend_tile(
     i = skip_blocks(n_end - my_end, i, k, v, turn, W)
     q_part = q.wait(j) * C.WARPGROUPS + W
     q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
+    q_head = q_tile
+    if C.Q_IN_REGISTERS > 0:
+        q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+        q_head = q_tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(q_layout)
+    if C.HAS_RIGHT and C.BLOCK_N > ROWS:
+        # Where the diagonal ends in the first half of a block, the second half would be all mask.
+        last = min(last_position + work.seqlen_k - work.seqlen_q + schedule.right, work.seqlen_k - 1)
+        half = last < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
+        whole = my_end - 1 if half else my_end
+        HALF: gl.constexpr = C.BLOCK_N // 2
+        o, l, m, i = attend_cut(
+            C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, turn, rows, slope, first_key, last_key,
+            numbers, dtype,
+        )  # fmt: skip
+        my_end = whole
     n = my_end - 1
     if C.HAS_RIGHT:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i = attend_cut(
-            C, W, o, l, m, i, my_end, n + 1, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
-            dtype, s_layout, p_layout,
+            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, turn, rows, slope, first_key, last_key,
+            numbers, dtype,
         )  # fmt: skip
 
     # The first block of the pipeline, the only one of it that may be cut.
     turn.take(W, i)
-    s = qk_product(q_tile, k.tiles.index(k.wait(i)), s_layout)
+    s = qk_product(C, C.BLOCK_N, q_tile, q_head, k.tiles.index(k.wait(i)), s_layout)
     turn.give(W)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
@@ -301,15 +338,15 @@ def attend_tile(
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, p, i = attend_uncut(
-        C, W, o, l, m, p, i, n, full_begin, q_tile, k, v, turn, rows, slope, numbers, s_layout, p_layout
+        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, turn, rows, slope, numbers, s_layout, p_layout
     )
-    o = pv_product(p, v.tiles.index(v.wait(i - 1)), o)
+    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
     if C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
         o, l, m, i = attend_cut(
-            C, W, o, l, m, i, full_begin, my_begin, q_tile, k, v, turn, rows, slope, first_key, last_key, numbers,
-            dtype, s_layout, p_layout,
+            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, turn, rows, slope, first_key,
+            last_key, numbers, dtype,
         )  # fmt: skip
     if not C.Q_HOLDS_O:
         q.release(j)
@@ -400,7 +437,7 @@ def producer(C: gl.constexpr, q, k, v, q_desc, k_desc, v_desc, pointers, schedul
 @gluon.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, table, seqused_k, alibi_slopes, sink,
-    items, blocks, heads, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
+    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
     scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
     """Pointers to what a call has not (a table, used lengths, slopes, a sink) are never followed.
@@ -418,7 +455,7 @@ def forward_kernel(
             o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout
         )
     pointers = Pointers(lse_ptr, table, seqused_k, alibi_slopes, sink)
-    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride)
+    schedule = Schedule(items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride)
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(

@@ -27,6 +27,7 @@ from flashtile.backends.portable.launch import KeptKernel, bent
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
 RAGGED_ROWS = 2**30
+HEADS_IN_STEP = 8
 MAX_EXTENT = 2**31 - 2**16
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -129,10 +130,22 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
         Q_STAGES=config.Q_STAGES,
         PING_PONG=config.PING_PONG,
         Q_HOLDS_O=config.Q_HOLDS_O,
-        JOINT_RELEASE=config.JOINT_RELEASE,
+        Q_IN_REGISTERS=config.Q_IN_REGISTERS,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.warpgroups],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
+
+
+def section_of(problem: Problem, variant: Variant) -> int:
+    """Heads whose tiles are dealt out together: a divisor of all heads of the batch.
+
+    Without a right edge, the heads of one key head. Their tiles all walk the same keys in step. With one, tiles
+    of the same place in several heads are in step, not those of several places in one: keys stay in the L2 cache
+    if they are few heads, but more than one (docs/measured.md).
+    """
+    heads = problem.batch * problem.num_heads_q // variant.PACK
+    most = max(HEADS_IN_STEP, variant.KV_GROUP) if variant.PAIRED else variant.KV_GROUP
+    return next(size for size in range(min(most, heads), 0, -1) if heads % size == 0)
 
 
 class ForwardLaunch:
@@ -196,6 +209,7 @@ class ForwardLaunch:
             items * heads,
             blocks,
             heads,
+            section_of(problem, variant),
             problem.seqlen_q,
             problem.seqlen_k,
             problem.total_q,

@@ -33,6 +33,8 @@ class Schedule(NamedTuple):
     """Blocks of query rows of the longest sequence."""
     heads: Any
     """Of tiles: query heads, divided by those that share a tile."""
+    section: Any
+    """Heads whose items are dealt out together."""
     seqlen_q: Any
     seqlen_k: Any
     total_q: Any
@@ -116,12 +118,12 @@ def items_of(blocks, PAIRED: gl.constexpr):
 
 
 @gluon.jit
-def dense_item(item, items, heads, GROUP: gl.constexpr):
-    """Item -> (sequence, head, place): sequences one after the other, key heads one after the other, and the
-    GROUP heads that read the same keys together."""
-    per_group = items * GROUP
-    head_of_batch = item // per_group * GROUP + item % GROUP
-    return head_of_batch // heads, head_of_batch % heads, item % per_group // GROUP
+def dense_item(item, items, heads, section):
+    """Item -> (sequence, head, place): section by section of all heads of the batch, in a section place by
+    place. ``section`` divides batch * heads."""
+    per_section = items * section
+    head_of_batch = item // per_section * section + item % section
+    return head_of_batch // heads, head_of_batch % heads, item % per_section // section
 
 
 @gluon.jit
@@ -157,7 +159,7 @@ def find_work(C: gl.constexpr, item, pointers, schedule):
             gl.load(row + 5),
         )
     items = items_of(schedule.blocks, C.PAIRED)
-    sequence, head, place = dense_item(item, items, schedule.heads, C.KV_GROUP)
+    sequence, head, place = dense_item(item, items, schedule.heads, schedule.section)
     zero = item * 0
     seqlen_k = schedule.seqlen_k + zero
     if C.SEQUSED:

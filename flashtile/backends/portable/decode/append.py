@@ -10,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.portable.decode.results import store_rows
 
@@ -112,7 +113,7 @@ def token_rows(block, b, cu_seqlens, seqlen, total, VARLEN: tl.constexpr, ROWS: 
     return tokens, first.to(tl.int64), tokens < length
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
 def append_kernel(
     k_cache_ptr,
     v_cache_ptr,

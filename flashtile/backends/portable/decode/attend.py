@@ -13,6 +13,7 @@ table are read for keys that are seen, and for no others.
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
 from flashtile.backends.portable.decode.schedule import balanced_start, sequence, share_start, tiles_of
 from flashtile.backends.portable.decode.steps import as_float16, attend_tiles
@@ -152,7 +153,7 @@ RUNTIME_INTEGERS = (
 """Arguments whose value must not lead to another compilation (only strides decide how wide loads can be)."""
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
 def decode_kernel(
     q_ptr,
     k_ptr,

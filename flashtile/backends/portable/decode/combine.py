@@ -6,6 +6,7 @@ Deterministic: a row is summed by one program, in the order of the keys.
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.decode.attend import RUNTIME_INTEGERS
 from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
 from flashtile.backends.portable.decode.schedule import (
@@ -62,7 +63,7 @@ def sum_splits(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
 def combine_kernel(
     partial_ptr,
     out_ptr,
@@ -172,7 +173,7 @@ def combine_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("splits", "seqlen", "num_heads", "rows_in_all"))
+@kernel(do_not_specialize=("splits", "seqlen", "num_heads", "rows_in_all"))
 def combine_given_kernel(
     out_partial_ptr,
     lse_partial_ptr,

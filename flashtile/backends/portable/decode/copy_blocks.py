@@ -7,6 +7,8 @@ block go different ways. Bytes are moved as they are.
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
+
 
 @triton.jit
 def copy_rows(
@@ -31,7 +33,7 @@ def copy_rows(
     tl.store(base + destination + offsets, tl.load(base + source + offsets, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=("num_layers", "num_blocks", "page_size", "num_heads", "parts"))
+@kernel(do_not_specialize=("num_layers", "num_blocks", "page_size", "num_heads", "parts"))
 def copy_kernel(
     k_ptr,
     v_ptr,

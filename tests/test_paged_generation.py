@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
+import script_runner
 from flashtile.demo.generation import DenseDecoder, PagedDecoder, beam_search, greedy, parallel_samples
 from flashtile.demo.huggingface import load_llama, read_config
 from flashtile.demo.llama import Llama, LlamaConfig
 from flashtile.kv_cache import PagedKVCache
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "paged_generation.py"
 SMALL = LlamaConfig(vocabulary=23, layers=2, heads=4, kv_heads=2, head_dim=8, embed=16, hidden=24)
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3], [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]]
 
@@ -110,14 +106,7 @@ def test_a_second_start_finds_the_prompts_again(model):
 
 @pytest.fixture(scope="module")
 def run():
-    spec = importlib.util.spec_from_file_location("paged_generation", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    app = typer.Typer()
-    app.command()(example.main)
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return script_runner.runner(script_runner.load("examples/paged_generation.py"))
 
 
 def test_the_example_trains_generates_and_compares(run, tmp_path):

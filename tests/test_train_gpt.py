@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+import script_runner
+
 SMALL = ("--device", "cpu", "--layers", "1", "--heads", "2", "--embed", "32", "--batch", "2")
 SMALL += ("--seqlen", "64", "--steps", "12", "--sample", "20")
 
 
 @pytest.fixture(scope="module")
 def run():
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    app = typer.Typer()
-    app.command()(example.main)
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return script_runner.runner(script_runner.load("examples/train_gpt.py"))
 
 
 def test_training_prints_its_numbers_and_writes_them(run, tmp_path):

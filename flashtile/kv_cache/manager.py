@@ -39,6 +39,14 @@ NULL_BLOCK = 0
 """What evicted entries of a block table point to where there is a window: a block that nobody writes to."""
 
 
+def check_size(name: str, value: int, least: int = 1) -> None:
+    """Raise TypeError or ValueError for a size that is not an int from ``least`` on."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not least <= value <= MAX_SIZE:
+        raise ValueError(f"{name} must be from {least} to {MAX_SIZE}, got {value}")
+
+
 class BlockManager:
     """Sequences and their blocks.
 
@@ -79,10 +87,7 @@ class BlockManager:
             ("num_host_blocks", num_host_blocks, 0),
             ("window_left", window_left, -1),
         ):
-            if not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-            if not least <= value <= MAX_SIZE:
-                raise ValueError(f"{name} must be from {least} to {MAX_SIZE}, got {value}")
+            check_size(name, value, least)
         self.block_size, self.max_seqlen, self.window_left = block_size, max_seqlen, window_left
         self.pool, self.host_pool = BlockPool(num_blocks), BlockPool(num_host_blocks)
         self.reserved = int(window_left >= 0)
@@ -374,6 +379,14 @@ class BlockManager:
             if column >= evicted:
                 new += self.pool.remember(self.table.entries[start + column], digest)
         return new
+
+    def forget(self) -> int:
+        """Empty the prefix cache, as when the model's weights have changed.
+
+        Returns:
+            Blocks that were remembered.
+        """
+        return self.pool.forget()
 
     def swap_out(self, sequences: Sequence[int]) -> Copies:
         """Move sequences to the host's pool; what they share among themselves stays shared.

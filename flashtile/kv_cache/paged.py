@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.decode.functional import append_kvcache, copy_blocks, flash_attn_with_kvcache
-from flashtile.kv_cache.manager import BlockManager, Copies
+from flashtile.kv_cache.manager import BlockManager, Copies, check_size
 from flashtile.kv_cache.table import Batch
 
 
@@ -54,7 +54,8 @@ class PagedKVCache:
         dtype: of keys and values: float16, bfloat16, float32, or float8_e4m3fn.
         device: of the tensors; swapped-out blocks lie in host memory (pinned beside a GPU).
         k_descale, v_descale: float32 on ``device``, for float8_e4m3fn only: what a stored number is
-            multiplied by, (num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads). None: ones.
+            multiplied by, (num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads), both or
+            neither. None: ones.
 
     Attributes:
         k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim), zeros at first.
@@ -90,10 +91,7 @@ class PagedKVCache:
             ("head_dim", head_dim),
             ("head_dim_v", head_dim_v),
         ):
-            if not isinstance(size, int):
-                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            check_size(name, size)
         self.manager = BlockManager(
             num_blocks,
             block_size,
@@ -103,12 +101,15 @@ class PagedKVCache:
             window_left=window_left,
         )
         self.device, self.dtype = torch.device(device), dtype
-        if dtype == torch.float8_e4m3fn:
-            ones = torch.ones(num_layers, num_kv_heads, device=device)
-            k_descale = ones if k_descale is None else k_descale
-            v_descale = ones.clone() if v_descale is None else v_descale
+        if dtype == torch.float8_e4m3fn and k_descale is None and v_descale is None:
+            k_descale, v_descale = torch.ones(2, num_layers, num_kv_heads, device=device)
         for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
             _check_descale(name, descale, dtype, num_layers, num_blocks, num_kv_heads)
+        if k_descale is not None and v_descale is not None and k_descale.shape != v_descale.shape:
+            raise ValueError(
+                f"v_descale must have the shape of k_descale, {tuple(k_descale.shape)}, "
+                f"got {tuple(v_descale.shape)}"
+            )
         self.k_descale, self.v_descale = k_descale, v_descale
         block = (block_size, num_kv_heads)
         self.k = torch.zeros(num_layers, num_blocks, *block, head_dim, dtype=dtype, device=device)
@@ -272,10 +273,10 @@ def _bytes(memory: Tensor) -> Tensor:
 def _check_descale(
     name: str, descale: Tensor | None, dtype: torch.dtype, num_layers: int, num_blocks: int, num_kv_heads: int
 ) -> None:
-    if descale is None:
-        return
     if dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{name} must be None for a cache of {dtype}: it belongs to float8_e4m3fn")
+        if descale is not None:
+            raise ValueError(f"{name} must be None for a cache of {dtype}: it belongs to float8_e4m3fn")
+        return
     if not isinstance(descale, Tensor) or descale.dtype != torch.float32:
         got = getattr(descale, "dtype", type(descale).__name__)
         raise TypeError(f"{name} must be a float32 torch.Tensor, got {got}")

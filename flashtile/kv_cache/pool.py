@@ -122,12 +122,14 @@ class BlockPool:
         """The block with that content, if it is remembered."""
         return self.block_of.get(digest)
 
-    def forget_kept(self) -> int:
-        """Free every block that nobody holds. Returns how many there were."""
-        count = len(self.kept)
-        for _ in range(count):
-            self.free.append(self._forget_oldest())
-        return count
+    def forget(self) -> int:
+        """Forget every remembered block; those that nobody holds are free then. Returns how many they were."""
+        blocks = list(self.digest_of)
+        self.digest_of.clear()
+        self.block_of.clear()
+        self.kept.clear()
+        self.let_go(blocks)
+        return len(blocks)
 
     def _forget_oldest(self) -> int:
         block, _ = self.kept.popitem(last=False)

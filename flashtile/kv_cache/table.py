@@ -18,6 +18,7 @@ from torch import Tensor
 from flashtile.kv_cache.pool import OutOfSequencesError
 
 NOBODY = -1
+NOTHING = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +164,8 @@ class BlockTable:
 
     def take_changes(self) -> tuple[Tensor, Tensor]:
         """(positions in the flattened table, int64; what stands there now, int32) since the last call."""
+        if not self.changed_from:
+            return NOTHING
         starts, counts = [], []
         for row, first in self.changed_from.items():
             starts.append(row * self.width + first)

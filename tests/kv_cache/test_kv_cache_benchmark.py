@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kv_cache.py"
+import script_runner
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("kv_cache_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return script_runner.load("benchmarks/kv_cache.py")
 
 
 def test_waste_on_a_sharegpt_like_mix_is_under_four_per_cent(benchmark):
@@ -71,10 +59,8 @@ def test_operations_are_fast_whatever_the_pools_size(benchmark):
 
 def test_the_json_says_what_was_measured_where(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "POOLS", (3_000,))
-    app = typer.Typer()
-    app.command()(benchmark.main)
     file = tmp_path / "run.json"
-    result = CliRunner().invoke(app, ["--requests", "5", "--no-model", "--out", str(file)])
+    result = script_runner.runner(benchmark)("--requests", 5, "--no-model", "--out", file)
     assert result.exit_code == 0, result.output
     document = json.loads(file.read_text())
     assert document["kind"] == "kv_cache"

@@ -185,6 +185,18 @@ class TestPrefixCache:
             manager.free(sequence)
         assert found == [2, 0, 2]
 
+    def test_forgetting_keeps_what_is_held(self):
+        manager = make()
+        first, second = with_tokens(manager, 8), with_tokens(manager, 4)
+        manager.remember(first, range(8))
+        manager.remember(second, [9] * 4)
+        manager.free(second)
+        assert manager.forget() == 3
+        assert manager.length(manager.create(range(9))) == 0
+        assert manager.pool.num_held == 2
+        manager.truncate(first, 6)
+        assert manager.append(first) == []  # nobody else has it
+
     def test_a_remembered_block_is_copied_before_it_is_written(self):
         manager = make()
         sequence = with_tokens(manager, 8)
@@ -391,7 +403,7 @@ class TestWrongCalls:
     @pytest.mark.parametrize(
         ("sizes", "error", "message"),
         [
-            ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+            ({"num_layers": 0}, ValueError, "num_layers must be from 1 to 1073741824, got 0"),
             ({"head_dim": 4.0}, TypeError, "head_dim must be an int, got float"),
             (
                 {"k_descale": torch.ones(1, 2)},
@@ -399,9 +411,23 @@ class TestWrongCalls:
                 "k_descale must be None for a cache of torch.float16",
             ),
             (
-                {"dtype": torch.float8_e4m3fn, "v_descale": torch.ones(2, 2)},
+                {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(2, 2)},
                 ValueError,
-                r"v_descale must have shape \(1, 2\) or \(1, 8, 2\), got \(2, 2\)",
+                r"k_descale must have shape \(1, 2\) or \(1, 8, 2\), got \(2, 2\)",
+            ),
+            (
+                {"dtype": torch.float8_e4m3fn, "v_descale": torch.ones(1, 2)},
+                TypeError,
+                "k_descale must be a float32 torch.Tensor, got NoneType",
+            ),
+            (
+                {
+                    "dtype": torch.float8_e4m3fn,
+                    "k_descale": torch.ones(1, 2),
+                    "v_descale": torch.ones(1, 8, 2),
+                },
+                ValueError,
+                r"v_descale must have the shape of k_descale, \(1, 2\), got \(1, 8, 2\)",
             ),
             (
                 {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(1, 2).double()},

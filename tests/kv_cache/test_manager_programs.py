@@ -176,6 +176,11 @@ class Programs(RuleBasedStateMachine):
         for end in range(len(tokens) + 1):
             self.known.add((salt, tuple(tokens[:end])))
 
+    @rule()
+    def forget(self):
+        self.manager.forget()
+        self.known.clear()
+
     @precondition(lambda self: self.resident())
     @rule(target=sequences, data=st.data())
     def select(self, data):
@@ -264,7 +269,7 @@ class Programs(RuleBasedStateMachine):
         for sequence in list(self.model):
             self.manager.free(sequence)
         pool = self.manager.pool
-        pool.forget_kept()
+        self.manager.forget()
         assert len(pool.free) == pool.num_blocks - self.manager.reserved
         assert len(self.manager.host_pool.free) == self.manager.host_pool.num_blocks
         self.manager.check_integrity()

@@ -123,7 +123,7 @@ class BlockPool:
         return self.block_of.get(digest)
 
     def forget(self) -> int:
-        """Forget every remembered block; those that nobody holds are free then. Returns how many they were."""
+        """Forget every remembered block; what nobody holds is free then. Returns how many there were."""
         blocks = list(self.digest_of)
         self.digest_of.clear()
         self.block_of.clear()

@@ -54,7 +54,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("package", ["flashtile", "flashtile.io_model", "flashtile.kv_cache"])
+@pytest.mark.parametrize(
+    "package", ["flashtile", "flashtile.algorithms", "flashtile.io_model", "flashtile.kv_cache"]
+)
 def test_every_public_name_is_in_the_reference(site, package):
     ids = set().union(*(Elements(page).ids for page in (site / "reference").glob("*.html")))
     assert {f"{package}.{name}" for name in importlib.import_module(package).__all__} <= ids

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flashtile.algorithms.call import (
     blocks,
+    check,
     chosen_blocks,
     log_sum_exp,
     lowest,
@@ -64,6 +65,7 @@ def forward(
 
     The others are those of :func:`flashtile.algorithms.call.place`; Q, K and V count one byte a number.
     """
+    check(q, k, v, causal, window_size, softmax_scale)
     if incoherent:  # on a GPU fused with the layer before, and no part of the attention's traffic
         rotation = random_rotation(q, seed)
         q, k = q @ rotation, k @ rotation

@@ -137,7 +137,7 @@ class Trace:
             "events": {
                 **{column: [numbers[column][getattr(e, column)] for e in self.events] for column in _TEXTS},
                 **{column: [getattr(e, column) for e in self.events] for column in _NUMBERS},
-                **dict(zip(_RANGES, map(list, zip(*ranges, strict=True)), strict=False)),
+                **{column: [ends[i] for ends in ranges] for i, column in enumerate(_RANGES)},
             },
             "values": {i: _finite(e.values) for i, e in enumerate(self.events) if e.values},
             "data": {i: dict(e.data) for i, e in enumerate(self.events) if e.data},

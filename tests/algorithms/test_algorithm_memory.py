@@ -113,7 +113,7 @@ def test_a_timeline_becomes_json():
     trace = Trace(algorithm="flash3", settings={"N": 64})
     trace.spans.append(Span("producer", "TMA", "K", 0, 0.0, 0.5))
     page = json.loads(json.dumps(trace.to_json()))
-    assert (page["algorithm"], page["settings"], page["events"]["bytes"]) == ("flash3", {"N": 64}, [])
+    assert (page["algorithm"], page["settings"], page["events"]["row_end"]) == ("flash3", {"N": 64}, [])
     span = {"worker": "producer", "unit": "TMA", "label": "K", "block": 0, "start": 0.0, "end": 0.5}
     assert page["spans"] == [span]
 

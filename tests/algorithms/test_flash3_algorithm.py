@@ -138,8 +138,15 @@ def test_the_rotation_leaves_scores_alone():
     torch.testing.assert_close((q @ rotation) @ (k @ rotation).T, q @ k.T)
     q[:, 7] = 1000.0
     assert (q @ rotation).abs().max() < 250  # spread over 32 columns
-    with pytest.raises(ValueError, match="power of 2, got 12"):
-        flash3_fp8.random_rotation(torch.zeros(4, 12), seed=0)
+
+
+def test_a_rotation_needs_a_power_of_2():
+    q, k, v, _ = random_head(4, 4, 12)
+    with pytest.raises(ValueError, match="head_dim that is a power of 2, got 12"):
+        flash3_fp8.forward(q, k, v, Memory())
+    flash3_fp8.forward(q, k, v, Memory(), incoherent=False)
+    with pytest.raises(ValueError, match="q must have 2 dimensions"):
+        flash3_fp8.forward(q[None], k, v, Memory())
 
 
 def test_block_scales_confine_an_outlier():

@@ -21,7 +21,8 @@ from flashtile.visualizer.settings import SRAM_SIZES, Setting
 
 SCRIPTS = (
     "elements", "format", "language", "address", "trace", "grid", "catalog", "matrix", "memories",
-    "statistics", "programs", "pages", "timeline", "charts", "run", "player", "questions", "controls", "main",
+    "statistics", "programs", "pages", "timeline", "merge", "charts",
+    "run", "player", "questions", "controls", "main",
 )  # fmt: skip
 """The page's program in the order in which its parts use each other; they share one scope."""
 

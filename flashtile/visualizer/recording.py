@@ -77,7 +77,7 @@ def record(setting: Setting) -> Recording:
     rows = 1 if setting.queries == "one" else setting.seqlen
     trace = Trace(
         events=_Events(),
-        watch_rows=watched_rows(rows),
+        watch_rows=watched_rows(rows, setting.num_splits),
         algorithm=setting.algorithm,
         settings=setting.as_record(),
     )
@@ -103,8 +103,10 @@ class _Events(list[Event]):
         super().append(event)
 
 
-def watched_rows(rows: int) -> tuple[int, ...]:
-    """Rows whose statistics are kept: the first, the last, and some between."""
+def watched_rows(rows: int, num_splits: int | None = None) -> tuple[int, ...]:
+    """Rows whose statistics are kept: the first, the last, and some between; with splits, one of each."""
+    if num_splits is not None:
+        return tuple(range(0, num_splits * rows, rows))
     return tuple(sorted({(rows - 1) * i // (WATCHED_ROWS - 1) for i in range(WATCHED_ROWS)}))
 
 

@@ -16,6 +16,12 @@ class Catalog {
     return [...new Set(this.recordings.map((recording) => recording.algorithm))];
   }
 
+  /** The sizes of SRAM for which an algorithm was recorded: all, where its blocks do not depend on it. */
+  sramSizesOf(algorithm) {
+    const recorded = this.matching({ algorithm }).map(({ settings }) => settings.sram_bytes);
+    return recorded.includes(undefined) ? this.sramSizes : this.sramSizes.filter((size) => recorded.includes(size));
+  }
+
   /** Recordings that agree with all of `wanted`. */
   matching(wanted) {
     return this.recordings.filter(({ algorithm, settings }) =>
@@ -35,12 +41,13 @@ class Catalog {
   resolve(wanted, sram) {
     let left = this.matching({ algorithm: wanted.algorithm });
     if (left.length === 0) left = this.matching({ algorithm: this.algorithms[0] });
-    left = left.filter(({ settings }) => (settings.sram_bytes ?? sram) === sram);
+    const size = nearest(sram, this.sramSizesOf(left[0].algorithm));
+    left = left.filter(({ settings }) => (settings.sram_bytes ?? size) === size);
     const choices = {};
     for (const parameter of [...SHARED, ...OWN]) {
       const all = this.values(left, parameter);
       if (all.length === 0) continue;
-      const fitting = this.values(left.filter((recording) => fits(recording, sram)), parameter);
+      const fitting = this.values(left.filter((recording) => fits(recording, size)), parameter);
       const value = nearest(wanted[parameter], fitting.length ? fitting : all);
       choices[parameter] = all.map((choice) => ({
         value: choice,
@@ -48,7 +55,7 @@ class Catalog {
       }));
       left = left.filter(({ settings }) => settings[parameter] === value);
     }
-    return { recording: left[0], choices };
+    return { recording: left[0], choices, sram: size };
   }
 
   /** The trace of a recording, unpacked once. */

@@ -6,6 +6,7 @@ const POINTS_A_CURVE = 400;
 class TrafficChart {
   constructor(root, language) {
     this.svg = root.querySelector("svg");
+    this.key = root.querySelector(".key");
     this.language = language;
   }
 
@@ -21,6 +22,8 @@ class TrafficChart {
     const label = svgElement("text", { x: CHART.width - CHART.right, y: CHART.height - 8, "text-anchor": "end" }, this.language.text("share_of_events"));
     this.svg.setAttribute("viewBox", `0 0 ${CHART.width} ${CHART.height}`);
     this.svg.replaceChildren(...marks, ...curves, ...this.dots, label);
+    const named = new Set(lines.map(({ run }) => run));
+    for (const key of this.key.children) key.hidden = !named.has(key.dataset.run);
   }
 
   #curve(trace) {
@@ -36,8 +39,7 @@ class TrafficChart {
   draw(positions) {
     this.lines.forEach(({ run, trace }, i) => {
       const position = positions[run];
-      this.dots[i].setAttribute("cx", this.x(position / Math.max(trace.length, 1)));
-      this.dots[i].setAttribute("cy", this.y(trace.moved[position]));
+      moveTo(this.dots[i], this.x(position / Math.max(trace.length, 1)), this.y(trace.moved[position]));
     });
   }
 }
@@ -65,8 +67,9 @@ class RooflineChart {
     const roof = `M${this.#x(start)} ${this.#y(start * card.bandwidth)}L${corner}H${CHART.width - CHART.right}`;
     const drop = `M${corner}V${CHART.height - CHART.bottom}`;
     const label = svgElement("text", { x: CHART.width - CHART.right, y: CHART.height - 4, "text-anchor": "end" }, this.language.text("flops_a_byte"));
-    this.dots = runs.map(({ run }) => svgElement("g", { class: `dot ${run}` }, svgElement("path", { class: "stem" }), svgElement("circle", { r: 6 })));
-    this.svg.replaceChildren(...marks, svgElement("path", { class: "roof", d: roof }), svgElement("path", { class: "ridge", d: drop }), ...this.dots, label);
+    this.dots = runs.map(({ run }) => svgElement("g", { class: `dot ${run}` }, svgElement("path", { class: "stem", d: `M0 0V${CHART.height}` }), svgElement("circle", { r: 6 })));
+    const plot = svgElement("svg", { width: CHART.width, height: CHART.height - CHART.bottom }, ...this.dots); // cuts the stems off
+    this.svg.replaceChildren(...marks, svgElement("path", { class: "roof", d: roof }), svgElement("path", { class: "ridge", d: drop }), plot, label);
   }
 
   #x(intensity) {
@@ -87,9 +90,7 @@ class RooflineChart {
       this.dots[i].toggleAttribute("hidden", !intensity);
       if (!intensity) return;
       const [x, y] = [this.#x(intensity), this.#y(Math.min(intensity * this.card.bandwidth, this.card.flops))];
-      this.dots[i].lastChild.setAttribute("cx", x);
-      this.dots[i].lastChild.setAttribute("cy", y);
-      this.dots[i].firstChild.setAttribute("d", `M${x} ${y}V${CHART.height - CHART.bottom}`);
+      moveTo(this.dots[i], x, y);
     });
   }
 }

@@ -38,8 +38,9 @@ class Controls {
     this.find("#forward").addEventListener("click", () => clock.step(1, false));
     this.find("#next-tile").addEventListener("click", () => clock.step(1, true));
     this.slider.addEventListener("input", () => {
+      const at = Number(this.slider.value); // drawing puts the slider back to where the clock is
       clock.pause();
-      clock.seek(Number(this.slider.value));
+      clock.seek(at);
     });
     this.speed = this.find("#speed");
     this.speed.replaceChildren(...SPEEDS.map((speed) => element("option", { value: speed }, `${speed}×`)));
@@ -77,7 +78,7 @@ class Controls {
       fillChoices(this.selects[parameter], a.choices[parameter] ?? [], state[parameter], nameOf, language);
       this.selects[parameter].closest("label").hidden = !a.choices[parameter];
     }
-    fillChoices(this.selects.sram, catalog.sramSizes.map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
+    fillChoices(this.selects.sram, catalog.sramSizesOf(state.a.algorithm).map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
     const cards = catalog.cards.map(({ key }) => ({ value: key, needs: null }));
     fillChoices(this.selects.card, cards, page.card.key, (key) => catalog.cards.find((card) => card.key === key).name, language);
     fillChoices(this.selects.sync, ["share", "bytes"].map((value) => ({ value, needs: null })), page.clock.sync, (value) => language.text(`sync_${value}`), language);

@@ -36,6 +36,11 @@ function setStyle(target, property, value) {
   if (target.style.getPropertyValue(property) !== value) target.style.setProperty(property, value);
 }
 
+/** Move without a new layout. */
+function moveTo(target, x, y) {
+  setStyle(target, "transform", `translate(${x}px, ${y}px)`);
+}
+
 const COLOURED = ["Q", "K", "V", "S", "P", "O"];
 
 /** The CSS variable with the colour of an array. */

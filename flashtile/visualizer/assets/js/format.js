@@ -29,7 +29,7 @@ function formatFlops(flops) {
 
 function formatSeconds(seconds) {
   if (seconds === 0) return "0";
-  const [factor, unit] = seconds < 1e-3 ? [1e6, "µs"] : [1e3, "ms"];
+  const [factor, unit] = seconds < 1e-6 ? [1e9, "ns"] : seconds < 1e-3 ? [1e6, "µs"] : [1e3, "ms"];
   return `${threeDigits(seconds * factor)}\u202f${unit}`;
 }
 

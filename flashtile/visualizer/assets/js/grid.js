@@ -25,6 +25,7 @@ class ScoreGrid {
     this.width = this.colEdges.length - 1;
     const times = () => new Uint32Array(this.height * this.width).fill(NEVER);
     Object.assign(this, { computedAt: times(), skippedAt: times(), storedAt: times(), weightsStoredAt: times() });
+    this.programs = new Uint32Array(this.height * this.width); // who computed each
     for (let i = 0; i < trace.length; i++) {
       const event = trace.forms[trace.form[i]];
       if (event.array === "S" && event.kind === "compute") this.#mark(this.computedAt, trace, event, i, true);
@@ -48,7 +49,9 @@ class ScoreGrid {
     for (let y = top; y < bottom; y++) {
       for (let x = left; x < right; x++) {
         const cell = y * this.width + x;
-        if (!keepFirst || times[cell] === NEVER) times[cell] = i;
+        if (keepFirst && times[cell] !== NEVER) continue;
+        times[cell] = i;
+        if (times === this.computedAt) this.programs[cell] = trace.program[i];
       }
     }
   }

@@ -7,7 +7,7 @@ const COLOUR_NAMES = {
   Q: "--Q", K: "--K", V: "--V", S: "--S", P: "--P", O: "--O",
 };
 const DEFAULTS = {
-  a: { algorithm: "flash2", block: "64x64" }, b: { algorithm: "standard" }, queries: "all", seqlen: 1024, head_dim: 64, mask: "full", sync: "share", at: 0,
+  a: { algorithm: "flash2", block: "64x64" }, b: { algorithm: "standard" }, queries: "all", seqlen: 1024, head_dim: 64, mask: "full", sram: 102400, sync: "share", at: 900,
 };
 
 class Page {
@@ -69,26 +69,29 @@ class Page {
     document.documentElement.lang = language.name === "zh" ? "zh-CN" : "en";
     this.#theme();
     this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];
-    this.sram = catalog.sramSizes.includes(state.sram) ? state.sram : catalog.sramSizes[1] ?? catalog.sramSizes[0];
     const settled = this.#resolve();
-    this.runs = { a: await loadRun(catalog, settled.a.recording) };
-    if (settled.b) this.runs.b = await loadRun(catalog, settled.b.recording);
-    const baselines = { a: this.#baseline(settled.a.recording), b: settled.b && this.#baseline(settled.b.recording) };
+    const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, this.#baseline(recording)]));
+    const runs = {};
+    for (const [name, { recording }] of Object.entries(settled)) runs[name] = await loadRun(catalog, recording);
+    const shown = Object.values(settled).map(({ recording }) => recording);
+    const standard = baseline.a && !shown.includes(baseline.a) ? await loadRun(catalog, baseline.a) : null;
+    this.#present(settled, runs, baseline, standard);
+  }
 
-    document.querySelector(".stage").classList.toggle("two", Boolean(settled.b));
-    this.views.b.root.hidden = !settled.b;
-    for (const name of ["a", "b"]) {
-      if (this.runs[name]) this.views[name].show(this.runs[name], settled[name].choices, baselines[name], { sram: this.sram });
+  /** All at once, so that no frame is drawn of half of it. */
+  #present(settled, runs, baseline, standard) {
+    this.runs = runs;
+    document.querySelector(".stage").classList.toggle("two", "b" in runs);
+    this.views.b.root.hidden = !("b" in runs);
+    for (const [name, run] of Object.entries(runs)) {
+      this.views[name].show(run, settled[name].choices, baseline[name], settled[name].sram);
     }
-    const standard = baselines.a && baselines.a !== settled.a.recording && baselines.a !== settled.b?.recording ? await loadRun(catalog, baselines.a) : null;
-    const compared = Object.entries(this.runs).map(([run, { trace }]) => ({ run, trace }));
+    const compared = Object.entries(runs).map(([run, { trace }]) => ({ run, trace }));
     this.chartRuns = standard ? [...compared, { run: "standard", trace: standard.trace }] : compared;
     this.traffic.show(this.chartRuns);
-    for (const key of document.querySelectorAll(".traffic .key > *")) key.hidden = !this.chartRuns.some(({ run }) => run === key.dataset.run);
     this.roofline.show(this.card, compared);
-
-    this.clock.setRuns(Object.values(this.runs), state.sync === "bytes" ? "bytes" : "share");
-    this.#place(state.at);
+    this.clock.setRuns(Object.values(runs), this.state.sync === "bytes" ? "bytes" : "share");
+    this.#place(this.state.at);
     this.controls.show(settled);
     this.draw();
   }
@@ -97,12 +100,13 @@ class Page {
   #resolve() {
     const { state, catalog } = this;
     const shared = Object.fromEntries(SHARED.map((key) => [key, state[key]]));
-    const a = catalog.resolve({ ...shared, ...state.a }, this.sram);
+    const a = catalog.resolve({ ...shared, ...state.a }, state.sram);
+    this.sram = a.sram;
     const common = pick(a.recording.settings, SHARED);
     const b = state.b ? catalog.resolve({ ...common, ...state.b }, this.sram) : null;
     const own = ({ recording }) => ({ algorithm: recording.algorithm, ...pick(recording.settings, OWN) });
     Object.assign(this.state, { ...common, sram: this.sram, a: own(a), b: b && own(b) });
-    return { a, b };
+    return b ? { a, b } : { a };
   }
 
   /** Standard attention for the same problem, for comparison; null where nothing comparable was recorded. */

@@ -44,6 +44,7 @@ class MatrixView {
     context.clearRect(0, 0, area.left + area.width + 1, area.top + area.height + 1);
     this.#drawCells(position, colours);
     this.#drawMask(colours);
+    this.#drawSplits(colours);
     this.#drawStrips(tiles, colours);
     this.#drawRow(row, colours);
     this.#drawCurrent(tiles, colours);
@@ -99,6 +100,17 @@ class MatrixView {
     context.restore();
   }
 
+  /** With one row of queries, where another program takes over. */
+  #drawSplits(colours) {
+    const { grid } = this.run;
+    if (grid.height > 1) return;
+    const { top, height } = this.area;
+    this.context.fillStyle = colours.ink;
+    for (let x = 1; x < grid.width; x++) {
+      if (grid.programs[x] !== grid.programs[x - 1]) this.context.fillRect(this.#x(grid.colEdges[x]) - 1, top - 3, 2, height + 3);
+    }
+  }
+
   #drawStrips(tiles, colours) {
     const { context, area } = this;
     const strips = [
@@ -124,7 +136,7 @@ class MatrixView {
   }
 
   #drawRow(row, colours) {
-    if (row === undefined || row >= this.rows) return;
+    if (row === undefined || row >= this.rows || this.rows === 1) return;
     const y = this.#y(row + 0.5);
     this.context.strokeStyle = colours.statistics;
     this.context.lineWidth = 1;

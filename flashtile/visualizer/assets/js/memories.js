@@ -1,5 +1,7 @@
 // SRAM as a bar of tiles, HBM as a table of arrays with what moved to and from each.
 
+const NARROWEST = 0.03; // of an array, that a move shows
+
 class SramView {
   constructor(root, language) {
     this.language = language;
@@ -66,8 +68,9 @@ class HbmView {
       shown.place.hidden = !moves;
       if (moves) {
         shown.place.className = event.kind;
-        setStyle(shown.place, "left", `${(100 * event.row) / array.rows}%`);
-        setStyle(shown.place, "width", `max(3px, ${(100 * event.rows) / array.rows}%)`);
+        const share = Math.max(event.rows / array.rows, NARROWEST);
+        const start = Math.min(event.row / array.rows, 1 - share);
+        setStyle(shown.place, "transform", `translateX(${100 * start}%) scaleX(${share})`);
       }
     }
   }

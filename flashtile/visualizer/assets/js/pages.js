@@ -28,7 +28,7 @@ class PagesView {
     this.data = data;
     this.drawn = true;
     const { op, sequence, tables = {}, lengths = {}, ref_counts: counts = [], block, source } = data ?? {};
-    setText(this.note, op ? this.language.text(`page_${op}`, { sequence, block, source }) : "");
+    setText(this.note, op ? this.language.text(`page_${op}`, data) : "");
     this.sequences.replaceChildren(...Object.entries(tables).map(([name, table]) => this.#sequence(name, table, lengths[name], counts)));
     this.blocks = counts.map((count, number) => this.#block(number, count, tables, op === "copy_on_write" ? { block, source } : { block }));
     this.pool.replaceChildren(...this.blocks);

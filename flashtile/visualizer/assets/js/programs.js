@@ -1,6 +1,7 @@
 // What could run at the same time: each kernel's programs (thread blocks, splits), and the longest chain among them.
 
 const MOST_BARS = 64;
+const HIGHEST = 8; // bars above one another
 
 /**
  * The kernels of a trace in order, each with its programs: the bytes each moves, its first event and the one after
@@ -8,8 +9,10 @@ const MOST_BARS = 64;
  */
 function kernelsOf(trace) {
   const kernels = new Map();
+  const arrays = new Map(); // how often a name has appeared in HBM: it may be another array each time
   for (let i = 0; i < trace.length; i++) {
     const form = trace.forms[trace.form[i]];
+    if (form.kind === "place" || form.kind === "empty") arrays.set(form.array, (arrays.get(form.array) ?? 0) + 1);
     if (form.kind !== "load" && form.kind !== "store" && form.kind !== "compute") continue;
     const kernel = kernels.get(form.kernel) ?? { name: form.kernel, programs: [], writers: new Map(), dependent: false };
     kernels.set(form.kernel, kernel);
@@ -18,7 +21,7 @@ function kernelsOf(trace) {
     program.end = i + 1;
     if (form.kind === "compute") continue;
     program.bytes += form.bytes;
-    const place = `${form.array} ${trace.row[i]} ${trace.col[i]}`;
+    const place = `${form.array} ${arrays.get(form.array)} ${trace.row[i]} ${trace.col[i]}`;
     const writer = kernel.writers.get(place);
     if (writer !== undefined && writer !== number) kernel.dependent = true;
     if (form.kind === "store") kernel.writers.set(place, number);
@@ -40,6 +43,7 @@ class ProgramsView {
   }
 
   show(run) {
+    this.root.hidden = run.trace.data.length > 0; // with pages, a program is a step in time
     this.kernels = run.kernels;
     this.bars = [];
     this.list.replaceChildren(...this.kernels.map((kernel) => this.#line(kernel)));
@@ -47,7 +51,7 @@ class ProgramsView {
   }
 
   #line(kernel) {
-    const bars = element("div", { class: "lanes" });
+    const bars = element("div", { class: "lanes", style: `--high:${Math.min(kernel.programs.length, HIGHEST)}` });
     for (const program of kernel.programs.slice(0, MOST_BARS)) {
       const fill = element("i");
       bars.append(element("span", { style: `--length:${kernel.longest ? program.bytes / kernel.longest : 0}` }, fill));

@@ -4,10 +4,10 @@ const LONG = { queries: "all", seqlen: 4096, head_dim: 64, mask: "full" };
 
 const QUESTIONS = [
   { name: "memory_bound", state: { ...LONG, a: { algorithm: "standard" }, b: null, at: "end" }, answer: answerMemoryBound },
-  { name: "tiling", state: { ...LONG, a: { algorithm: "flash2" }, b: { algorithm: "standard" }, sync: "bytes", at: "end" }, answer: answerTiling },
+  { name: "tiling", state: { ...LONG, a: { algorithm: "flash2", block: "auto" }, b: { algorithm: "standard" }, sync: "bytes", at: "end" }, answer: answerTiling },
   { name: "loops", state: { ...LONG, a: { algorithm: "flash1", block: "64x64" }, b: { algorithm: "flash2", block: "64x64" }, sync: "share", at: "end" }, answer: answerLoops },
   { name: "splits", state: { ...LONG, queries: "one", a: { algorithm: "flash_decoding", block: "1x128", num_splits: 1 }, b: { algorithm: "flash_decoding", block: "1x128", num_splits: 8 }, sync: "share", at: "end" }, answer: answerSplits },
-  { name: "pages", state: { a: { algorithm: "paged" }, b: null, at: "copy" }, answer: answerPages },
+  { name: "pages", state: { queries: "one", seqlen: 64, a: { algorithm: "paged", page_size: 8 }, b: null, at: "copy" }, answer: answerPages },
 ];
 
 function movedBy({ recording }, names) {

@@ -44,9 +44,10 @@ class RunView {
     this.programs = new ProgramsView(this.root, language);
     this.pages = new PagesView(this.root, language);
     this.timeline = new TimelineView(this.root);
+    this.merge = new MergeView(this.root, language);
   }
 
-  show(run, choices, baseline, context) {
+  show(run, choices, baseline, sram) {
     this.run = run;
     this.baseline = baseline;
     const { recording, trace } = run;
@@ -55,18 +56,19 @@ class RunView {
     setText(this.about, this.language.text(`about_${recording.algorithm}`));
     this.#showChoices(recording, choices);
     this.matrix.show(run);
-    this.sram.show(context.sram);
+    this.sram.show(sram);
     this.hbm.show(trace);
     this.statistics.show(trace);
     this.programs.show(run);
     this.pages.show(run);
     this.timeline.show(run);
+    this.merge.show(trace);
     this.root.querySelector(".matrix").hidden = run.grid === null;
     this.beside.hidden = baseline === null;
   }
 
   #showChoices(recording, choices) {
-    const form = this.root.querySelector(".own");
+    const form = this.root.querySelector(".settings");
     const fields = OWN.filter((parameter) => choices[parameter]).map((parameter) => {
       const select = element("select", { name: parameter });
       fillChoices(select, choices[parameter], recording.settings[parameter], (value) => this.#choiceName(parameter, value, recording), this.language);
@@ -88,7 +90,7 @@ class RunView {
     const event = position > 0 ? trace.event(position - 1) : null;
     const tiles = trace.tilesAt(position);
     const watched = this.statistics.nearestRow(row);
-    setText(this.now, event ? describe(event, this.language) : this.language.text("before_start"));
+    setText(this.now, event ? describe(event, trace.dataAt(position), this.language) : this.language.text("before_start"));
     setText(this.step, `${position} / ${trace.length}`);
     this.step.dataset.value = position;
     for (const [key, target] of this.counters) setCounter(target, trace[COUNTERS[key][0]][position], COUNTERS[key][1]);
@@ -99,6 +101,7 @@ class RunView {
     this.programs.draw(position);
     this.pages.draw(position);
     this.timeline.draw(position);
+    this.merge.draw(position);
     this.#drawCost(costAt(trace, position, card), trace.moved[position]);
   }
 
@@ -116,8 +119,9 @@ class RunView {
   }
 }
 
-/** What an event does, in words. */
-function describe(event, language) {
+/** What an event does, in words; `data` is of the last change of block tables. */
+function describe(event, data, language) {
+  if (event.kind === "page") return language.text(`page_${data.op}`, data);
   const place = [formatRange(event.row, event.rows), formatRange(event.col, event.cols)].filter(Boolean).join(", ");
   const tile = place && !(event.kind === "place" || event.kind === "empty" || event.kind === "release") ? `${event.name}[${place}]` : event.name;
   const places = {

@@ -14,7 +14,7 @@ class StatisticsView {
 
   show(trace) {
     this.trace = trace;
-    this.watched = trace.watchedRows;
+    this.watched = trace.rowsOf(STATISTICS);
     this.root.hidden = this.watched.length === 0;
     this.choice.replaceChildren(...this.watched.map((row) => element("option", { value: row }, String(row))));
     this.row = undefined;
@@ -35,8 +35,7 @@ class StatisticsView {
       const height = y(value);
       dot.toggleAttribute("hidden", !Number.isFinite(height));
       if (!Number.isFinite(height)) continue;
-      setStyle(dot, "left", `${(100 * position) / this.trace.length}%`);
-      setStyle(dot, "top", `${(100 * height) / HEIGHT}%`);
+      setStyle(dot, "transform", `translate(${(100 * position) / this.trace.length}%, ${(100 * height) / HEIGHT}%)`);
     }
   }
 
@@ -44,7 +43,7 @@ class StatisticsView {
     this.row = row;
     this.choice.value = row;
     this.shown = STATISTICS.flatMap((name) => {
-      const series = this.trace.series.find((s) => s.name === name && s.row === row);
+      const series = this.trace.series.find((s) => arrayOf(s.name) === name && s.row === row);
       return series ? [this.#plot(series)] : [];
     });
     this.body.replaceChildren(...this.shown.map(({ line }) => line));
@@ -67,8 +66,8 @@ class StatisticsView {
       path += `${path ? "L" : "M"}${x(series.at[i]).toFixed(1)} ${y(value).toFixed(1)}H${end.toFixed(1)}`;
     });
     const dot = element("i");
-    const number = element("td", { "data-statistic": series.name });
+    const number = element("td", { "data-statistic": arrayOf(series.name) });
     const plot = svgElement("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" }, svgElement("path", { d: path }));
-    return { series, number, dot, y, line: element("tr", {}, element("th", { scope: "row" }, series.name), number, element("td", { class: "plot" }, element("div", {}, plot, dot))) };
+    return { series, number, dot, y, line: element("tr", {}, element("th", { scope: "row" }, arrayOf(series.name)), number, element("td", { class: "plot" }, element("div", {}, plot, dot))) };
   }
 }

@@ -1,7 +1,8 @@
 // Which unit of which warpgroup is busy when: the schedule of FlashAttention-3.
 
 const LANE = 22;
-const LABELS = 96;
+const LABELS = 150;
+const NARROWEST_UNIT = 36; // pixels
 const UNIT_CLASSES = { "tensor core": "tensor", softmax: "softmax", TMA: "copy" };
 
 class TimelineView {
@@ -16,7 +17,7 @@ class TimelineView {
     if (this.root.hidden) return;
     this.length = Math.max(...spans.map((span) => span.end));
     const lanes = [...new Set(spans.map(lane))];
-    const scale = Math.max(24, 560 / this.length);
+    const scale = Math.max(NARROWEST_UNIT, 560 / this.length);
     this.scale = scale;
     const width = LABELS + this.length * scale + 8;
     const drawing = svgElement("svg", { width, height: lanes.length * LANE + 4, role: "img" });
@@ -26,7 +27,7 @@ class TimelineView {
       const group = svgElement("g", { class: UNIT_CLASSES[span.unit] ?? "softmax" });
       const bar = { x: LABELS + span.start * scale, width: Math.max((span.end - span.start) * scale - 1, 1) };
       group.append(svgElement("rect", { ...bar, y, height: LANE - 4, rx: 3 }));
-      group.append(svgElement("text", { x: bar.x + bar.width / 2, y: y + 13, "text-anchor": "middle" }, `${span.label}`));
+      group.append(svgElement("text", { x: bar.x + bar.width / 2, y: y + 13, "text-anchor": "middle" }, span.label));
       group.append(svgElement("title", {}, `${lane(span)}: ${span.label} (${span.start}–${span.end})`));
       drawing.append(group);
     }

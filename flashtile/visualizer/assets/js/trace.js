@@ -129,9 +129,10 @@ class Trace {
     return count === 0 ? undefined : series.value[count - 1] ?? -Infinity;
   }
 
-  /** Rows whose statistics were recorded. */
-  get watchedRows() {
-    return [...new Set(this.series.map((series) => series.row))].sort((a, b) => a - b);
+  /** Rows of which one of the named statistics was recorded. */
+  rowsOf(names) {
+    const rows = this.series.filter(({ name }) => names.includes(arrayOf(name))).map(({ row }) => row);
+    return [...new Set(rows)].sort((a, b) => a - b);
   }
 
   /** The last of the entries of `data` up to a position, such as the block tables. */

@@ -242,7 +242,7 @@ def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str 
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         bytes_of = tensor.element_size()
         try:
-            start = tensor.data_ptr()
+            start: int | torch.SymInt = tensor.data_ptr()
         except RuntimeError:  # a fake tensor
             start = tensor.storage_offset() * bytes_of
         if start % 16:

@@ -24,6 +24,9 @@ class ForwardConfig:
         STAGES, Q_STAGES: blocks of keys and values, and blocks of queries, in shared memory.
         PING_PONG: consumers take turns on the tensor cores.
         Q_HOLDS_O: the output leaves through the queries' shared memory, where there is no room for its own.
+        Q_IN_REGISTERS: columns of q that stay in registers, which spares shared memory a part of its reads.
+        paired_below: under a mask with a right edge, sequences of fewer keys take their blocks of queries in
+            pairs (``schedule.blocks_of``), longer ones the dearest of all heads first.
     """
 
     warpgroups: int
@@ -33,6 +36,7 @@ class ForwardConfig:
     PING_PONG: bool = False
     Q_HOLDS_O: bool = False
     Q_IN_REGISTERS: int = 0
+    paired_below: int = 8192
 
     @property
     def BLOCK_M(self) -> int:

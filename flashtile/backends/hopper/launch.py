@@ -117,7 +117,7 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
         ALIBI=problem.alibi,
         SINK=problem.sink,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
-        PAIRED=right != UNLIMITED,
+        PAIRED=right != UNLIMITED and (problem.varlen or problem.seqlen_k < config.paired_below),
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         BENT=bent(problem),
@@ -137,14 +137,17 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
 
 
 def section_of(problem: Problem, variant: Variant) -> int:
-    """Heads whose tiles are dealt out together: a divisor of all heads of the batch.
+    """Heads whose items are dealt out together: a divisor of all heads of the batch.
 
-    Without a right edge, the heads of one key head. Their tiles all walk the same keys in step. With one, tiles
-    of the same place in several heads are in step, not those of several places in one: keys stay in the L2 cache
-    if they are few heads, but more than one (docs/measured.md).
+    Programs at work at the same time should read the same keys in step. Without a right edge that are all blocks
+    of one key head. With pairs, those of one place in a few heads. With neither, costs fall from the last block to
+    the first, and programs come out even only if those of all heads do so together.
     """
     heads = problem.batch * problem.num_heads_q // variant.PACK
-    most = max(HEADS_IN_STEP, variant.KV_GROUP) if variant.PAIRED else variant.KV_GROUP
+    if variant.PAIRED:
+        most = max(HEADS_IN_STEP, variant.KV_GROUP)
+    else:
+        most = heads if variant.HAS_RIGHT else variant.KV_GROUP
     return next(size for size in range(min(most, heads), 0, -1) if heads % size == 0)
 
 

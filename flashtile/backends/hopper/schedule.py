@@ -105,10 +105,7 @@ def blocks_of(blocks, place, PAIRED: gl.constexpr):
 @gluon.jit
 def block_of(blocks, place, part, PAIRED: gl.constexpr):
     """Block number ``part`` of the item, the dearer first."""
-    block = place
-    if PAIRED:
-        block = place if part else blocks - 1 - place
-    return block
+    return place if PAIRED and part > 0 else blocks - 1 - place
 
 
 @gluon.jit

@@ -58,7 +58,7 @@ def test_each_kernel_gets_its_own_counters(script):
     comparisons = list(compare(found, find_card("h100")))
     assert [item.name for item in comparisons][-1] == "backward-d64-s4096 dq"
     assert all(item.ratio > 1 for item in comparisons)
-    assert comparisons[0].sm_read == 1001 * 32
+    assert comparisons[0].l2_read == comparisons[0].l2_written == 1001 * 32
 
 
 def test_other_launches_than_expected(script):

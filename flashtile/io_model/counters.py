@@ -14,20 +14,39 @@ from flashtile.problem import UNLIMITED
 
 SECTOR_BYTES = 32
 
+HEAD = (
+    "launch",
+    "through L2",
+    "read, model",
+    "read, counted",
+    "written, model",
+    "written, counted",
+    "model / counted",
+)
+"""Of the columns of :attr:`Comparison.cells`."""
+
 
 @dataclass(frozen=True)
 class Comparison:
     """One launch: the model's traffic beside what was counted, in bytes.
 
-    ``dram_written`` are the results that reached DRAM, with those still in L2 when the kernel ended;
-    ``sm_read`` is what SMs loaded through L2, None if it was not counted.
+    Args:
+        name: of the case, and of the kernel where the case has several.
+        model: the prediction.
+        dram_read: by the kernel, which found L2 cold.
+        dram_written: by the kernel, with what was still in L2 when it ended.
+        l2_read: what L2 served, None if it was not counted. Fewer bytes than SMs load: on the way, loads of one
+            address that several SMs make at the same time are merged (the L2 request coalescer, "lrc", in
+            Nsight Compute's Kernel Profiling Guide).
+        l2_written: what SMs wrote to L2, None if it was not counted.
     """
 
     name: str
     model: kernels.KernelTraffic
     dram_read: float
     dram_written: float
-    sm_read: float | None
+    l2_read: float | None
+    l2_written: float | None
 
     @property
     def ratio(self) -> float:
@@ -35,22 +54,40 @@ class Comparison:
         return self.model.dram_bytes / (self.dram_read + self.dram_written)
 
     @property
-    def sm_ratio(self) -> float | None:
-        """Predicted over counted loads of the SMs."""
-        return None if self.sm_read is None else self.model.sm_read / self.sm_read
+    def merging(self) -> float | None:
+        """Predicted loads of the SMs over those that L2 served."""
+        return None if self.l2_read is None else self.model.sm_read / self.l2_read
+
+    @property
+    def spilled(self) -> float | None:
+        """Bytes that SMs wrote beside the results: registers that the kernel spills."""
+        return None if self.l2_written is None else self.l2_written - self.model.written
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A row of a table, sizes in 10^6 bytes."""
+        moved = (
+            self.model.sm_read,
+            self.model.dram_read,
+            self.dram_read,
+            self.model.written,
+            self.dram_written,
+        )
+        return (self.name, *(f"{size / 1e6:.0f}" for size in moved), f"{self.ratio:.3f}")
 
 
 def compare(document: dict[str, Any], card: Card) -> Iterator[Comparison]:
     """Each launch of a document of ``benchmarks/ncu_bytes.py`` that was counted on ``card``."""
     for row in document["kernels"]:
-        sectors = row["lts__t_sectors_srcunit_tex_op_read.sum"]
+        read, written = (row[f"lts__t_sectors_srcunit_tex_op_{way}.sum"] for way in ("read", "write"))
         name = row["case"]["name"]
         yield Comparison(
             name=f"{name} {row['kernel']}" if row["case"]["backward"] else name,
             model=predict(row, card),
             dram_read=row["dram_read"],
             dram_written=row["dram_written"] + row["dram_written_after"],
-            sm_read=None if sectors is None else sectors * SECTOR_BYTES,
+            l2_read=None if read is None else read * SECTOR_BYTES,
+            l2_written=None if written is None else written * SECTOR_BYTES,
         )
 
 

@@ -15,7 +15,8 @@ from flashtile.io_model.l2 import Stream, dram_blocks
 from flashtile.problem import UNLIMITED
 
 L2_SHARE = 0.5
-"""Of L2, what blocks that every SM reads can fill: each half of L2 keeps its own copy of them."""
+"""Of L2, what blocks that every SM reads can fill: each half of L2 keeps its own copy of them.
+Not fitted; the counters bear it out."""
 
 REGISTERS = 64 * KIB
 """Of one SM, in all architectures since Volta."""

@@ -347,16 +347,20 @@ def test_direct_path_and_operator_agree_bitwise(grad):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("kind", ["dense", "varlen", "used"])
 def test_cuda_graph(kind):
-    """Forward and backward replay on new data in the same memory."""
+    """Forward and backward replay on new data, lengths among it, in the same memory."""
+    keywords = {}
     if kind == "dense":
-        tensors, keywords = dense("cuda", grad=True, dtype=torch.float16), {}
-    else:
+        tensors = dense("cuda", grad=True, dtype=torch.float16)
+    elif kind == "varlen":
         tensors, keywords = varlen("cuda", grad=True)
+    else:
+        tensors = [*dense("cuda", grad=True), slopes("cuda").requires_grad_()]
+        keywords = {"seqused_k": used_keys("cuda"), "sink": tensors[3]}
 
     def step():
-        out, lse = flashtile.attention(*tensors, **keywords, causal=True, return_lse=True)
+        out, lse = flashtile.attention(*tensors[:3], **keywords, causal=True, return_lse=True)
         loss = out.float().square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
         return out, *torch.autograd.grad(loss, tensors)
 
@@ -374,6 +378,8 @@ def test_cuda_graph(kind):
         with torch.no_grad():
             for tensor in tensors:
                 tensor.normal_()
+            if kind == "used":
+                keywords["seqused_k"].copy_(torch.tensor([12 - seed, 3 * seed]))
         graph.replay()
         for a, e in zip(captured, step(), strict=True):
             torch.testing.assert_close(a, e, atol=1e-3, rtol=1e-3)

@@ -32,6 +32,9 @@ SANITIZED = (
     Case(name="head_dim 128", head_dim=128, seqlen_q=200, seqlen_k=64, dtype=FP16),
     Case(name="head_dim 256", head_dim=256, seqlen_q=65, seqlen_k=127, dtype=BF16, causal=True),
     Case(name="expanded", layout="expanded", heads_q=6, heads_kv=3),
+    Case(name="sink", sink="own", causal=True, heads_q=6, heads_kv=3),
+    Case(name="unused keys", unused_keys=40, sink="float32", window_size=(33, 5), dtype=BF16),
+    Case(name="varlen, unused keys", lengths=RAGGED, unused_keys=5, sink="float32", unused_tail=9),
 )
 
 

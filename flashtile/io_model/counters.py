@@ -35,8 +35,8 @@ class Comparison:
         model: the prediction.
         dram_read: by the kernel, which found L2 cold.
         dram_written: by the kernel, with what was still in L2 when it ended.
-        l2_read: what L2 served, None if it was not counted. Fewer bytes than SMs load: on the way, loads of one
-            address that several SMs make at the same time are merged (the L2 request coalescer, "lrc", in
+        l2_read: what L2 served, None if it was not counted. Less than SMs load: loads of one address that
+            several SMs make at the same time are merged on their way (the L2 request coalescer, "lrc", in
             Nsight Compute's Kernel Profiling Guide).
         l2_written: what SMs wrote to L2, None if it was not counted.
     """

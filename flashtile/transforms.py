@@ -38,7 +38,9 @@ def _transforming() -> bool:
 
 
 def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError("q, k, v and sink have first derivatives only: the backward is not differentiable")
+    raise NotImplementedError(
+        "q, k, v and sink have first derivatives only: the backward is not differentiable"
+    )
 
 
 class _Forward(torch.autograd.Function):

@@ -6,25 +6,26 @@ Tables and charts are those of the commands that measured; nothing is copied by 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import markdown_tables
+from matplotlib.axes import Axes
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from flashtile.bench import decode, report
-from flashtile.bench.report_charts import Chart, charts
+from flashtile.bench.report_charts import charts, render
+from flashtile.io_model import card_of_device, counters
 
 SECTION = "Measurements"
 """The part of the navigation that the pages join."""
 
 FOLDER = "benchmarks/results"
-
 
 HIDE_CONTENTS = "---\nhide: [toc]\n---"
 """Front matter that gives wide tables the whole page."""
@@ -32,8 +33,7 @@ HIDE_CONTENTS = "---\nhide: [toc]\n---"
 
 def page(document: dict[str, Any], name: str) -> str:
     """A document of measurements as Markdown; its JSON lies beside the page."""
-    parts = [HIDE_CONTENTS, f"# {name[:10]} {name[11:].replace('-', ' ')}"]
-    parts += body(document)
+    parts = [HIDE_CONTENTS, f"# {name[:10]} {name[11:].replace('-', ' ')}", *body(document)]
     parts.append(f"Every number: [{name}.json]({name}.json).")
     if note := document.get("source", {}).get("note"):
         parts.append(f"Commit {document['source']['commit']}: {note}.")
@@ -41,74 +41,87 @@ def page(document: dict[str, Any], name: str) -> str:
 
 
 def body(document: dict[str, Any]) -> list[str]:
+    """The document's contents, by the command that wrote it."""
     if "settings" in document:
         return bench_parts(document)
-    software = (f"{tool} {document['versions'][tool]}" for tool in ("torch", "triton"))
-    head = ", ".join([document["device"]["name"], *software])
+    head = f"{machine(document)}."
     if "contestants" in document:
-        table = decode.table_of(document)
-        return [f"{head}.", f"{table.title}.", markdown_table(table)]
-    return [f"{head}.", *plain_parts(document)]
+        return [head, *decode_parts(document)]
+    card = card_of_device(document["device"]["name"])
+    if "l2_bytes" in document and card is not None:
+        rows = [list(comparison.cells) for comparison in counters.compare(document, card)]
+        right = [False] + [True] * (len(counters.HEAD) - 1)
+        return [head, "Sizes in 10^6 bytes.", markdown_tables.of_rows(list(counters.HEAD), rows, right)]
+    return [head, *plain_parts(document)]
+
+
+def machine(document: dict[str, Any]) -> str:
+    software = (f"{tool} {document['versions'][tool]}" for tool in ("torch", "triton"))
+    return ", ".join([document["device"]["name"], *software])
 
 
 def bench_parts(document: dict[str, Any]) -> list[str]:
     """What ``flashtile bench`` wrote: its tables, charts and notes."""
     parts = _printed(report.print_head, document)
     if document["summary"]:
-        parts += ["## Speed over each peer", markdown_table(report.summary_table(document))]
-    parts += ["## Charts", '<div class="charts">', *map(_figure, charts(document)), "</div>"]
+        parts += ["## Speed over each peer", markdown_tables.of_table(report.summary_table(document))]
+    parts += ["## Charts", _figures([(chart.title, chart.svg) for chart in charts(document)])]
     for which in document["settings"]["passes"]:
         cells = [cell for cell in document["cells"] if cell["pass"] == which]
         if cells:
             table = report.cells_table(document, cells)
-            parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_table(table)]
+            parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_tables.of_table(table)]
     notes = [f"- {line}" for line in _printed(report.print_notes, document)]
     return parts + (["## Refused, out of memory, host time", "\n".join(notes)] if notes else [])
+
+
+def decode_parts(document: dict[str, Any]) -> list[str]:
+    """What ``flashtile.bench.decode`` wrote: bandwidth as bars and as its table."""
+    table = decode.table_of(document)
+    pictures = []
+    for kind, what in (("graph_ms", "in a CUDA graph"), ("cold_ms", "after the L2 cache was overwritten")):
+        if any(kind in result for cell in document["cells"] for result in cell["results"].values()):
+            title = f"decoding, bytes of the cache over time, {what}"
+            pictures.append((title, render(_bandwidth_bars(document, kind), title, machine(document))))
+    parts = [_figures(pictures), f"{table.title}.", markdown_tables.of_table(table)]
+    if host := document.get("host_us"):
+        times = ", ".join(f"{name} {microseconds:.1f} us" for name, microseconds in host.items())
+        parts.append(f"Host time of a call: {times}.")
+    return parts
 
 
 def plain_parts(document: dict[str, Any]) -> list[str]:
     """Any other document: a table for each of its lists of records."""
     parts = []
-    for title, rows in document.items():
-        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-            flat = [dict(_flattened(row)) for row in rows]
-            columns = list(dict.fromkeys(column for row in flat for column in row))
-            lines = [columns, ["---"] * len(columns)]
-            lines += [[_plain(row.get(column, "")) for column in columns] for row in flat]
-            parts += [f"## {title.replace('_', ' ').capitalize()}", _lines(lines)]
+    for title, records in document.items():
+        if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
+            heading = title.removesuffix("_us").replace("_", " ").capitalize()
+            unit = ", microseconds" if title.endswith("_us") else ""
+            parts += [f"## {heading}{unit}", markdown_tables.of_records(records)]
     return parts
 
 
-def markdown_table(table: Table) -> str:
-    """A table for the terminal as one for a page: numbers to the right, bold where the terminal has style."""
-    heads = [str(column.header) for column in table.columns]
-    rules = ["--:" if column.justify == "right" else "---" for column in table.columns]
-    rows = zip(*(column.cells for column in table.columns), strict=True)
-    text = _lines([heads, rules, *([_cell(str(cell)) for cell in row] for row in rows)])
-    return f"{text}\n\n{table.caption}" if table.caption else text
+def _bandwidth_bars(document: dict[str, Any], kind: str) -> Callable[[Axes], None]:
+    """A group of bars for each workload, a bar for each contestant, in TB/s."""
+    names = [
+        name
+        for name in document["contestants"]
+        if any(cell["results"].get(name, {}).get(kind) for cell in document["cells"])
+    ]
+    width = 0.84 / max(1, len(names))
 
+    def draw(axes: Axes) -> None:
+        for index, name in enumerate(names):
+            for group, cell in enumerate(document["cells"]):
+                times = cell["results"].get(name, {}).get(kind)
+                speed = cell["bytes"] / statistics.median(times) / 1e9 if times else 0.0
+                place = group - 0.42 + (index + 0.5) * width
+                axes.bar(place, speed, width * 0.94, color=f"C{index}", label=name if group == 0 else None)
+        workloads = [cell["workload"] for cell in document["cells"]]
+        axes.set_xticks(range(len(workloads)), workloads, rotation=90)
+        axes.set_ylabel("TB/s", fontsize=8)
 
-def _lines(rows: Iterable[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(markup: str) -> str:
-    text = Text.from_markup(markup)
-    plain = text.plain.replace("|", "\\|")
-    return f"**{plain}**" if text.spans else plain
-
-
-def _flattened(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries of nested records, named by their path."""
-    for key, value in record.items():
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{prefix}{key} ")
-        else:
-            yield f"{prefix}{key}".replace("_", " "), value
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return draw
 
 
 def _printed(part: Callable[[dict[str, Any], Console], None], document: dict[str, Any]) -> list[str]:
@@ -118,10 +131,11 @@ def _printed(part: Callable[[dict[str, Any], Console], None], document: dict[str
     return [line for line in file.getvalue().splitlines() if line]
 
 
-def _figure(chart: Chart) -> str:
-    """One block of HTML: a blank line would end it."""
-    svg = "\n".join(line for line in chart.svg.splitlines() if line.strip())
-    return f'<figure role="img" aria-label="{chart.title}">{svg}</figure>'
+def _figures(pictures: list[tuple[str, str]]) -> str:
+    """(title, SVG) of each as one block of HTML, which a blank line would end."""
+    figures = [f'<figure role="img" aria-label="{title}">{svg}</figure>' for title, svg in pictures]
+    lines = "\n".join(['<div class="charts">', *figures, "</div>"]).splitlines()
+    return "\n".join(line for line in lines if line.strip())
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -132,7 +146,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if files.get_file_from_path(place) is None:
             files.append(File.generated(config, place, content=path.read_text()))
         name = f"{FOLDER}/{path.stem}.md"
-        files.append(File.generated(config, name, content=page(json.loads(path.read_text()), path.stem)))
+        content = page(json.loads(path.read_text()), path.stem)
+        files.append(File.generated(config, name, content=content))
         listed.append(name)
     entries = [entry for entry in config.nav or [] if isinstance(entry, dict)]
     section = next(entry[SECTION] for entry in entries if SECTION in entry)

@@ -20,7 +20,7 @@ def of_table(table: Table) -> str:
 
 
 def of_records(records: list[dict[str, Any]]) -> str:
-    """Records that may hold records; a column is named by its last key, or by its path if others have that."""
+    """Records that may hold records; a column has the name of its last key, or of its path if others do."""
     flat = [dict(_flattened(record)) for record in records]
     paths = list(dict.fromkeys(path for record in flat for path in record))
     same_name = Counter(path[-1] for path in paths)

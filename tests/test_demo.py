@@ -395,6 +395,11 @@ def test_report_is_one_file_that_needs_no_network(results, tmp_path):
     assert all(check.name in page.text for check in results.checks())
 
 
+def test_report_links_to_the_interactive_page(results, tmp_path):
+    write(results, tmp_path, "visualize.html")
+    assert '<a href="visualize.html">' in (tmp_path / "report.html").read_text()
+
+
 def test_results_hold_every_number_and_writing_again_changes_nothing(results, tmp_path):
     written = write(results, tmp_path)
     figures = {"time.png", "memory.png", "loss.png"}

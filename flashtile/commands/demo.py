@@ -32,7 +32,10 @@ from flashtile.demo.training import (
     train,
     validate,
 )
+from flashtile.visualizer.page import write_page
+from flashtile.visualizer.settings import grid
 
+PAGE = "visualize.html"
 PROMPT = b"class Reader:\n    def __init__(self"
 SAMPLE_BYTES = 600
 TWIN_SHARE = 0.4
@@ -42,9 +45,9 @@ differences grow about tenfold every fifty steps, and a few hundred steps would 
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for results.json, the plots and report.html.")] = Path(
-        "flashtile-demo"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for results.json, the plots, report.html and visualize.html.")
+    ] = Path("flashtile-demo"),
     seconds: Annotated[float, typer.Option(min=0.1, help="Time to train with flashtile's attention.")] = 45.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a look at what it does.")] = False,
@@ -69,7 +72,8 @@ def demo(
     training = run_training(console, training_config(chosen, quick), seconds)
 
     results = Results(started, time.perf_counter() - clock, quick, setting, errors, workload, rows, training)
-    written = write(results, out)
+    page = None if quick else write_visualization(console, out / PAGE)
+    written = write(results, out, page) + ([out / page] if page else [])
     console.rule("checks", align="left")
     for check in results.checks():
         mark = "[green]✓[/]" if check.holds else "[bold red]✗ FAILED[/]"
@@ -78,6 +82,17 @@ def demo(
     console.print(f"\n{results.seconds:.0f} seconds. Wrote {files}", soft_wrap=True)
     if not all(check.holds for check in results.checks()):
         raise typer.Exit(1)
+
+
+def write_visualization(console: Console, path: Path) -> str:
+    """The interactive page beside the report; returns its file name."""
+    console.rule("interactive page", align="left")
+    settings = list(grid())
+    with _progress(console) as progress:
+        task = progress.add_task("recording the algorithms", total=len(settings))
+        size = write_page(path, settings, progress=lambda: progress.advance(task))
+    console.print(f"{len(settings)} recorded runs, {format_bytes(size)}")
+    return path.name
 
 
 def training_config(device: torch.device, quick: bool) -> TrainingConfig:

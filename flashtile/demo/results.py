@@ -92,8 +92,12 @@ class Results:
         }
 
 
-def write(results: Results, folder: Path) -> list[Path]:
-    """Write ``results.json``, the figures and ``report.html``, replacing those of an earlier run."""
+def write(results: Results, folder: Path, page: str | None = None) -> list[Path]:
+    """Write ``results.json``, the figures and ``report.html``, replacing those of an earlier run.
+
+    Args:
+        page: file name of the interactive page in the same folder, for the report to link to.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {
         name: {theme: plots.render(draw, colours) for theme, colours in plots.THEMES.items()}
@@ -102,7 +106,7 @@ def write(results: Results, folder: Path) -> list[Path]:
     contents = {
         "results.json": results.as_json().encode(),
         **{f"{name}.png": themes["light"] for name, themes in pictures.items()},
-        "report.html": as_html(results, pictures).encode(),
+        "report.html": as_html(results, pictures, page).encode(),
     }
     written = []
     for name, content in contents.items():
@@ -112,7 +116,7 @@ def write(results: Results, folder: Path) -> list[Path]:
     return written
 
 
-def as_html(results: Results, pictures: dict[str, dict[str, bytes]]) -> str:
+def as_html(results: Results, pictures: dict[str, dict[str, bytes]], page: str | None = None) -> str:
     """One page that needs nothing else: style and pictures are inside."""
     environment = Environment(
         loader=PackageLoader("flashtile.demo", "."),
@@ -125,6 +129,7 @@ def as_html(results: Results, pictures: dict[str, dict[str, bytes]]) -> str:
     environment.filters["error"] = lambda value: f"{value:.1e}"
     return environment.get_template("report.html.jinja").render(
         results=results,
+        page=page,
         setting=results.setting,
         training=results.training,
         checks=results.checks(),

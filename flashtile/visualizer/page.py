@@ -50,7 +50,8 @@ def write_page(
         own: further settings.
         start: the state in which the page opens where its address says nothing else.
         progress: called after each recording.
-        workers: processes that record; by default as many as there are cores, at most 8.
+        workers: processes that record; by default as many as there are cores, at most 8. Python starts them
+            anew: a script that calls this needs ``if __name__ == "__main__":``.
 
     Raises:
         ValueError, SramExceededError: see :func:`flashtile.visualizer.recording.record`.

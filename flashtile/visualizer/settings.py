@@ -131,19 +131,6 @@ def grid() -> Iterator[Setting]:
     yield from _paged()
 
 
-def small_grid() -> Iterator[Setting]:
-    """The shortest run of each algorithm, for a quick look and for tests."""
-    shortest: dict[tuple[Any, ...], Setting] = {}
-    for setting in grid():
-        key = (setting.algorithm, setting.queries)
-        known = shortest.get(key)
-        if known is None or setting.seqlen < known.seqlen:
-            shortest[key] = setting
-    for setting in grid():
-        if setting.seqlen == shortest[setting.algorithm, setting.queries].seqlen:
-            yield setting
-
-
 LONG = 4096
 """Runs of this length take seconds to record: there are fewer of them."""
 

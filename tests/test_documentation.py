@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -170,6 +171,23 @@ def test_measured_speeds_are_those_of_the_linked_run(name):
     shown = {int(number) for row in rows for number in re.findall(r"(?<![\d.])\d+(?![\d.])", row)}
     assert shown
     assert shown <= known
+
+
+def test_the_chinese_readme_says_what_the_english_one_says():
+    """Its code, commands and numbers are the same, and it has as many sections and points."""
+    english, chinese = (ROOT / name for name in ("README.md", "README.zh-CN.md"))
+
+    def contents(readme: Path) -> dict[str, list]:
+        text = readme.read_text()
+        measured = text[text.index("<!-- measured -->") : text.index("<!-- /measured -->")]
+        return {
+            "python": [ast.dump(ast.parse(code)) for _, code in blocks(readme, "python")],
+            "commands": shell_commands(readme),
+            "measured": sorted(re.findall(r"\d+(?:\.\d+)?", measured)),
+            "marks": re.findall(r"^(?:#+|-) ", text, re.MULTILINE),
+        }
+
+    assert contents(chinese) == contents(english)
 
 
 def test_design_lists_every_room_of_the_house():

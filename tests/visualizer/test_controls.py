@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 
 import pytest
+from visits import Visit, address
 
-from conftest import Visit, address
 from flashtile.visualizer.recording import Recording
 from flashtile.visualizer.settings import Setting
 

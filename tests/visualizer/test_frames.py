@@ -7,8 +7,8 @@ import statistics
 from typing import Any
 
 import pytest
+from visits import Visit, address
 
-from conftest import Visit, address
 from flashtile.visualizer.settings import Setting
 
 FRAME_MS = 1000 / 60

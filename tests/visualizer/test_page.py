@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 
 import pytest
+from visits import SETTINGS, Visit, address
 
-from conftest import SETTINGS, Visit, address
 from flashtile.algorithms.trace import Event
 from flashtile.io_model.cards import CARDS
 from flashtile.visualizer.recording import RUNNERS, Recording

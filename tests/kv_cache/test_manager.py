@@ -265,6 +265,16 @@ class TestSwapping:
         manager.free(first)
         assert manager.host_pool.available == 4
 
+    def test_a_row_that_named_host_blocks_serves_again(self):
+        manager = make(num_blocks=2, num_host_blocks=8)
+        for _ in range(4):
+            manager.swap_out([with_tokens(manager, 8)])
+        manager.free(3)  # its entries were host blocks 6 and 7, which the pool does not have
+        sequence = manager.create()
+        manager.append_each(manager.batch([sequence]))
+        assert manager.blocks(sequence)[0] in range(2)
+        manager.check_integrity()
+
     def test_a_full_host_is_said_and_changes_nothing(self):
         manager = make(num_host_blocks=2)
         sequence = with_tokens(manager, 10)

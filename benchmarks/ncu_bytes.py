@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from flashtile import machine
+from flashtile.backends import hopper
 from flashtile.backends.portable import launch
 from flashtile.backends.portable.config import choose
 from flashtile.problem import NO_EXTRAS, Options, Problem
@@ -52,7 +53,8 @@ SCRUB_BLOCK = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """A dense call; ``backward`` is for the three kernels of its backward pass instead of the forward one."""
+    """A dense call; ``backward`` is for the three kernels of its backward pass instead of the forward one,
+    ``hopper`` for the forward kernel of that backend instead of the portable one."""
 
     name: str
     batch: int
@@ -65,6 +67,7 @@ class Case:
     window_left: int = -1
     dtype: str = "bfloat16"
     backward: bool = False
+    hopper: bool = False
 
 
 CASES = (
@@ -90,6 +93,17 @@ CASES = (
     Case("backward-d128-gqa-s4096-causal", 4, 4096, 4096, 32, 8, 128, causal=True, backward=True),
     Case("backward-d256-s2048-causal", 8, 2048, 2048, 8, 8, 256, causal=True, backward=True),
     Case("backward-d128-s131072", 1, 131072, 131072, 1, 1, 128, backward=True),
+    Case("hopper-d64-s16384", 1, 16384, 16384, 32, 32, 64, hopper=True),
+    Case("hopper-d128-s512-causal", 32, 512, 512, 16, 16, 128, causal=True, hopper=True),
+    Case("hopper-d128-s4096-causal", 4, 4096, 4096, 16, 16, 128, causal=True, hopper=True),
+    Case("hopper-d128-s16384", 1, 16384, 16384, 16, 16, 128, hopper=True),
+    Case("hopper-d128-s16384-causal", 1, 16384, 16384, 16, 16, 128, causal=True, hopper=True),
+    Case("hopper-d128-gqa-s8192-causal", 2, 8192, 8192, 32, 8, 128, causal=True, hopper=True),
+    Case("hopper-d128-gqa-chunk", 8, 1024, 16384, 32, 8, 128, causal=True, hopper=True),
+    Case("hopper-d256-s8192-causal", 2, 8192, 8192, 8, 8, 256, causal=True, hopper=True),
+    Case("hopper-d128-s65536", 1, 65536, 65536, 2, 2, 128, hopper=True),
+    Case("hopper-d128-s131072-causal", 1, 131072, 131072, 4, 4, 128, causal=True, hopper=True),
+    Case("hopper-d128-s262144", 1, 262144, 262144, 1, 1, 128, hopper=True),
 )
 
 
@@ -130,7 +144,10 @@ def run_cases(cases: tuple[Case, ...]) -> None:
     for case in cases:
         problem, (q, k, v, dout) = prepared(case)
         config = choose(problem)
-        forward = launch.ForwardLaunch(problem, config)
+        if case.hopper:
+            forward = hopper.prepare_forward(problem, hopper.configure(problem))
+        else:
+            forward = launch.ForwardLaunch(problem, config)
         out, lse = forward(q, k, v, NO_EXTRAS)
         if not case.backward:
             Profiled(forward, scrub)(q, k, v, NO_EXTRAS)
@@ -233,7 +250,7 @@ def measure(cases: tuple[Case, ...]) -> dict[str, Any]:
                 {
                     "case": asdict(case),
                     "kernel": name,
-                    "tile": asdict(getattr(config, name)) if hasattr(config, name) else None,
+                    "tile": None if case.hopper or name == "prepare" else asdict(getattr(config, name)),
                     "dram_read": number(kernel, DRAM_METRICS[0]),
                     "dram_written": number(kernel, DRAM_METRICS[1]),
                     "dram_written_after": number(after, DRAM_METRICS[1]),

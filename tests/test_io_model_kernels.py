@@ -44,14 +44,12 @@ class TestL2:
             [(s, block) for part in p for block in part] for s in range(count) for p in stream.programs
         ]
         waiting = [walk for walk in reversed(waiting) if walk]
-        running: list[list] = []
+        running: list[list] = [[]] * resident
         cache: OrderedDict = OrderedDict()
         misses = 0
-        while waiting or running:
-            running = [walk for walk in running if walk]
-            while waiting and len(running) < resident:
-                running.append(waiting.pop())
-            for block in dict.fromkeys(walk.pop(0) for walk in running):
+        while waiting or any(running):
+            running = [walk or (waiting.pop() if waiting else []) for walk in running]
+            for block in dict.fromkeys(walk.pop(0) for walk in running if walk):
                 misses += block not in cache
                 cache[block] = None
                 cache.move_to_end(block)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from flashtile.io_model import kernels
+from flashtile.io_model import hopper, kernels
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
 from flashtile.problem import UNLIMITED
@@ -92,7 +92,8 @@ def compare(document: dict[str, Any], card: Card) -> Iterator[Comparison]:
 
 
 def predict(row: dict[str, Any], card: Card) -> kernels.KernelTraffic:
-    """The model's traffic for one launch of the document, with the tile that it had then."""
+    """The model's traffic for one launch of the document, with the tile that it had then; of the Hopper
+    kernel with the schedule of today."""
     case = row["case"]
     call = Call(
         batch=case["batch"],
@@ -105,6 +106,8 @@ def predict(row: dict[str, Any], card: Card) -> kernels.KernelTraffic:
         window_left=case["window_left"],
         window_right=0 if case["causal"] else UNLIMITED,
     )
+    if case.get("hopper"):
+        return hopper.forward(call, card)
     if row["kernel"] == "prepare":
         return kernels.prepare(call, card)
     model = {"forward": kernels.forward, "dkdv": kernels.dkdv, "dq": kernels.dq}[row["kernel"]]

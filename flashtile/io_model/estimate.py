@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from flashtile.algorithms import flash1, flash2
 from flashtile.algorithms.memory import Memory
 from flashtile.backends.portable.config import Config, family_of_capability, padded, row
-from flashtile.io_model import closed_forms, kernels
+from flashtile.io_model import closed_forms, hopper, kernels
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
 from flashtile.problem import UNLIMITED
 
 PASSES = ("forward", "backward")
 
-STANDARD, FLASH1, FLASH2, FLASHTILE, DECODING, LEAST = (
+STANDARD, FLASH1, FLASH2, FLASHTILE, HOPPER, DECODING, LEAST = (
     "standard",
     "flash-attention 1",
     "flash-attention 2",
     "flashtile, portable",
+    "flashtile, Hopper",
     "flash-decoding",
     "least possible",
 )
@@ -169,6 +170,11 @@ def _costs(call: Call, card: Card, which: str) -> Iterator[_Costed]:
             yield _paper(FLASH2, closed_forms.flash2_backward(call, blocks), programs)
     if card.shared_bytes:
         yield from _ours(call, card, which)
+        if which == "forward" and hopper.serves(call, card):
+            launch = hopper.forward(call, card)
+            through_l2 = launch.sm_read + launch.written
+            flops = least_flops(call, which)
+            yield _Costed(HOPPER, launch.dram_bytes, through_l2, flops, call.lse_bytes, launch.programs)
         if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
             yield _decoding(call, card)
     least = least_bytes(call, which)

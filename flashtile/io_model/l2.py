@@ -9,9 +9,8 @@ with one another, and keeps L2 as a list of blocks, least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 UNITS = 256
 """Into how many pieces a stream is cut for the simulation, at most: L2 holds dozens of them either way."""
@@ -62,35 +61,51 @@ def dram_blocks(stream: Stream, count: int, resident: int, capacity: float) -> f
         return float(count * stream.distinct)
     simulated = min(count, max(1, -(-WAVES * resident // len(stream.programs))))
     unit = max(1, -(-stream.blocks // UNITS))
-    paths = [_path(program, unit) for program in stream.programs]
-    misses = _misses(paths, simulated, -(-stream.blocks // unit), resident, capacity / unit)
-    return min(misses * unit, simulated * stream.walked) * count / simulated
+    paths = [path_of(program, unit) for program in stream.programs]
+    pieces = -(-stream.blocks // unit)
+    waiting = ((number * pieces, path) for number in range(simulated) for path in paths)
+    missed = misses([waiting] * resident, capacity / unit)
+    return min(missed * unit, simulated * stream.walked) * count / simulated
 
 
-def _path(program: Sequence[range], unit: int) -> list[int]:
-    """The pieces of the stream that a program visits, in order."""
-    whole = (range(part.start // unit, -(-part.stop // unit)) for part in program if len(part))
-    return [piece for pieces in whole for piece in pieces]
+def path_of(program: Iterable[range], unit: int) -> list[int]:
+    """The pieces of ``unit`` blocks that a program visits, in order; a range may fall."""
+    found: list[int] = []
+    for part in program:
+        if len(part):
+            found += range(part[0] // unit, part[-1] // unit + part.step, part.step)
+    return found
 
 
-def _misses(paths: Sequence[Sequence[int]], count: int, pieces: int, resident: int, capacity: float) -> int:
-    """Least-recently-used misses of ``count`` streams whose programs start in order and move in step."""
-    waiting = ((stream * pieces, path) for stream in range(count) for path in paths if path)
-    running: list[tuple[int, Sequence[int], int]] = []  # first piece of the stream, path, position
+def misses(queues: Iterable[Iterator[tuple[int, Sequence[int]]]], capacity: float) -> int:
+    """Least-recently-used misses of programs that move in step, a piece each at a time.
+
+    Args:
+        queues: one for each place that a program runs in: (first piece of a stream, pieces of that stream) of
+            all that runs there, one after the other. Places that share an iterator take what comes next.
+        capacity: pieces that L2 holds.
+    """
+    programs = [_pieces(queue) for queue in queues]
     cache: OrderedDict[int, None] = OrderedDict()
-    misses = 0
-    while True:
-        running = [(base, path, at) for base, path, at in running if at < len(path)]
-        for base, path in islice(waiting, resident - len(running)):
-            running.append((base, path, 0))
-        if not running:
-            return misses
-        for piece in dict.fromkeys(base + path[at] for base, path, at in running):
+    count = 0
+    while programs:
+        at = [next(program, None) for program in programs]
+        for piece in dict.fromkeys(at):
+            if piece is None:
+                continue
             if piece in cache:
                 cache.move_to_end(piece)
             else:
-                misses += 1
+                count += 1
                 cache[piece] = None
                 if len(cache) > capacity:
                     cache.popitem(last=False)
-        running = [(base, path, at + 1) for base, path, at in running]
+        if None in at:
+            programs = [program for program, piece in zip(programs, at, strict=True) if piece is not None]
+    return count
+
+
+def _pieces(queue: Iterator[tuple[int, Sequence[int]]]) -> Iterator[int]:
+    for base, path in queue:
+        for piece in path:
+            yield base + piece

@@ -5,10 +5,11 @@ Imports triton, so only code that compiles or launches kernels imports it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -46,3 +47,25 @@ def compile_for(
 def cuobjdump_path() -> str:
     """The disassembler that comes with Triton (``TRITON_CUOBJDUMP_PATH`` names another)."""
     return knobs.nvidia.cuobjdump.path
+
+
+def launcher(compiled: Any, grid: tuple[int, int, int], fixed: tuple) -> Callable[[int, tuple], None]:
+    """``(stream, tensors)``: launch a compiled kernel on the current device, with ``fixed`` arguments last.
+
+    Tensors go by address (some may come so), which saves a question to the driver for each. Without hooks on
+    launches, a profiler's, nothing is prepared for them, where Triton itself gathers a dictionary and calls
+    two empty chains.
+    """
+    hooked = compiled[grid]
+    run = compiled.run
+    kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+    runtime = knobs.runtime
+
+    def launch(stream: int, tensors: tuple) -> None:
+        addresses = [t.data_ptr() if type(t) is Tensor else t for t in tensors]
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            hooked(*addresses, *fixed, stream=stream)
+        else:
+            run(*grid, stream, *kernel, *addresses, *fixed)
+
+    return launch

@@ -1,7 +1,7 @@
 """Launchers: from tensors to kernel arguments, and compiled kernels kept after their first launch.
 
 Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not
-(7 us).
+(7 us, before it also left out what Triton prepares for hooks).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.backends import compat
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows, prepare_kernel
@@ -40,21 +41,29 @@ class KeptKernel:
         if config is not None:
             self._options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self._run: Any = None
+        self._index: int | None = None
+        """Of the device that it was compiled on."""
 
-    def __call__(self, device: torch.device, *tensors: Tensor | None) -> None:
-        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether it is compiled, so that a tensor may be given by its address."""
+        return self._run is not None
+
+    def __call__(self, device: torch.device, *tensors: Any) -> None:
+        if self._run is not None and torch._C._cuda_getDevice() == self._index:
+            self._run(torch._C._cuda_getCurrentRawStream(self._index), tensors)
+        elif device.type == "cuda" and torch.cuda.current_device() != device.index:
             with torch.cuda.device(device):
-                self._launch(tensors)
+                self(device, *tensors)
         else:
-            self._launch(tensors)
+            self._compile(device, tensors)
 
-    def _launch(self, tensors: tuple[Tensor | None, ...]) -> None:
-        if self._run is not None:
-            self._run(*tensors, *self._fixed)
-            return
+    def _compile(self, device: torch.device, tensors: tuple) -> None:
+        """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
         compiled = self._kernel[self._grid](*tensors, *self._fixed, enable_fp_fusion=True, **self._options)
         if compiled is not None:  # None from the interpreter
-            self._run = compiled[self._grid]
+            self._run = compat.launcher(compiled, self._grid, self._fixed)
+            self._index = device.index
 
 
 def bent(problem: Problem) -> bool:

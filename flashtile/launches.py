@@ -42,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
             options,
         )  # fmt: skip
         if extras is not NO_EXTRAS:
-            key += _signatures(extras)
+            key += signatures(extras)
     except Exception:  # not a tensor, or one without strides: the checks name it
         check_call(q, k, v, extras, options)
         raise
@@ -79,9 +79,9 @@ def backward(
     dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     tensors = (dout, dlse, q, k, v, out, lse)
-    key = (options, *_signatures(tensors))
+    key = (options, *signatures(tensors))
     if extras is not NO_EXTRAS:
-        key += _signatures(extras)
+        key += signatures(extras)
     launch: BackwardLaunch | None = _backward_launches.get(key)
     if launch is None:
         problem = Problem.from_tensors(q, k, v, extras, options)
@@ -90,7 +90,8 @@ def backward(
     return launch(*tensors, extras)
 
 
-def _signatures(tensors: Iterable[Tensor | None]) -> tuple:
+def signatures(tensors: Iterable[Tensor | None]) -> tuple:
+    """What a launch was prepared for of each tensor."""
     return tuple(
         [
             None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)

@@ -24,7 +24,8 @@ class Backend(Protocol):
         """Why it does not serve the problem; None if it does. ``explicit``: it was asked for by name."""
 
     def prepare_decode(self, problem: DecodeProblem) -> Launch:
-        """``(q, k_cache, v_cache, *CacheTensors) -> (out, lse)``, both contiguous."""
+        """``(q, k_cache, v_cache, *CacheTensors, return_lse=True) -> (out, lse)``, both contiguous; lse may
+        be None unless ``return_lse``."""
 
     def prepare_append(self, problem: AppendProblem) -> Launch:
         """``(k_cache, v_cache, k, v, *AppendTensors) -> None``, writing the caches and ``q_rotated``."""

@@ -130,14 +130,15 @@ def flash_attn_with_kvcache(
         masking.window_right, masking.softcap, num_splits, split_keys, False, backend, debug_checks,
     )  # fmt: skip
     if k is None and v is None:
-        _refuse_without_k(
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            rotary_seqlens=rotary_seqlens,
-            cu_seqlens_k_new=cu_seqlens_k_new,
-            max_seqlen_k_new=max_seqlen_k_new,
-        )
-        out, lse = operators.decode(q, k_cache, v_cache, tensors, options)
+        if not (rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None):
+            _refuse_without_k(
+                rotary_cos=rotary_cos,
+                rotary_sin=rotary_sin,
+                rotary_seqlens=rotary_seqlens,
+                cu_seqlens_k_new=cu_seqlens_k_new,
+                max_seqlen_k_new=max_seqlen_k_new,
+            )
+        out, lse = operators.decode(q, k_cache, v_cache, tensors, options, bool(return_softmax_lse))
         return (out, lse) if return_softmax_lse else out
 
     if k is None or v is None:
@@ -160,7 +161,7 @@ def flash_attn_with_kvcache(
     if cu_seqlens_k_new is None and isinstance(k, Tensor) and k.dim() == 4:
         options = options._replace(seqlen_new=k.shape[1])
     out, lse = operators.append_and_decode(
-        q, k_cache, v_cache, k, v, appended, append_options, tensors, options
+        q, k_cache, v_cache, k, v, appended, append_options, tensors, options, bool(return_softmax_lse)
     )
     return (out, lse) if return_softmax_lse else out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from flashtile.decode.problem import (
     DecodeProblem,
 )
 from flashtile.decode.values import check_append_values, check_copy_values, check_decode_values, wanted
-from flashtile.launches import LaunchCache
+from flashtile.launches import LaunchCache, signatures
 
 _decode_launches = LaunchCache()
 _append_launches = LaunchCache()
@@ -28,13 +30,18 @@ _copy_launches = LaunchCache()
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention over a cache."""
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    return_lse: bool = True,
+) -> tuple[Tensor, Any]:
+    """(out, lse) of attention over a cache; lse may be None unless ``return_lse``."""
     launch = find_decode(q, k_cache, v_cache, tensors, options)
     if wanted(q, options.debug_checks):
         check_decode_values(q, k_cache, tensors, options)
-    return launch(q, k_cache, v_cache, *tensors)
+    return launch(q, k_cache, v_cache, *tensors, return_lse=return_lse)
 
 
 def find_decode(
@@ -42,7 +49,7 @@ def find_decode(
 ) -> Launch:
     """The launch for this signature; a new one is checked and prepared."""
     try:
-        key = (options, *map(_signature, (q, k_cache, v_cache, *tensors)))
+        key = (options, *signatures((q, k_cache, v_cache, *tensors)))
     except Exception:  # not a tensor, or one without strides: the checks name it
         check_decode(q, k_cache, v_cache, tensors, options)
         raise
@@ -69,7 +76,7 @@ def find_append(
 ) -> Launch:
     """The launch for this signature; a new one is checked and prepared."""
     try:
-        key = (options, *map(_signature, (k_cache, v_cache, k, v, *tensors)))
+        key = (options, *signatures((k_cache, v_cache, k, v, *tensors)))
     except Exception:
         check_append(k_cache, v_cache, k, v, tensors, options)
         raise
@@ -91,14 +98,16 @@ def append_and_decode(
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
-) -> tuple[Tensor, Tensor]:
-    """Append, then (out, lse), by one look-up for both. Nothing is written unless the whole call is right.
+    return_lse: bool = True,
+) -> tuple[Tensor, Any]:
+    """Append, then (out, lse) as :func:`decode`, by one look-up for both. Nothing is written unless the whole
+    call is right.
 
     ``appended`` comes without queries; they are rotated here if it has angles.
     """
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
     try:
-        key = (options, append_options, *map(_signature, (q, k_cache, v_cache, k, v, *tensors, *angles)))
+        key = (options, append_options, *signatures((q, k_cache, v_cache, k, v, *tensors, *angles)))
     except Exception:
         check_decode(q, k_cache, v_cache, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
@@ -118,7 +127,7 @@ def append_and_decode(
         check_append_values(k_cache, k, appended, append_options)
         check_decode_values(queries, k_cache, tensors, options)
     launches[0](k_cache, v_cache, k, v, *appended)
-    return launches[1](queries, k_cache, v_cache, *tensors)
+    return launches[1](queries, k_cache, v_cache, *tensors, return_lse=return_lse)
 
 
 def combine(
@@ -126,7 +135,7 @@ def combine(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as (batch, seqlen, heads, head_dim) and (batch, heads, seqlen) from 5- and 4-dimensional
     partial results."""
-    key = (out_dtype, backend, _signature(out_partial), _signature(lse_partial))
+    key = (out_dtype, backend, *signatures((out_partial, lse_partial)))
     launch = _combine_launches.get(key)
     if launch is None:
         check_combine(out_partial, lse_partial, None, out_dtype)
@@ -149,7 +158,7 @@ def copy_blocks(
 ) -> None:
     """Copy blocks of caches with a dimension of layers in front, in place."""
     tensors = (k_cache, v_cache, block_pairs, k_descale, v_descale)
-    key = (backend, *map(_signature, tensors))
+    key = (backend, *signatures(tensors))
     launch = _copy_launches.get(key)
     if launch is None:
         check_copy(*tensors)
@@ -165,9 +174,3 @@ def copy_blocks(
     if wanted(k_cache, debug_checks):
         check_copy_values(k_cache.shape[1], block_pairs)
     launch(*tensors)
-
-
-def _signature(tensor: Tensor | None) -> tuple | None:
-    if tensor is None:
-        return None
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)

@@ -42,11 +42,18 @@ _library.define(
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention over a cache, by the shortest path that is right."""
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    return_lse: bool = True,
+) -> tuple[Tensor, Any]:
+    """(out, lse) of attention over a cache, by the shortest path that is right; lse may be None unless
+    ``return_lse``.
+    """
     if is_plain(q, k_cache, v_cache, *tensors):
-        return launches.decode(q, k_cache, v_cache, tensors, options)
+        return launches.decode(q, k_cache, v_cache, tensors, options, return_lse)
     check_decode(q, k_cache, v_cache, tensors, options)
     return torch.ops.flashtile.decode(q, k_cache, v_cache, *tensors, *options)
 
@@ -73,15 +80,17 @@ def append_and_decode(
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) over a cache with k and v in it. Nothing is written unless the whole call is right.
+    return_lse: bool = True,
+) -> tuple[Tensor, Any]:
+    """(out, lse) over a cache with k and v in it, as :func:`decode`. Nothing is written unless the whole call
+    is right.
 
     ``appended`` comes without queries; they are rotated here if it has angles.
     """
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
     if is_plain(q, k_cache, v_cache, k, v, *tensors, *angles):
         return launches.append_and_decode(
-            q, k_cache, v_cache, k, v, appended, append_options, tensors, options
+            q, k_cache, v_cache, k, v, appended, append_options, tensors, options, return_lse
         )
     check_decode(q, k_cache, v_cache, tensors, options)
     if appended.rotary_cos is not None:
@@ -94,7 +103,7 @@ def append_and_decode(
         q = queries
     else:
         append(k_cache, v_cache, k, v, appended, append_options)
-    return decode(q, k_cache, v_cache, tensors, options)
+    return decode(q, k_cache, v_cache, tensors, options, return_lse)
 
 
 def combine(
@@ -135,9 +144,9 @@ def is_plain(*tensors: Tensor | None, inference: bool = False) -> bool:
         return False
     grad = torch.is_grad_enabled() and not inference
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) is not Tensor or (grad and tensor.requires_grad) or tensor.is_meta:
+        if tensor is not None and (
+            type(tensor) is not Tensor or tensor.is_meta or (grad and tensor.requires_grad)
+        ):
             return False
     return (
         torch._C._len_torch_dispatch_stack() == 0

@@ -215,6 +215,9 @@ def decode_kernel(
     and behind them (slots, partial_rows) log-sum-exps.
     """
     if FEATURES.PDL:
+        # It may be here before the kernel that it follows has ended: nothing is read until then. Nor may what
+        # depends on this kernel start before: it reads lengths at once.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tensors = (
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,

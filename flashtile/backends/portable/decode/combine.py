@@ -46,13 +46,15 @@ def sum_splits(
         split = first + tl.arange(0, SPLITS)
         slot = (start + split * step + tl.where(split == 0, first_extra, 0)).to(tl.int64)
         inside = (split < splits)[:, None] & exists[None, :]  # [SPLITS, ROWS]
+        # Both loads at once: neither waits for the other.
         lse = tl.load(lse_rows[None, :] + (slot * lse_stride)[:, None], mask=inside, other=-float("inf"))
+        pointers = out_rows[None, :, None] + (slot * out_stride)[:, None, None] + columns[None, None, :]
+        wanted = inside[:, :, None] & (columns < HEAD_DIM_V)[None, None, :]
+        out = tl.load(pointers, mask=wanted, other=0.0).to(tl.float32)  # [SPLITS, ROWS, BLOCK_DV]
         if NATURAL:
             lse = tl.where(lse == float("inf"), -float("inf"), lse * LOG2_E)
-        pointers = out_rows[None, :, None] + (slot * out_stride)[:, None, None] + columns[None, None, :]
-        # An empty part may hold anything: it is not read.
-        wanted = (inside & (lse != -float("inf")))[:, :, None] & (columns < HEAD_DIM_V)[None, None, :]
-        out = tl.load(pointers, mask=wanted, other=0.0).to(tl.float32)  # [SPLITS, ROWS, BLOCK_DV]
+        # An empty part may hold anything.
+        out = tl.where((lse == -float("inf"))[:, :, None], 0.0, out)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
         weight = tl.exp2(lse - shift[None, :])
@@ -104,6 +106,8 @@ def combine_kernel(
     Grid: (row blocks * items,), or unless BY_ITEM (row blocks * boundaries between those programs,), which
     are fewer where the batch is large.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     lengths = (cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
     shape = (
         num_pairs, num_m, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity, window_left,

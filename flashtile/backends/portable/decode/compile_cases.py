@@ -146,7 +146,7 @@ def _combine_case(
     name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_item: bool
 ) -> CompileCase:
     balanced = launch.is_balanced(problem, chosen)
-    rows, splits = launch.combine_tile(chosen.tile.BLOCK_M, problem.head_dim_v)
+    rows, splits = launch.combine_tile(problem, chosen, (32 if by_item else 1) if balanced else None)
     constants = {
         "LAYOUT": launch.layout(problem, chosen),
         "BALANCED": balanced,

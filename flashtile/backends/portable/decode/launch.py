@@ -6,6 +6,7 @@ call.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ BALANCED_ROW_BLOCKS = 16
 """Up to so many row blocks a sequence, the grid is balanced. More are a prefill: work enough for any grid."""
 
 COMBINE_TILE = 4096
-"""Elements of partial results that a combining program loads at a time."""
+"""Elements of partial results that a combining program loads at a time. Its registers must fit beside two
+attention programs of a multiprocessor: it waits there for their end."""
+LEAST_SPLITS = 8
+"""Parts that it loads at a time at least: in a batch of unequal lengths, some items have many."""
 COMBINE_NUM_WARPS = 4
 
 
 class DependentKernel(KeptKernel):
-    """A kernel that may start before the one that it follows has ended, and waits for its results itself."""
+    """A kernel that may start before the one that it follows has ended, and waits for that end itself."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -127,24 +131,43 @@ def features(
     )
 
 
-def combine_tile(BLOCK_M: int, head_dim_v: int) -> tuple[int, int]:
-    """(rows that a combining program owns, splits that it loads at a time)."""
-    rows = max(1, BLOCK_M // 32)
-    return rows, max(2, COMBINE_TILE // (rows * padded(head_dim_v)))
+def combine_tile(
+    problem: DecodeProblem, config: DecodeConfig, programs_per_item: int | None
+) -> tuple[int, int]:
+    """(rows that a combining program owns, splits that it loads at a time).
+
+    ``programs_per_item``: of a balanced grid. A few splits leave room for all rows of an item, so that few
+    programs do the work, and these are there before attention ends. None: the tile must depend on nothing
+    that another batch could change, since the order of its sums does.
+    """
+    width = padded(problem.head_dim_v)
+    if programs_per_item is None:
+        rows = max(1, config.tile.BLOCK_M // 32)
+        return rows, max(2, COMBINE_TILE // (rows * width))
+    most = max(2, COMBINE_TILE // width)
+    splits = min(most, max(LEAST_SPLITS, triton.next_power_of_2(programs_per_item)))
+    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+    return min(triton.next_power_of_2(rows), most // splits), splits
 
 
 class DecodeLaunch:
-    """``(q, k_cache, v_cache, *CacheTensors) -> (out, lse)`` for tensors of one signature."""
+    """``(q, k_cache, v_cache, *CacheTensors, return_lse=True) -> (out, lse)`` for one signature."""
 
     def __init__(self, problem: DecodeProblem, config: DecodeConfig) -> None:
         self._problem = problem
         self._config = config
         self._out_shape = problem.out_shape
+        self._out_dtype = problem.out_dtype
+        self._out_strides = contiguous_strides(problem.out_shape)
         self._lse_shape = problem.lse_shape
+        self._lse_strides = contiguous_strides(problem.lse_shape)
+        self._lse_size = math.prod(problem.lse_shape)
         self._device = problem.device
+        self._varlen = problem.varlen
         self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
-        self._workspace = 0
+        self._partials = 0
+        """Floats of partial results, rounded up to keep what follows them aligned."""
         self._attend: KeptKernel | None = None
         self._combine: KeptKernel | None = None
 
@@ -164,34 +187,50 @@ class DecodeLaunch:
         k_descale: Tensor | None,
         v_descale: Tensor | None,
         tree_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        problem, device = self._problem, self._device
-        if cu_seqlens_q is None and not self._empty:
-            out = torch.empty(self._out_shape, dtype=problem.out_dtype, device=device)
-            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
-        else:  # tokens that belong to no sequence are written by no program
-            out = torch.zeros(self._out_shape, dtype=problem.out_dtype, device=device)
-            lse = torch.full(self._lse_shape, -torch.inf, dtype=torch.float32, device=device)
+        *,
+        return_lse: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
-            return out, lse
+            return self._cleared(q)
         if self._as_bits:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-        if self._attend is None:
-            self._prepare(q, k_cache, v_cache, block_table, alibi_slopes, k_descale, v_descale, tree_mask)
-            assert self._attend is not None
-        workspace = None
-        if self._workspace:
-            workspace = torch.empty(self._workspace, dtype=torch.float32, device=device)
-        self._attend(
-            device, q, k_cache, v_cache, out, lse, workspace, cache_seqlens, cache_leftpad, cache_batch_idx,
+        attend, combine, device = self._attend, self._combine, self._device
+        if attend is None:
+            attend, combine = self._prepare(
+                q, k_cache, v_cache, block_table, alibi_slopes, k_descale, v_descale, tree_mask
+            )
+            return_lse = True  # the first call compiles, for which Triton wants tensors
+        if self._varlen:
+            out, lse = self._cleared(q)
+        else:  # with strides, which is the fastest of torch's ways to allocate
+            out = q.new_empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype)
+            lse = None
+            if return_lse:
+                lse = q.new_empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32)
+        scratch = None
+        lse_to: Tensor | int | None = lse
+        if lse is None:  # what is not wanted goes behind the partial results
+            scratch = q.new_empty_strided((self._partials + self._lse_size,), (1,), dtype=torch.float32)
+            lse_to = scratch.data_ptr() + 4 * self._partials
+        elif self._partials:
+            scratch = q.new_empty_strided((self._partials,), (1,), dtype=torch.float32)
+        attend(
+            device, q, k_cache, v_cache, out, lse_to, scratch, cache_seqlens, cache_leftpad, cache_batch_idx,
             block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, k_descale, v_descale, tree_mask,
         )  # fmt: skip
-        if self._combine is not None:
-            self._combine(
-                device, workspace, out, lse, sink, cache_seqlens, cache_leftpad, cu_seqlens_q,
+        if combine is not None:
+            combine(
+                device, scratch, out, lse_to, sink, cache_seqlens, cache_leftpad, cu_seqlens_q,
                 cu_seqlens_k_new,
             )  # fmt: skip
+        if self._attend is None and attend.takes_addresses:
+            self._attend, self._combine = attend, combine
         return out, lse
+
+    def _cleared(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) for tokens that no program writes, of no sequence or without keys to look at."""
+        out = q.new_zeros(self._out_shape, dtype=self._out_dtype)
+        return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
 
     def _prepare(
         self,
@@ -203,7 +242,8 @@ class DecodeLaunch:
         k_descale: Tensor | None,
         v_descale: Tensor | None,
         tree_mask: Tensor | None,
-    ) -> None:
+    ) -> tuple[KeptKernel, KeptKernel | None]:
+        """The attention kernel and, if it leaves parts, the one that combines them."""
         problem, config, device = self._problem, self._config, self._device
         tile = config.tile
         num_m = row_blocks_of(problem, config)
@@ -245,16 +285,17 @@ class DecodeLaunch:
         )  # fmt: skip
         scale = problem.softmax_scale
         scalars = (*strides, *lengths, scale, scale * LOG2_E, problem.softcap, problem.num_blocks, *splits)
-        self._attend = KeptKernel(decode_kernel, programs, scalars, (static_layout, static), tile)
+        kind = DependentKernel if static.PDL else KeptKernel
+        attend = kind(decode_kernel, programs, scalars, (static_layout, static), tile)
         if not static.SPLIT:
-            return
-        self._workspace = slots * rows * (problem.head_dim_v + 1)
-        rows_at_once, splits_at_once = combine_tile(tile.BLOCK_M, problem.head_dim_v)
+            return attend, None
+        self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
+        programs_per_item = triton.cdiv(programs, items) if balanced else None
+        rows_at_once, splits_at_once = combine_tile(problem, config, programs_per_item)
         by_item = not balanced or items < programs
         units = items if by_item else programs - 1
         blocks = triton.cdiv(rows, rows_at_once)
-        kind = DependentKernel if static.PDL else KeptKernel
-        self._combine = kind(
+        combine = kind(
             combine_kernel,
             units * blocks,
             (*lengths, *splits, programs, blocks),
@@ -264,6 +305,7 @@ class DecodeLaunch:
             ),
             None,
         )  # fmt: skip
+        return attend, combine
 
 
 class CombineLaunch:
@@ -298,6 +340,14 @@ class CombineLaunch:
             )  # fmt: skip
         self._kernel(problem.device, out_partial, lse_partial, out, lse)
         return out, lse
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def is_aligned(cache: Tensor) -> bool:

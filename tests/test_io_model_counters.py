@@ -61,6 +61,14 @@ def test_l2_was_cold_and_every_input_was_read(comparisons):
         assert row["scrub_read"] == pytest.approx([2**30, 2**30], rel=0.001)
 
 
+def test_residents_are_those_of_the_launches(comparisons):
+    sm_count = DOCUMENT["device"]["sm_count"]
+    for row, counted in zip(comparisons, DOCUMENT["kernels"], strict=True):
+        limits = [counted[f"launch__occupancy_limit_{of}"] for of in ("registers", "shared_mem", "warps")]
+        if counted["kernel"] != "prepare":  # reads everything once, whatever runs at a time
+            assert row.model.resident == min(limits) * sm_count, row.name
+
+
 def test_results_are_written_to_the_byte_and_what_else_is_written_is_spilled(comparisons):
     spilled = {row.name: row.spilled for row in comparisons if row.spilled}
     assert spilled == {

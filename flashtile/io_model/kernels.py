@@ -113,7 +113,7 @@ def prepare(call: Call, card: Card) -> KernelTraffic:
 def residents(kernel: str, call: Call, tile: Tile, card: Card) -> int:
     """Programs of a kernel ("forward", "dkdv" or "dq") that one SM holds, by its shared memory and registers.
 
-    Shared memory is what the tiles take; registers are estimated from the accumulators.
+    Shared memory is what the tiles take; registers are estimated from accumulators (and operands of fp32).
     """
     rows, keys = tile.BLOCK_M, tile.BLOCK_N
     widths = _padded(call.head_dim) + _padded(call.width_v)
@@ -126,7 +126,9 @@ def residents(kernel: str, call: Call, tile: Tile, card: Card) -> int:
     shared = (owned + max(1, tile.num_stages) * walked) * call.element_bytes
     threads = tile.num_warps * 32
     masked = call.window_left != UNLIMITED or call.window_right != UNLIMITED
-    registers = (sums + 1.5 * scores * rows * keys) / threads + (64 if masked else 48)
+    # fp32 operands are split into tf32 parts, for which they pass through registers.
+    split = owned + walked if call.element_bytes == 4 else 0
+    registers = (sums + 1.5 * scores * rows * keys + split) / threads + (64 if masked else 48)
     registers = min(256, -(-int(registers) // 8) * 8)
     fits = min(card.shared_bytes // (shared + RESERVED_SHARED), REGISTERS // (registers * threads))
     return max(1, min(32, fits))

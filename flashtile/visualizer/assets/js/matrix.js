@@ -11,6 +11,7 @@ class MatrixView {
     this.canvas = canvas;
     this.choose = choose;
     this.context = canvas.getContext("2d");
+    this.cells = document.createElement("canvas");
     canvas.addEventListener("click", (event) => this.#click(event));
   }
 
@@ -24,7 +25,7 @@ class MatrixView {
     if (!this.run?.grid) return;
     const { grid, recording } = this.run;
     const side = this.canvas.parentElement.clientWidth;
-    const ratio = Math.min(window.devicePixelRatio || 1, 2);
+    const ratio = (this.ratio = Math.min(window.devicePixelRatio || 1, 2));
     this.rows = grid.rowEdges.at(-1);
     this.cols = grid.colEdges.at(-1);
     const width = side - EDGE * 2 - CORNER - 1;
@@ -34,6 +35,7 @@ class MatrixView {
     this.canvas.width = side * ratio;
     this.canvas.height = (this.area.top + this.area.height + 1) * ratio;
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.coloured = null;
     this.keysInOrder = this.run.trace.arrays.some(({ name, rows }) => name === "K" && rows === this.cols); // not in pages
     this.window = visibleWindow(recording.settings, this.rows, this.cols);
   }
@@ -58,25 +60,39 @@ class MatrixView {
     return this.area.top + (row / this.rows) * this.area.height;
   }
 
+  /** The cells are kept on a canvas of their own, on which only those are painted that have changed. */
   #drawCells(position, colours) {
     const { grid } = this.run;
-    const gap = Math.max(grid.width, grid.height) <= MOST_LINES ? 0.5 : 0;
+    if (this.coloured !== colours) this.#forgetCells(colours);
     const paths = new Map();
-    for (let y = 0; y < grid.height; y++) {
-      const top = this.#y(grid.rowEdges[y]);
-      const height = this.#y(grid.rowEdges[y + 1]) - top;
-      for (let x = 0; x < grid.width; x++) {
-        const state = grid.stateOf(y * grid.width + x, position);
-        const left = this.#x(grid.colEdges[x]);
+    for (let y = 0, cell = 0; y < grid.height; y++) {
+      for (let x = 0; x < grid.width; x++, cell++) {
+        const state = grid.stateOf(cell, position);
+        if (state === this.states[cell]) continue;
+        this.states[cell] = state;
         const path = paths.get(state) ?? new Path2D();
         paths.set(state, path);
-        path.rect(left + gap, top + gap, this.#x(grid.colEdges[x + 1]) - left - 2 * gap, height - 2 * gap);
+        const [left, top] = [this.cellX[x], this.cellY[y]];
+        path.rect(left, top, Math.max(this.cellX[x + 1] - left - this.gap, 1), Math.max(this.cellY[y + 1] - top - this.gap, 1));
       }
     }
+    const painter = this.cells.getContext("2d");
     for (const [state, path] of paths) {
-      this.context.fillStyle = colours[state];
-      this.context.fill(path);
+      painter.fillStyle = colours[state];
+      painter.fill(path);
     }
+    this.context.drawImage(this.cells, 0, 0, this.canvas.width / this.ratio, this.canvas.height / this.ratio);
+  }
+
+  #forgetCells(colours) {
+    const { grid } = this.run;
+    this.coloured = colours;
+    this.states = new Array(grid.height * grid.width);
+    this.cells.width = this.canvas.width;
+    this.cells.height = this.canvas.height;
+    this.gap = Math.max(grid.width, grid.height) <= MOST_LINES ? 1 : 0;
+    this.cellX = grid.colEdges.map((col) => Math.round(this.#x(col) * this.ratio)); // whole pixels, so that nothing shines through
+    this.cellY = grid.rowEdges.map((row) => Math.round(this.#y(row) * this.ratio));
   }
 
   /** What the mask hides is shaded, whether or not an algorithm computes it. */

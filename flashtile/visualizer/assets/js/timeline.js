@@ -1,7 +1,6 @@
 // Which unit of which warpgroup is busy when: the schedule of FlashAttention-3.
 
 const LANE = 22;
-const LABELS = 150;
 const NARROWEST_UNIT = 36; // pixels
 const UNIT_CLASSES = { "tensor core": "tensor", softmax: "softmax", TMA: "copy" };
 
@@ -9,6 +8,7 @@ class TimelineView {
   constructor(root) {
     this.root = root.querySelector(".timeline");
     this.frame = this.root.querySelector(".scroll");
+    this.names = this.root.querySelector(".names");
   }
 
   show(run) {
@@ -19,13 +19,13 @@ class TimelineView {
     const lanes = [...new Set(spans.map(lane))];
     const scale = Math.max(NARROWEST_UNIT, 560 / this.length);
     this.scale = scale;
-    const width = LABELS + this.length * scale + 8;
+    const width = this.length * scale + 8;
     const drawing = svgElement("svg", { width, height: lanes.length * LANE + 4, role: "img" });
-    lanes.forEach((name, i) => drawing.append(svgElement("text", { x: 0, y: i * LANE + 15 }, name)));
+    this.names.replaceChildren(...lanes.map((name) => element("span", { style: `height:${LANE}px` }, name)));
     for (const span of spans) {
       const y = lanes.indexOf(lane(span)) * LANE + 2;
       const group = svgElement("g", { class: UNIT_CLASSES[span.unit] ?? "softmax" });
-      const bar = { x: LABELS + span.start * scale, width: Math.max((span.end - span.start) * scale - 1, 1) };
+      const bar = { x: span.start * scale, width: Math.max((span.end - span.start) * scale - 1, 1) };
       group.append(svgElement("rect", { ...bar, y, height: LANE - 4, rx: 3 }));
       group.append(svgElement("text", { x: bar.x + bar.width / 2, y: y + 13, "text-anchor": "middle" }, span.label));
       group.append(svgElement("title", {}, `${lane(span)}: ${span.label} (${span.start}–${span.end})`));
@@ -45,7 +45,7 @@ class TimelineView {
 
   draw(position) {
     if (this.root.hidden) return;
-    const x = LABELS + this.#shareOfProgram(position) * this.length * this.scale;
+    const x = this.#shareOfProgram(position) * this.length * this.scale;
     this.cursor.setAttribute("transform", `translate(${x} 0)`);
     const visible = this.frame.clientWidth;
     if (x < this.frame.scrollLeft || x > this.frame.scrollLeft + visible) this.frame.scrollLeft = x - visible / 3;

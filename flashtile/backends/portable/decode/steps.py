@@ -42,15 +42,31 @@ class Features(NamedTuple):
 
 @triton.jit
 def table_entries(table, start, low, high, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
-    """The blocks of BLOCK_N keys from ``start`` on, one number where a tile lies within one block.
+    """The blocks of BLOCK_N keys from ``start`` on: one number where a tile lies within one block, else one
+    for each block where blocks divide it, else one for each key.
 
     Entries of keys outside of low <= j < high are not read.
     """
-    if FEATURES.PAGE_SIZE % LAYOUT.BLOCK_N == 0:
-        return tl.load(table + start // FEATURES.PAGE_SIZE, mask=start < high, other=0)
+    PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
+    if PAGE_SIZE % LAYOUT.BLOCK_N == 0:
+        return tl.load(table + start // PAGE_SIZE, mask=start < high, other=0)
+    elif LAYOUT.BLOCK_N % PAGE_SIZE == 0:
+        pages = start // PAGE_SIZE + tl.arange(0, LAYOUT.BLOCK_N // PAGE_SIZE)
+        held = ((pages + 1) * PAGE_SIZE > low) & (pages * PAGE_SIZE < high)
+        return tl.load(table + pages, mask=held, other=0)
     else:
         keys = start + tl.arange(0, LAYOUT.BLOCK_N)
         return tl.load(table + keys // FEATURES.PAGE_SIZE, mask=(keys >= low) & (keys < high), other=0)
+
+
+@triton.jit
+def by_key(entries, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+    """[BLOCK_N]: what :func:`table_entries` has of blocks that are shorter than a tile."""
+    if LAYOUT.BLOCK_N % FEATURES.PAGE_SIZE == 0:
+        PAGES: tl.constexpr = LAYOUT.BLOCK_N // FEATURES.PAGE_SIZE
+        entries = tl.broadcast_to(entries[:, None], [PAGES, FEATURES.PAGE_SIZE])
+        entries = tl.reshape(entries, [LAYOUT.BLOCK_N])
+    return entries
 
 
 @triton.jit
@@ -176,6 +192,8 @@ def attend_tiles(
         else:
             # A block outside of the cache is the caller's mistake; it must not become a fault.
             block = tl.minimum(tl.maximum(entries, 0), num_blocks - 1).to(tl.int64)
+            if not WHOLE_BLOCK:
+                block = by_key(block, LAYOUT, FEATURES)
             entries = table_entries(table, start + BLOCK_N, low, high, LAYOUT, FEATURES)
             if WHOLE_BLOCK:
                 positions = start % FEATURES.PAGE_SIZE + tile_index(BLOCK_N, FEATURES.WIDE)

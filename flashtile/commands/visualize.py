@@ -21,7 +21,12 @@ def visualize(
         "flashtile-visualize.html"
     ),
     open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
-    algorithm: Annotated[str, typer.Option(help=f"For a run of your own: {', '.join(RUNNERS)}.")] = "flash2",
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            help=f"For a run of your own: {', '.join(RUNNERS)}. Default: flash2.", show_default=False
+        ),
+    ] = None,
     seqlen: Annotated[
         int | None, typer.Option(min=1, help="Record a run of this length.", show_default=False)
     ] = None,
@@ -36,8 +41,9 @@ def visualize(
 ) -> None:
     """Write a page that plays the algorithms: what moves, what it costs, why.
 
-    One HTML file that needs no network. With --seqlen, --head-dim, --block, --sram-kib, --mask, --num-splits
-    or --page-size it also holds a run with these settings, standard attention's beside it, and opens there.
+    One HTML file that needs no network. With --algorithm, --seqlen, --head-dim, --block, --sram-kib, --mask,
+    --num-splits or --page-size it also holds a run with these settings, standard attention's beside it, and
+    opens there.
     """
     given: dict[str, Any] = {
         "seqlen": seqlen, "head_dim": head_dim, "mask": mask, "block": block,
@@ -47,7 +53,7 @@ def visualize(
     given = {name: value for name, value in given.items() if value is not None}
     console = Console()
     try:
-        own = own_runs(algorithm, **given) if given else []
+        own = own_runs(algorithm or "flash2", **given) if algorithm or given else []
         for setting in own:
             record(setting)
     except (ValueError, SramExceededError) as error:
@@ -73,5 +79,5 @@ def start_of(own: list[Setting]) -> dict[str, Any]:
     beside = {"algorithm": own[1].algorithm} if len(own) > 1 else None
     return {
         "a": run, "b": beside, "queries": first.queries, "seqlen": first.seqlen, "head_dim": first.head_dim,
-        "mask": first.mask, "sram": first.sram_bytes,
+        "mask": first.mask, "sram": first.sram_bytes, "at": 0,
     }  # fmt: skip

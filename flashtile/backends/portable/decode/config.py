@@ -45,7 +45,7 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("hopper", 2, WIDE, 64): _row(64, 4, 3, 2),
     ("hopper", 2, WIDE, 128): _row(64, 8, 3, 1, 0, 148),
     ("hopper", 2, WIDE, 256): _row(32, 8, 3, 1, 64),
-    ("hopper", 2, WIDE, 512): _row(32, 8, 2, 1, 848),
+    ("hopper", 2, WIDE, 512): _row(32, 8, 2, 1, 880),
     ("hopper", 1, NARROW, 64): _row(64, 4, 4, 2),
     ("hopper", 1, NARROW, 128): _row(64, 4, 4, 2),
     ("hopper", 1, NARROW, 256): _row(32, 4, 4, 2),

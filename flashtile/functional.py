@@ -65,7 +65,7 @@ def attention(
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
         deterministic: gradients bitwise reproducible from run to run.
         return_lse: also return the log-sum-exp of the scores of each row.
-        backend: "portable" or "cpu" to insist on one; None lets dispatch choose (see ``flashtile.explain``).
+        backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see ``flashtile.explain``).
 
     Returns:
         out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse),

@@ -331,7 +331,7 @@ OPTIONS = [
             2**31)),
     *(bad(ALL, ValueError, f"window_size[{side}]", "from -1 (unlimited)", str(2**70), untraceable=True,
           window_size=(2**70, 0) if side == 0 else (0, 2**70)) for side in (0, 1)),
-    *(bad(ALL, ValueError, "backend", "None or one of portable, cpu", repr(value), backend=value)
+    *(bad(ALL, ValueError, "backend", "None or one of hopper, portable, cpu", repr(value), backend=value)
       for value in ("", "triton", "CPU", "cpu ", "portable,cpu")),
     *(bad(ALL, TypeError, "backend", "None or", *words, backend=value)
       for value, words in ((0, ("int 0",)), (b"cpu", ("bytes",)), (["cpu"], ("list",)),

@@ -21,7 +21,7 @@ class Target:
     """A backend on a device, and how much it is asked."""
 
     name: str
-    backend: str
+    backend: str | None
     device: str
     sizes: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -73,5 +73,17 @@ TARGETS = (
         examples=16,
         marks=(pytest.mark.gpu,),
         available=CUDA,
+    ),
+    Target(
+        name="hopper",
+        backend=None,  # as users call it; tests/gpu/test_hopper.py holds what the backend itself serves
+        device="cuda",
+        sizes=("tiny", "medium", "large"),
+        dtypes=(FP16, BF16),
+        longest=700,
+        head_dims=(40, 64, 128),
+        examples=16,
+        marks=(pytest.mark.gpu,),
+        available=CUDA and torch.cuda.get_device_capability() == (9, 0),
     ),
 )

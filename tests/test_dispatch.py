@@ -36,7 +36,7 @@ def backend_double(name, reason=None, explicit_reason=None):
 @pytest.fixture
 def backends(monkeypatch):
     """Backends by name, instead of those of the package."""
-    doubles = {}
+    doubles = {"hopper": backend_double("hopper", "no such card")}
     monkeypatch.setattr(dispatch, "load_backend", doubles.__getitem__)
     return doubles
 
@@ -77,21 +77,23 @@ def test_problems_are_hashable_descriptions(tensors, problem):
 def test_first_that_serves_is_chosen(backends, problem):
     backends["portable"], backends["cpu"] = backend_double("portable"), backend_double("cpu")
     selection = dispatch.select(problem)
-    assert selection == Selection(backends["portable"], "portable's configuration", {})
+    assert selection == Selection(
+        backends["portable"], "portable's configuration", {"hopper": "no such card"}
+    )
 
 
 def test_others_follow_with_reasons(backends, problem):
     backends["portable"], backends["cpu"] = backend_double("portable", "too cold"), backend_double("cpu")
     selection = dispatch.select(problem)
     assert selection.backend is backends["cpu"]
-    assert selection.reasons_against == {"portable": "too cold"}
+    assert selection.reasons_against == {"hopper": "no such card", "portable": "too cold"}
 
 
 def test_none_serves(backends, problem):
     backends["portable"] = backend_double("portable", "too cold")
     backends["cpu"] = backend_double("cpu", "too hot")
     with pytest.raises(
-        NotImplementedError, match=r"no backend serves this call \(portable: too cold; cpu: too hot\)"
+        NotImplementedError, match=r"no backend serves this call \(hopper: no such card; portable: too cold; cpu: too hot\)"
     ):
         dispatch.select(problem)
 
@@ -108,7 +110,7 @@ def test_explicit_backend_never_falls_back(backends, problem, name):
 
 
 def test_unknown_backend(problem, tensors):
-    with pytest.raises(ValueError, match="backend must be None or one of portable, cpu, got 'fast'"):
+    with pytest.raises(ValueError, match="backend must be None or one of hopper, portable, cpu, got 'fast'"):
         dispatch.select(problem, "fast")
     for function in (flashtile.attention, flashtile.explain):
         with pytest.raises(ValueError, match="got 'fast'"):
@@ -150,7 +152,7 @@ def test_explain_on_the_cpu(tensors, monkeypatch):
     assert explanation.backend == "cpu"
     assert explanation.config == dispatch.load_backend("cpu").configure(explanation.problem)
     assert explanation.problem == Problem.from_tensors(*tensors, options=Options(causal=True))
-    assert list(explanation.reasons_against) == ["portable"]
+    assert list(explanation.reasons_against) == ["hopper", "portable"]
     assert "GPU" in explanation.reasons_against["portable"]
 
 
@@ -160,9 +162,10 @@ def test_explain_prints_what_matters(tensors, monkeypatch):
     lines = str(explanation).splitlines()
     assert lines[0] == "backend: cpu"
     assert lines[1] == f"config: {explanation.config}"
-    assert lines[2].startswith("not portable: ")
-    assert "softcap=3.0" in lines[3]
-    assert "window_right=0" in lines[3]
+    assert lines[2].startswith("not hopper: ")
+    assert lines[3].startswith("not portable: ")
+    assert "softcap=3.0" in lines[4]
+    assert "window_right=0" in lines[4]
 
 
 def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):
@@ -191,7 +194,11 @@ def test_explain_names_the_reason_against_an_explicit_backend(backends, tensors)
     explanation = flashtile.explain(*tensors, backend="portable")
     assert explanation.backend is None
     assert explanation.config is None
-    assert explanation.reasons_against == {"portable": "not today", "cpu": "only if asked"}
+    assert explanation.reasons_against == {
+        "hopper": "no such card",
+        "portable": "not today",
+        "cpu": "only if asked",
+    }
     assert str(explanation).startswith("backend: None")
 
 
@@ -199,11 +206,15 @@ def test_explain_says_which_others_could(backends, tensors):
     backends["portable"], backends["cpu"] = backend_double("portable"), backend_double("cpu")
     explanation = flashtile.explain(*tensors)
     assert explanation.backend == "portable"
-    assert explanation.reasons_against == {"cpu": "it could serve the call, but portable comes first"}
+    assert explanation.reasons_against == {
+        "hopper": "no such card",
+        "cpu": "it could serve the call, but portable comes first",
+    }
     explanation = flashtile.explain(*tensors, backend="cpu")
     assert explanation.backend == "cpu"
     assert explanation.reasons_against == {
-        "portable": "it could serve the call, but backend='cpu' was asked for"
+        "hopper": "no such card",
+        "portable": "it could serve the call, but backend='cpu' was asked for",
     }
 
 

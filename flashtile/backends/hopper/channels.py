@@ -1,7 +1,7 @@
 """How the partitions of a warp-specialised kernel hand tiles and turns to one another, through mbarriers.
 
-Both count uses from 0 since the kernel began: use ``i`` of a ring of STAGES slots is slot ``i % STAGES`` in its
-round ``i // STAGES``, whose parity an mbarrier calls its phase.
+Both count uses from 0 since the kernel began: use ``i`` of a ring of STAGES slots is slot ``i % STAGES`` in
+its round ``i // STAGES``, whose parity an mbarrier calls its phase.
 """
 
 from triton.experimental import gluon

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashtile.problem import Problem
+from flashtile.problem import UNLIMITED, Problem
 
 WARPGROUP_ROWS = 64
 PRODUCER_REGISTERS = 24
@@ -27,6 +28,8 @@ class ForwardConfig:
         Q_IN_REGISTERS: columns of q that stay in registers, which spares shared memory a part of its reads.
         paired_below: under a mask with a right edge, sequences of fewer keys take their blocks of queries in
             pairs (``schedule.blocks_of``), longer ones the dearest of all heads first.
+        spill_budget: bytes of register spills that were measured and accepted, none of them in the loop over
+            uncut blocks; features_spill_budget: the same with every feature at once.
     """
 
     warpgroups: int
@@ -37,9 +40,11 @@ class ForwardConfig:
     Q_HOLDS_O: bool = False
     Q_IN_REGISTERS: int = 0
     paired_below: int = 8192
+    spill_budget: int = 0
+    features_spill_budget: int = 0
 
     @property
-    def BLOCK_M(self) -> int:
+    def BLOCK_M(self) -> int:  # noqa: N802 - as in the kernel
         return self.warpgroups * WARPGROUP_ROWS
 
 
@@ -80,27 +85,42 @@ class Variant:
 
 
 F = ForwardConfig
-_CONFIGS: dict[tuple[int, int, bool], ForwardConfig] = {
-    (64, 64, False): F(3, 128, Q_STAGES=2, PING_PONG=True),
-    (64, 64, True): F(3, 128, Q_STAGES=2, PING_PONG=True),
-    (64, 128, False): F(2, 128),
-    (64, 128, True): F(2, 128),
-    (64, 256, False): F(2, 64),
-    (64, 256, True): F(2, 64),
-    (128, 64, False): F(2, 128),
-    (128, 64, True): F(2, 128),
-    (128, 128, False): F(2, 128),
-    (128, 128, True): F(2, 128),
-    (128, 256, False): F(2, 64),
-    (128, 256, True): F(2, 64),
-    (256, 64, False): F(2, 64),
-    (256, 64, True): F(2, 64),
-    (256, 128, False): F(2, 64),
-    (256, 128, True): F(2, 64),
-    (256, 256, False): F(2, 64, Q_HOLDS_O=True),
-    (256, 256, True): F(2, 64, PING_PONG=True, Q_HOLDS_O=True),
+_TWO = F(2, 128, features_spill_budget=56)
+_NARROW = F(2, 64, spill_budget=28, features_spill_budget=52)
+_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=216, features_spill_budget=532)
+_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, spill_budget=76, features_spill_budget=180)
+_WIDE = F(2, 64, Q_HOLDS_O=True)
+_WIDE_Q = F(
+    2, 64, Q_HOLDS_O=True, Q_IN_REGISTERS=128, paired_below=4096, spill_budget=60, features_spill_budget=416
+)
+ANY_LENGTH = 2**31
+
+# (padded head_dim, padded head_dim_v, windowed) -> (keys, config) for sequences of fewer keys; causal is a
+# window.
+# H100, S = 512 to 16384: docs/measured.md. Rows of unequal head sizes have the tiles that fit; not timed.
+_TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
+    (64, 64, False): ((ANY_LENGTH, _THREE),),
+    (64, 64, True): ((4096, F(2, 128, Q_STAGES=2)), (ANY_LENGTH, _THREE)),
+    (128, 128, False): ((4096, _TWO), (ANY_LENGTH, _TWO_Q)),
+    (128, 128, True): ((8192, _TWO), (ANY_LENGTH, _TWO_Q)),
+    (256, 256, False): (
+        (8192, _WIDE),
+        (ANY_LENGTH, F(2, 64, Q_HOLDS_O=True, Q_IN_REGISTERS=128, PING_PONG=True)),
+    ),
+    (256, 256, True): ((ANY_LENGTH, _WIDE_Q),),
+    (64, 128, False): ((ANY_LENGTH, _TWO),),
+    (64, 128, True): ((ANY_LENGTH, _TWO),),
+    (128, 64, False): ((ANY_LENGTH, _TWO),),
+    (128, 64, True): ((ANY_LENGTH, _TWO),),
+    (64, 256, False): ((ANY_LENGTH, _NARROW),),
+    (64, 256, True): ((ANY_LENGTH, _NARROW),),
+    (128, 256, False): ((ANY_LENGTH, _NARROW),),
+    (128, 256, True): ((ANY_LENGTH, _NARROW),),
+    (256, 64, False): ((ANY_LENGTH, _NARROW),),
+    (256, 64, True): ((ANY_LENGTH, _NARROW),),
+    (256, 128, False): ((ANY_LENGTH, _NARROW),),
+    (256, 128, True): ((ANY_LENGTH, _NARROW),),
 }
-"""(padded head_dim, padded head_dim_v, windowed) -> config; causal is a window."""
 
 
 def padded(head_dim: int) -> int:
@@ -110,7 +130,16 @@ def padded(head_dim: int) -> int:
 
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return _CONFIGS[padded(problem.head_dim), padded(problem.head_dim_v), left >= 0 or right >= 0]
+    windowed = left != UNLIMITED or right != UNLIMITED
+    rows = _TABLE[padded(problem.head_dim), padded(problem.head_dim_v), windowed]
+    return next(config for keys, config in rows if problem.seqlen_k < keys)
+
+
+def every_row() -> Iterator[tuple[int, int, bool, ForwardConfig]]:
+    """(padded head_dim, padded head_dim_v, windowed, config) of the whole table."""
+    for (block_d, block_dv, windowed), rows in _TABLE.items():
+        for _, config in rows:
+            yield block_d, block_dv, windowed, config
 
 
 def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:

@@ -1,18 +1,21 @@
 """Attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3) in Gluon.
 
-A persistent block of 64-row *consumer* warpgroups and one *producer* warp. The producer moves tiles of q, k and v
-to shared memory by TMA; a consumer multiplies them on the tensor cores (wgmma) and keeps its rows' running
-maximum, sum and output in registers. Two overlaps hide the softmax:
+A persistent block of 64-row *consumer* warpgroups and one *producer* warp. The producer moves tiles of q, k
+and v to shared memory by TMA; a consumer multiplies them on the tensor cores (wgmma) and keeps its rows'
+running maximum, sum and output in registers. Two overlaps hide the softmax:
 
 * within a warpgroup: the softmax of block j runs while the product P V of block j - 1 is in flight;
-* between warpgroups: they drift, or with PING_PONG take turns, so that one multiplies while another exponentiates.
+* between warpgroups: they drift, or with PING_PONG take turns, so that one multiplies while another
+  exponentiates.
 
-Key blocks are walked from the last to the first: those that the mask's right edge cuts, those that every row sees,
-those that the left edge cuts. Only cut blocks pay for a mask.
+Key blocks are walked from the last to the first: those that the mask's right edge cuts, those that every row
+sees, those that the left edge cuts. Only cut blocks pay for a mask.
 
-Scores are kept in log2 units, so that a probability is one FMA and one exp2. Not served here: fp32, and head sizes
-whose rows TMA cannot address (multiples of 8 only).
+Scores are kept in log2 units, so that a probability is one FMA and one exp2. Not served here: fp32, and head
+sizes whose rows TMA cannot address (multiples of 8 only).
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,9 +33,9 @@ from flashtile.backends.hopper.schedule import (
     Numbers,
     Pointers,
     Schedule,
+    block_count,
     block_of,
     blocks_of,
-    block_count,
     find_work,
     item_count,
     key_blocks,
@@ -40,6 +43,7 @@ from flashtile.backends.hopper.schedule import (
     turns_of,
     work_item,
 )
+from flashtile.backends.kernel_cache import gluon_kernel
 
 WARPGROUP_ROWS = gl.constexpr(64)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -113,29 +117,37 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
     return warpgroup_mma(p, v, o, is_async=True)
 
 
-@gluon.jit
-def bend(C: gl.constexpr, s, n, rows, slope, numbers, s_layout: gl.constexpr):
-    """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units; nothing for calls with neither.
+class Rows(NamedTuple):
+    """What a mask knows of a warpgroup's rows, one number each: their positions among the keys, the first and
+    the last key that they see, and the slope of their head in log2 units."""
 
-    ``rows`` are the rows' positions among the keys.
-    """
+    positions: Any
+    first_key: Any
+    last_key: Any
+    slope: Any
+
+
+@gluon.jit
+def bend(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
+    """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units, for calls with either."""
     if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
         s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
     elif C.BENT:
         s = s * numbers.scale_log2
     if C.ALIBI:
         keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
-        s = s - slope[:, None] * gl.abs(rows[:, None] - keys[None, :]).to(gl.float32)
+        distance = gl.abs(rows.positions[:, None] - keys[None, :])
+        s = s - rows.slope[:, None] * distance.to(gl.float32)
     return s
 
 
 @gluon.jit
-def mask(C: gl.constexpr, s, n, first_key, last_key, s_layout: gl.constexpr):
+def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
     """-inf for keys of block ``n`` outside [first_key, last_key] of their row."""
-    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
-    s = gl.where(keys[None, :] <= (last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
+    s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:
-        s = gl.where(keys[None, :] >= (first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+        s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     return s
 
 
@@ -173,7 +185,7 @@ def scale_rows(x, factor):
 
 @gluon.jit
 def attend_uncut(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, turn, rows, slope, numbers,
+    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, turn, rows, numbers,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before."""
@@ -184,7 +196,7 @@ def attend_uncut(
         turn.give(W)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
-        s = bend(C, s, n, rows, slope, numbers, s_layout)
+        s = bend(C, s, n, rows, numbers, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         o = warpgroup_mma_wait(0, deps=[o])
@@ -197,29 +209,34 @@ def attend_uncut(
 
 @gluon.jit
 def attend_cut(
-    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, q, q_head, k, v, turn, rows, slope,
-    first_key, last_key, numbers, dtype: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, q, q_head, k, v, turn,
+    rows, numbers, dtype: gl.constexpr,
 ):  # fmt: skip
     """Blocks n_from - 1 down to n_to under an edge of the mask, of each its first ``WIDTH`` keys.
 
-    One after the other: they are few, and a P that went from this loop to the next would be packed into registers
-    anew in every step of both.
+    One after the other: they are few, and a P that went from this loop to the next would be packed into
+    registers anew in every step of both.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o.type.layout, k_width=2)
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
-    first_key, last_key = gl.convert_layout(first_key, row), gl.convert_layout(last_key, row)
-    rows = gl.convert_layout(rows, row)
+    slope = rows.slope
     if C.ALIBI:
         slope = gl.convert_layout(slope, row)
+    rows = Rows(
+        gl.convert_layout(rows.positions, row),
+        gl.convert_layout(rows.first_key, row),
+        gl.convert_layout(rows.last_key, row),
+        slope,
+    )
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
         s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
         turn.give(W)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
-        s = bend(C, s, n, rows, slope, numbers, s_layout)
-        s = mask(C, s, n, first_key, last_key, s_layout)
+        s = bend(C, s, n, rows, numbers, s_layout)
+        s = mask(C, s, n, rows, s_layout)
         weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
@@ -233,10 +250,12 @@ def attend_cut(
 
 @gluon.jit
 def tile_blocks(C: gl.constexpr, work, block, left, right):
-    """Key blocks [n_begin, n_end) that the tile meets: what the producer loads and every consumer releases."""
+    """Key blocks [n_begin, n_end) that a tile meets: the producer loads and every consumer releases them."""
     first = block * (C.BLOCK_M // C.PACK)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
-    return key_blocks(first, last, work.seqlen_q, work.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N)
+    return key_blocks(
+        first, last, work.seqlen_q, work.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N
+    )
 
 
 @gluon.jit
@@ -255,11 +274,12 @@ def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
 
 @gluon.jit
 def attend_tile(
-    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
-):
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule,
+    numbers,
+):  # fmt: skip
     """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
 
-    ``i`` counts the key blocks that the kernel has met, ``j`` the blocks of query rows; returns the new ``i``.
+    ``i`` counts the blocks of keys that the program has met, ``j`` those of queries; returns the new ``i``.
     """
     dtype: gl.constexpr = o_desc.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
@@ -272,20 +292,20 @@ def attend_tile(
     first_position = (block * C.BLOCK_M + W * ROWS) // C.PACK
     last_position = min(first_position + ROWS // C.PACK, work.seqlen_q) - 1
     my_begin, my_end, full_begin, full_end = own_blocks(
-        first_position, last_position, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right,
-        C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+        first_position, last_position, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left,
+        schedule.right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
     packed = gl.arange(0, ROWS, layout=row_layout)
     positions = first_position + packed // C.PACK
     head = work.head * C.PACK + packed % C.PACK
-    rows = positions + work.seqlen_k - work.seqlen_q
-    first_key = rows - schedule.left
+    in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([ROWS], 0, gl.int32, row_layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:
-        last_key = gl.minimum(rows + schedule.right, last_key)
+        last_key = gl.minimum(in_keys + schedule.right, last_key)
     slope = 0.0
     if C.ALIBI:
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * (1 / LN_2)
+    rows = Rows(in_keys, in_keys - schedule.left, last_key, slope)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     if C.SINK:
         m = gl.load(pointers.sink + head).to(gl.float32) * (1 / LN_2)
@@ -309,16 +329,16 @@ def attend_tile(
         whole = my_end - 1 if half else my_end
         HALF: gl.constexpr = C.BLOCK_N // 2
         o, l, m, i = attend_cut(
-            C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, turn, rows, slope, first_key, last_key,
-            numbers, dtype,
+            C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, turn,
+            rows, numbers, dtype,
         )  # fmt: skip
         my_end = whole
     n = my_end - 1
     if C.HAS_RIGHT:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, turn, rows, slope, first_key, last_key,
-            numbers, dtype,
+            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, turn,
+            rows, numbers, dtype,
         )  # fmt: skip
 
     # The first block of the pipeline, the only one of it that may be cut.
@@ -327,9 +347,9 @@ def attend_tile(
     turn.give(W)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
-    s = bend(C, s, n, rows, slope, numbers, s_layout)
+    s = bend(C, s, n, rows, numbers, s_layout)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:
-        s = mask(C, s, n, first_key, last_key, s_layout)
+        s = mask(C, s, n, rows, s_layout)
     weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
     l = scale_rows(l, alpha) + quad_sums(weights)
     if C.HAS_RIGHT:
@@ -338,15 +358,15 @@ def attend_tile(
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, p, i = attend_uncut(
-        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, turn, rows, slope, numbers, s_layout, p_layout
+        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, turn, rows, numbers, s_layout, p_layout
     )
     o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
     if C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
         o, l, m, i = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, turn, rows, slope, first_key,
-            last_key, numbers, dtype,
+            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, turn,
+            rows, numbers, dtype,
         )  # fmt: skip
     if not C.Q_HOLDS_O:
         q.release(j)
@@ -356,7 +376,8 @@ def attend_tile(
     if C.VARLEN:
         lse_rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:
-        lse_rows = (work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head) * schedule.seqlen_q + positions
+        head_of_batch = work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head
+        lse_rows = head_of_batch * schedule.seqlen_q + positions
     gl.store(pointers.lse + lse_rows, lse, mask=positions < work.seqlen_q)
     if not C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])
@@ -434,9 +455,9 @@ def producer(C: gl.constexpr, q, k, v, q_desc, k_desc, v_desc, pointers, schedul
             j += 1
 
 
-@gluon.jit
+@gluon_kernel()
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, table, seqused_k, alibi_slopes, sink,
+    q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, alibi_slopes, sink,
     items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
     scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
@@ -454,8 +475,10 @@ def forward_kernel(
         o_tiles = gl.allocate_shared_memory(
             o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout
         )
-    pointers = Pointers(lse_ptr, table, seqused_k, alibi_slopes, sink)
-    schedule = Schedule(items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride)
+    pointers = Pointers(lse, table, seqused_k, alibi_slopes, sink)
+    schedule = Schedule(
+        items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride
+    )
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -28,8 +27,12 @@ from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
 RAGGED_ROWS = 2**30
 HEADS_IN_STEP = 8
+ITEMS_IN_STEP = 2816
+"""Items that fall in cost together: some 20 for each multiprocessor, so that they come out even, and few enough
+heads that their keys stay in the L2 cache."""
 MAX_EXTENT = 2**31 - 2**16
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class View:
@@ -37,7 +40,12 @@ class View:
 
     def __init__(self, shape: list[int], strides: list[int], block: list[int], dtype: torch.dtype) -> None:
         layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
-        self._fields = {"shape": shape, "strides": strides, "block_shape": block, "layout": layout, "padding": "zero"}
+        self._fields = {"shape": shape, "strides": strides, "block_shape": block, "layout": layout}
+        self._fields["padding"] = "zero"
+
+        numbers = ", ".join(map(str, block))
+        self.type_name = f"tensordesc<{TRITON_NAMES[dtype]}[{numbers}],{layout!r}>"
+        """As a type in a signature, for compilation ahead of time."""
 
     def of(self, tensor: Tensor) -> TensorDescriptor:
         """The descriptor of ``tensor``; its checks were the dispatch's (``Problem.tma_obstacle``)."""
@@ -66,8 +74,9 @@ def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: to
     """Rows of any sequence, with that sequence's end as the end of the tensor.
 
     TMA knows one extent for all rows. With 2**30 rows, row ``2**30 - seqlen + i`` of a sequence is inside
-    exactly if ``i < seqlen``; two more dimensions bring the address back to row ``start + i``: their coordinates
-    are 2**30, with a stride that wraps 64-bit addresses around to minus 2**30 rows, and ``start + seqlen``.
+    exactly if ``i < seqlen``; two more dimensions bring the address back to row ``start + i``: their
+    coordinates are 2**30, with a stride that wraps 64-bit addresses around to minus 2**30 rows, and
+    ``start + seqlen``.
     """
     seqlen, heads, head_dim = shape[-3:]
     row, head, last = _usable((seqlen, heads, head_dim), strides[-3:])
@@ -139,15 +148,16 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
 def section_of(problem: Problem, variant: Variant) -> int:
     """Heads whose items are dealt out together: a divisor of all heads of the batch.
 
-    Programs at work at the same time should read the same keys in step. Without a right edge that are all blocks
-    of one key head. With pairs, those of one place in a few heads. With neither, costs fall from the last block to
-    the first, and programs come out even only if those of all heads do so together.
+    Programs at work at the same time should read the same keys in step. Without a right edge that are all
+    blocks of one key head. With pairs, those of one place in a few heads. With neither, costs fall from the
+    last block to the first, and programs come out even only if those of many heads do so together.
     """
     heads = problem.batch * problem.num_heads_q // variant.PACK
     if variant.PAIRED:
         most = max(HEADS_IN_STEP, variant.KV_GROUP)
     else:
-        most = heads if variant.HAS_RIGHT else variant.KV_GROUP
+        blocks = math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
+        most = max(ITEMS_IN_STEP // blocks, variant.KV_GROUP) if variant.HAS_RIGHT else variant.KV_GROUP
     return next(size for size in range(min(most, heads), 0, -1) if heads % size == 0)
 
 
@@ -180,7 +190,8 @@ class ForwardLaunch:
         table = lse
         if self._table_kernel is not None:
             table = q.new_empty(self._table_shape, dtype=torch.int32)
-            self._table_kernel(device, table, cu_seqlens_q, cu_seqlens_k, seqused_k if seqused_k is not None else lse)
+            used = lse if seqused_k is None else seqused_k
+            self._table_kernel(device, table, cu_seqlens_q, cu_seqlens_k, used)
         view_q, view_k, view_v, view_o = self._views
         kernel(
             device,
@@ -229,7 +240,9 @@ class ForwardLaunch:
         self._kernel = GluonKernel(forward_kernel, programs, scalars, (variant,), variant.WARPGROUPS)
 
 
-def views(problem: Problem, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tuple[View, View, View, View]:
+def views(
+    problem: Problem, variant: Variant, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[View, View, View, View]:
     """Of q, k, v and out."""
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D, variant.BLOCK_DV

@@ -96,8 +96,9 @@ def turns_of(program, programs, items):
 def blocks_of(blocks, place, PAIRED: gl.constexpr):
     """How many blocks of query rows an item has, of a sequence with ``blocks`` of them.
 
-    Under a causal mask block m costs m + 1 blocks of keys. So an item is the pair of the dearest and the cheapest
-    that are left: all items of a sequence cost the same, and those at work together read the same keys.
+    Under a causal mask block m costs m + 1 blocks of keys. So an item is the pair of the dearest and the
+    cheapest that are left: all items of a sequence cost the same, and those at work together read the same
+    keys.
     """
     return 2 if PAIRED and 2 * place + 1 < blocks else 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.backends.kernel_cache import kernel
+
 CHUNK = 256
 """Sequences that are looked at together."""
 
@@ -35,7 +37,7 @@ def item_count(seqlen_q, blocks, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr):
     return count
 
 
-@triton.jit
+@kernel()
 def tile_table_kernel(
     table,
     cu_seqlens_q,

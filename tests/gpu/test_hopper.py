@@ -1,0 +1,104 @@
+"""What the Hopper backend serves, and that it says why it does not serve the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashtile
+from cases import BF16, CASES, FP16, Case
+from targets import CUDA, Target
+
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]
+
+ADDRESSABLE = ("contiguous", "packed", "transposed")
+"""Layouts in which rows of 8 elements lie at multiples of 16 bytes."""
+LLAMA = Case(
+    name="llama", batch=1, seqlen_q=1024, seqlen_k=1024, heads_q=32, heads_kv=8, head_dim=128, dtype=BF16
+)
+
+
+def serves(case: Case) -> bool:
+    sizes = (case.head_dim, case.head_dim_v or case.head_dim)
+    lengths = case.lengths or ((case.seqlen_q * case.batch, case.seqlen_k * case.batch),)
+    rows = [sum(row) + case.unused_tail for row in zip(*lengths, strict=True)] if lengths else [0]
+    return case.dtype in (FP16, BF16) and not any(size % 8 for size in sizes) and all(rows)
+
+
+def explain(case: Case) -> flashtile.dispatch.Explanation:
+    inputs = case.inputs("cuda")
+    return flashtile.explain(*inputs.qkv, **inputs.arguments)
+
+
+def test_every_case_that_it_should_serve() -> None:
+    served = [case for case in CASES if serves(case) and case.layout in ADDRESSABLE]
+    assert len(served) > 300
+    others = [case.name for case in served if explain(case).backend != "hopper"]
+    assert not others
+
+
+def test_reasons() -> None:
+    for case in CASES:
+        if serves(case):
+            continue
+        explanation = explain(case)
+        assert explanation.backend == "portable", case.name
+        assert explanation.reasons_against["hopper"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 20}, "multiple of 8"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"layout": "offset"}, "16 bytes"),
+        ({"seqlen_k": 0}, "no keys"),
+    ],
+)
+def test_says_why_not(change: dict, reason: str) -> None:
+    inputs = replace(LLAMA, name="why-not", **change).inputs("cuda")
+    with pytest.raises(NotImplementedError, match=reason):
+        flashtile.attention(*inputs.qkv, backend="hopper", **inputs.arguments)
+
+
+def test_a_thousand_runs_give_the_same_bits() -> None:
+    lengths = ((700, 900), (1, 300), (333, 333))
+    for call in (LLAMA, replace(LLAMA, name="ragged", lengths=lengths, causal=True)):
+        inputs = call.inputs("cuda")
+        arguments = {**inputs.arguments, "return_lse": True, "backend": "hopper"}
+        out, lse = flashtile.attention(*inputs.qkv, **arguments)
+        differing = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(1000):
+            again, lse_again = flashtile.attention(*inputs.qkv, **arguments)
+            differing += ~((out == again).all() & (lse == lse_again).all())
+        assert not differing.item()
+
+
+@pytest.mark.parametrize("heads_q", [8, 16, 64])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 17, 64, 100])
+def test_groups_in_one_tile(heads_q: int, seqlen_q: int) -> None:
+    """Few queries for each head: query heads of a key head share a tile."""
+    call = replace(LLAMA, name="packed", heads_q=heads_q, heads_kv=1, seqlen_q=seqlen_q, batch=2, causal=True)
+    call.inputs("cuda").check(backend="hopper", gradients=False)
+    everything = replace(call, softcap=8.0, alibi="batch", sink="float32", window_size=(300, 0))
+    everything.inputs("cuda").check(backend="hopper", gradients=False)
+
+
+def test_lengths_that_lie() -> None:
+    """Offsets beyond the tensors reach no memory that is not theirs."""
+    inputs = replace(LLAMA, name="lying", lengths=((300, 300), (200, 200))).inputs("cuda")
+    arguments = dict(inputs.arguments)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        arguments[name] = torch.tensor([0, 300, 2**30], dtype=torch.int32, device="cuda")
+    out = flashtile.attention(*inputs.qkv, backend="hopper", **arguments)
+    torch.cuda.synchronize()
+    assert out.isfinite().all()
+
+
+def test_target_is_the_hopper_backend(gpu_target: Target) -> None:
+    """The common suite's target without a named backend means this one."""
+    if gpu_target.name == "hopper":
+        assert explain(LLAMA).backend == "hopper"

@@ -63,7 +63,7 @@ def default_config(device: torch.device) -> TrainingConfig:
         return TrainingConfig()
     dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     return TrainingConfig(
-        PRESETS["small"], batch=16, seqlen=1024, learning_rate=2e-3, device=str(device), dtype=dtype
+        PRESETS["small"], batch=16, seqlen=1024, learning_rate=6e-4, device=str(device), dtype=dtype
     )
 
 

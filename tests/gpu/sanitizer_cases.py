@@ -40,7 +40,7 @@ SANITIZED = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="portable")
+    parser.add_argument("--backend", help="Default: what dispatch chooses.")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     for case in SANITIZED:

@@ -32,7 +32,7 @@ def paged(
     cache_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """(q, k_cache, v_cache) and a call's arguments; what no sequence holds is NaN, its entries far outside."""
+    """(q, k_cache, v_cache) and a call's arguments; what no sequence holds is NaN, its entries far off."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     columns = -(-max([*contexts, 1]) // page_size)
     used = [-(-context // page_size) for context in contexts]
@@ -166,6 +166,45 @@ def test_replays_back_to_back_do_not_overtake_each_other() -> None:
     for _ in range(50):
         graph.replay()
     assert_same_bits(captured, expected)
+
+
+def test_calls_wait_for_what_they_follow() -> None:
+    """Attention is placed before the kernel ahead of it has ended; it must see all that this one writes."""
+    (q, k_cache, v_cache), arguments = paged([4096, 900])
+    lengths, queries = arguments["cache_seqlens"], torch.randn((64, *q.shape), device="cuda", dtype=q.dtype)
+    steps = [
+        (query, torch.tensor([64 * i + 1, 900 - i], device="cuda").int()) for i, query in enumerate(queries)
+    ]
+
+    def follow() -> list[tuple[Tensor, Tensor]]:
+        results = []
+        for query, grown in steps:
+            q.copy_(query)
+            lengths.copy_(grown)
+            results.append(attend((q, k_cache, v_cache), arguments))
+        return results
+
+    expected = []
+    for query, grown in steps:
+        alone = {**arguments, "cache_seqlens": grown}
+        expected.append(attend((query, k_cache, v_cache), alone))
+        torch.cuda.synchronize()
+    assert_same_bits(follow(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = follow()
+    for _ in range(20):
+        graph.replay()
+    assert_same_bits(captured, expected)
+
+
+def test_the_result_does_not_depend_on_whether_lse_is_wanted() -> None:
+    for contexts in ([8192], [300, 0, 5000]):
+        tensors, arguments = paged(contexts)
+        expected, _ = attend(tensors, arguments)
+        for _ in range(3):  # the first call of a signature compiles, the others go by address
+            out = flashtile.flash_attn_with_kvcache(*tensors, backend="portable", **arguments)
+            assert_same_bits(out, expected)
 
 
 def test_no_synchronisation() -> None:

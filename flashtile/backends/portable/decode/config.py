@@ -53,7 +53,7 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("hopper", 1, WIDE, 64): _row(64, 4, 3, 2),
     ("hopper", 1, WIDE, 128): _row(64, 4, 3, 1),
     ("hopper", 1, WIDE, 256): _row(32, 8, 3, 1, 48),
-    ("hopper", 1, WIDE, 512): _row(32, 8, 2, 1, 700),
+    ("hopper", 1, WIDE, 512): _row(32, 8, 2, 1, 704),
     ("hopper", 4, NARROW, 64): _row(32, 4, 3, 2),
     ("hopper", 4, NARROW, 128): _row(32, 4, 3, 2),
     ("hopper", 4, NARROW, 256): _row(32, 8, 3, 1, 124),

@@ -65,7 +65,8 @@ def attention(
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
         deterministic: gradients bitwise reproducible from run to run.
         return_lse: also return the log-sum-exp of the scores of each row.
-        backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see ``flashtile.explain``).
+        backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see
+            ``flashtile.explain``).
 
     Returns:
         out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse),
@@ -196,9 +197,9 @@ def flash_attn_varlen_func(
 
     Args:
         block_table: (batch, max_blocks) int32, for keys and values in pages: k and v are then
-            (num_blocks, page_size, heads_kv, head_dim), any page size from 1, and entry i of a row is the page
-            of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only (``seqused_k``
-            takes its place where it is given); there is no backward pass.
+            (num_blocks, page_size, heads_kv, head_dim), any page size from 1, and entry i of a row is the
+            page of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only
+            (``seqused_k`` takes its place where it is given); there is no backward pass.
 
     Raises:
         NotImplementedError: ``dropout_p``; the backward pass with ``block_table``; and as :func:`attention`.

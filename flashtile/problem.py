@@ -126,7 +126,7 @@ class Problem(Results):
     seqused_k: bool = False
     deterministic: bool = False
     tma_obstacle: str | None = None
-    """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie; None if it can."""
+    """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
 
     @property
     def causal(self) -> bool:
@@ -236,8 +236,8 @@ def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str 
     """Why TMA cannot address the tensors: it takes pointers and strides in multiples of 16 bytes.
 
     Args:
-        ends_early: sequences of a dense k and v end early (``seqused_k``). Then they are addressed as rows behind
-            one another, so that sequences must be whole rows apart.
+        ends_early: sequences of a dense k and v end early (``seqused_k``). Then they are addressed as rows
+            behind one another, so that sequences must be whole rows apart.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         bytes_of = tensor.element_size()
@@ -250,7 +250,8 @@ def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str 
         strides = [tensor.stride(i) for i in range(tensor.dim() - 1) if tensor.shape[i] > 1]
         for stride in strides:
             if stride <= 0 or stride * bytes_of % 16:
-                return f"{name} must have positive strides in multiples of 16 bytes for TMA, got {tensor.stride()}"
+                got = tuple(tensor.stride())
+                return f"{name} must have positive strides in multiples of 16 bytes for TMA, got {got}"
         if ends_early and name != "q" and tensor.shape[0] > 1 and tensor.stride(0) % max(tensor.stride(1), 1):
             return (
                 f"{name} must have sequences whole rows apart for TMA with seqused_k, got {tensor.stride()}"

@@ -54,4 +54,5 @@ def test_command_on_a_gpu(tmp_path):
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "results.json").read_text())
-    assert {served["backend"] for served in record["setting"]["served"]} == {"portable"}
+    served = {entry["backend"] for entry in record["setting"]["served"]}
+    assert served <= {"hopper", "portable"}

@@ -28,8 +28,8 @@ from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 RAGGED_ROWS = 2**30
 HEADS_IN_STEP = 8
 ITEMS_IN_STEP = 2816
-"""Items that fall in cost together: some 20 for each multiprocessor, so that they come out even, of few enough
-heads that their keys stay in the L2 cache."""
+"""Items that fall in cost together: some 20 for each multiprocessor, so that they come out even, of few
+enough heads that their keys stay in the L2 cache."""
 MAX_EXTENT = 2**31 - 2**16
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}

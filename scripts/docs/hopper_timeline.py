@@ -1,4 +1,4 @@
-"""Draws docs/assets/hopper-schedule.svg: which blocks the first programs of the Hopper forward compute, and when.
+"""Draws docs/assets/hopper-schedule.svg: which blocks some programs of the Hopper forward compute, and when.
 
     python -m scripts.docs.hopper_timeline
 

@@ -2,8 +2,8 @@
 
     python -m scripts.docs.hopper_timeline
 
-The order is the kernel's own (``backends/hopper/schedule.py``); time is counted in blocks of keys, and one block
-more for the start and end of each block of queries.
+The order is the kernel's own (``backends/hopper/schedule.py``); time is counted in blocks of keys, and one
+block more for the start and end of each block of queries.
 """
 
 from __future__ import annotations

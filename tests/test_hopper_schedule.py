@@ -1,4 +1,4 @@
-"""The schedule of the Hopper kernels, run as Python: every block once, and the key blocks that masks ask for."""
+"""The schedule of the Hopper kernels, run as Python: every block once, and the key blocks of the masks."""
 
 from __future__ import annotations
 

@@ -8,16 +8,8 @@ block more for the start and end of each block of queries.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import matplotlib
-
-matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 import torch
@@ -27,6 +19,7 @@ from flashtile.backends.hopper.launch import section_of, variant_of
 from flashtile.backends.hopper.schedule import block_of, blocks_of, dense_item, items_of, turns_of, work_item
 from flashtile.problem import Problem
 
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 132
 SHOWN = 24
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
@@ -72,6 +65,7 @@ def spans(problem: Problem, paired_below: int, program: int) -> list[tuple[int, 
 
 
 def draw(path: Path) -> None:
+    plt.rcParams["svg.hashsalt"] = "flashtile"  # the same file each time
     figure, axes = plt.subplots(2, 1, figsize=(9, 6), layout="constrained")
     for axis, seqlen, paired_below, title in (
         (axes[0], 2048, 2**31, "S = 2048: pairs of a long and a short block"),
@@ -83,7 +77,8 @@ def draw(path: Path) -> None:
         for row in range(SHOWN):
             program = row * PROGRAMS // SHOWN
             for begin, length, block in spans(problem, paired_below, program):
-                axis.barh(row, length, left=begin, color=colours(block / last), edgecolor="white", linewidth=0.4)
+                colour = colours(block / last)
+                axis.barh(row, length, left=begin, color=colour, edgecolor="white", linewidth=0.4)
         axis.set(title=title, xlabel="blocks of keys", ylabel=f"{SHOWN} of {PROGRAMS} programs", yticks=[])
         axis.invert_yaxis()
     figure.savefig(path, metadata={"Date": None})

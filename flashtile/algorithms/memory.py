@@ -168,10 +168,12 @@ class Memory:
         try:
             yield scope
         finally:
-            scope.free(*list(scope.names))
-            self._depth -= 1
-            if outermost:
-                self._flops.__exit__(None, None, None)
+            try:
+                scope.free(*list(scope.names))
+            finally:
+                self._depth -= 1
+                if outermost:
+                    self._flops.__exit__(None, None, None)
 
     def record(
         self,

@@ -9,6 +9,7 @@ import importlib.util
 
 import torch
 
+from flashtile.backends.hopper.config import RAGGED_ROWS
 from flashtile.problem import Problem
 
 NAME = "hopper"
@@ -34,8 +35,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         return problem.tma_obstacle
     if problem.batch * problem.total_q * problem.total_k == 0:
         return "there are no queries or no keys"
-    if max(problem.total_q, problem.total_k) > 2**30:
-        return f"it addresses up to 2**30 rows, there are {max(problem.total_q, problem.total_k)}"
+    if max(problem.total_q, problem.total_k) > RAGGED_ROWS:
+        return f"it addresses up to {RAGGED_ROWS} rows, there are {max(problem.total_q, problem.total_k)}"
     return None
 
 

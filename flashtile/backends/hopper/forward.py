@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.hopper import config
 from flashtile.backends.hopper.channels import make_channel, make_turn
 from flashtile.backends.hopper.compat import async_load, async_store
 from flashtile.backends.hopper.schedule import (
@@ -45,10 +46,9 @@ from flashtile.backends.hopper.schedule import (
 )
 from flashtile.backends.kernel_cache import gluon_kernel
 
-WARPGROUP_ROWS = gl.constexpr(64)
+WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LN_2 = gl.constexpr(0.6931471805599453)
-RAGGED_ROWS = gl.constexpr(2**30)
-"""Rows of a ragged descriptor: see ``launch.ragged_view``."""
+RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
 
 
 @gluon.jit

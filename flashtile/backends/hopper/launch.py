@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
+    RAGGED_ROWS,
     WARPGROUP_ROWS,
     ForwardConfig,
     Variant,
@@ -25,7 +25,6 @@ from flashtile.backends.hopper.schedule import TABLE_WIDTH, items_of
 from flashtile.backends.portable.launch import KeptKernel, bent
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
-RAGGED_ROWS = 2**30
 HEADS_IN_STEP = 8
 ITEMS_IN_STEP = 2816
 """Items that fall in cost together: some 20 for each multiprocessor, so that they come out even, of few
@@ -94,14 +93,6 @@ def _rows_apart(k: Tensor) -> int:
 def _usable(shape, strides) -> list[int]:
     """The stride of an extent of 1 may be anything, but TMA wants multiples of 16 bytes."""
     return [stride if size > 1 else 8 for size, stride in zip(shape, strides, strict=True)][:-1] + [1]
-
-
-class GluonKernel(KeptKernel):
-    """A kept warp-specialised kernel."""
-
-    def __init__(self, kernel: Any, grid: int, scalars: tuple, constants: tuple, warpgroups: int) -> None:
-        super().__init__(kernel, grid, scalars, constants, None)
-        self._options = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS[warpgroups]}
 
 
 def pack_of(problem: Problem, block_m: int) -> int:
@@ -215,7 +206,7 @@ class ForwardLaunch:
         if problem.varlen:
             items = tile_table.capacity(problem.total_q, problem.batch, variant.BLOCK_M)
             self._table_shape = (1 + items, TABLE_WIDTH.value)
-            self._table_kernel = TableKernel(problem, variant, blocks, items)
+            self._table_kernel = table_kernel(problem, variant, blocks, items)
         else:
             items = problem.batch * items_of.fn(blocks, variant.PAIRED)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
@@ -237,7 +228,8 @@ class ForwardLaunch:
         )
         self._views = views(problem, variant, q, k, v)
         programs = min(multiprocessors, items * heads)
-        self._kernel = GluonKernel(forward_kernel, programs, scalars, (variant,), variant.WARPGROUPS)
+        registers = LAUNCH_REGISTERS[variant.WARPGROUPS]
+        self._kernel = KeptKernel(forward_kernel, programs, scalars, (variant,), None, maxnreg=registers)
 
 
 def views(
@@ -268,10 +260,8 @@ def views(
     return view_q, view_k, view_v, view_o
 
 
-class TableKernel(KeptKernel):
+def table_kernel(problem: Problem, variant: Variant, blocks: int, capacity: int) -> KeptKernel:
     """``tile_table_kernel`` for one signature."""
-
-    def __init__(self, problem: Problem, variant: Variant, blocks: int, capacity: int) -> None:
-        scalars = (problem.batch, blocks, problem.total_q, problem.total_k, capacity)
-        constants = (problem.seqused_k, variant.PAIRED, variant.BLOCK_M, TABLE_WIDTH.value, tile_table.CHUNK)
-        super().__init__(tile_table.tile_table_kernel, problem.batch, scalars, constants, None)
+    scalars = (problem.batch, blocks, problem.total_q, problem.total_k, capacity)
+    constants = (problem.seqused_k, variant.PAIRED, variant.BLOCK_M, TABLE_WIDTH.value, tile_table.CHUNK)
+    return KeptKernel(tile_table.tile_table_kernel, problem.batch, scalars, constants, None)

@@ -27,19 +27,26 @@ PREPARE_NUM_WARPS = 4
 class KeptKernel:
     """One kernel at one grid with fixed scalar arguments; tensors of one signature come with each call.
 
-    Constants are the kernel's last parameters, in its order.
+    Constants are the kernel's last parameters, in its order. ``options`` are further ones of the compiler.
     """
 
     def __init__(
-        self, kernel: Any, grid: int, scalars: tuple, constants: tuple, config: KernelConfig | None
+        self,
+        kernel: Any,
+        grid: int,
+        scalars: tuple,
+        constants: tuple,
+        config: KernelConfig | None,
+        **options: Any,
     ) -> None:
         self._kernel = kernel
         self.programs = grid
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
-        self._options: dict[str, Any] = {"num_warps": PREPARE_NUM_WARPS}
-        if config is not None:
-            self._options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        if config is None:
+            self._options = {"num_warps": PREPARE_NUM_WARPS, **options}
+        else:
+            self._options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
         self._run: Any = None
         self._index: int | None = None
         """Of the device that it was compiled on."""

@@ -7,7 +7,6 @@ call.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -33,14 +32,6 @@ attention programs of a multiprocessor: it waits there for their end."""
 LEAST_SPLITS = 8
 """Parts that it loads at a time at least: in a batch of unequal lengths, some items have many."""
 COMBINE_NUM_WARPS = 4
-
-
-class DependentKernel(KeptKernel):
-    """A kernel that may start before the one that it follows has ended, and waits for that end itself."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._options["launch_pdl"] = True
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -285,8 +276,9 @@ class DecodeLaunch:
         )  # fmt: skip
         scale = problem.softmax_scale
         scalars = (*strides, *lengths, scale, scale * LOG2_E, problem.softcap, problem.num_blocks, *splits)
-        kind = DependentKernel if static.PDL else KeptKernel
-        attend = kind(decode_kernel, programs, scalars, (static_layout, static), tile)
+        # With it, a kernel may start before the one that it follows has ended, and waits for that end itself.
+        options = {"launch_pdl": True} if static.PDL else {}
+        attend = KeptKernel(decode_kernel, programs, scalars, (static_layout, static), tile, **options)
         if not static.SPLIT:
             return attend, None
         self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
@@ -295,7 +287,7 @@ class DecodeLaunch:
         by_item = not balanced or items < programs
         units = items if by_item else programs - 1
         blocks = triton.cdiv(rows, rows_at_once)
-        combine = kind(
+        combine = KeptKernel(
             combine_kernel,
             units * blocks,
             (*lengths, *splits, programs, blocks),
@@ -304,6 +296,7 @@ class DecodeLaunch:
                 padded(problem.head_dim_v), rows_at_once, splits_at_once,
             ),
             None,
+            **options,
         )  # fmt: skip
         return attend, combine
 

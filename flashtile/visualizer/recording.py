@@ -93,15 +93,10 @@ def record(setting: Setting) -> Recording:
 
 
 class _Events(list[Event]):
-    """Stops a run that nobody could watch, once: what the algorithm gives back on its way out is not kept."""
-
-    stopped = False
+    """Stops a run that nobody could watch."""
 
     def append(self, event: Event) -> None:
-        if self.stopped:
-            return
         if len(self) == MOST_EVENTS:
-            self.stopped = True
             raise ValueError(
                 f"seqlen must be shorter or the blocks larger: the run has more than {MOST_EVENTS} events"
             )

@@ -188,8 +188,18 @@ class Problem(Results):
         )
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    options: Options,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> None:
     """Raise for a call that no backend could compute. Looks at shapes and types only, never at data.
+
+    Args:
+        dtypes: that q, k and v may have.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -201,7 +211,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     rank, layout = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor, rank, layout, q)
+        _check_tensor(name, tensor, rank, layout, q, dtypes)
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
     if k.shape[:-2] != v.shape[:-2]:
@@ -290,11 +300,15 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}: they must be on one device")
 
 
-def _check_tensor(name: str, tensor: Tensor, rank: int, layout: str, q: Tensor) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor, rank: int, layout: str, q: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
     if tensor.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions {layout}, got shape {tuple(tensor.shape)}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+    if tensor.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}")
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}, but q has {q.dtype}: they must be equal")
     if tensor.device.type not in (*DEVICE_TYPES, "meta"):

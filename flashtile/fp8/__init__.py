@@ -1,0 +1,4 @@
+"""Attention in FP8 (e4m3): quantisation with scales by block, head or tensor, and incoherent processing.
+
+Shah et al. 2024, FlashAttention-3 (arXiv:2407.08608), section 3.3. Forward only.
+"""

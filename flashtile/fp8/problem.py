@@ -1,0 +1,221 @@
+"""What is quantised and what is attended to in FP8: frozen descriptions, and the tensors beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.fp8 import layout
+from flashtile.problem import Extras, Options, Problem, find_tma_obstacle
+
+
+class Scales(NamedTuple):
+    """float32 factors: a number is what is stored times its scale. None is 1 for all.
+
+    Of blocks (``Fp8Problem.block_scales``): (batch, heads, blocks), or (heads, blocks) for sequences behind
+    one another, contiguous. Else (batch, heads) with any strides.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+class QuantizeTensors(NamedTuple):
+    """What may come beside the tensor to quantise; None for each that does not."""
+
+    cu_seqlens: Tensor | None = None
+    seqused: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_offsets: Tensor | None = None
+
+
+class QuantizeOptions(NamedTuple):
+    """The arguments of a quantisation that are not tensors, hashable so that launches can be kept by them."""
+
+    role: str
+    method: str
+    seed: int | None
+    """Of the Hadamard transform's signs; None is no transform."""
+    max_seqlen: int | None
+    rotary_offset: int
+    rotary_interleaved: bool
+    backend: str | None
+
+
+class AttendOptions(NamedTuple):
+    """What an attention call in FP8 has beside :class:`flashtile.problem.Options`."""
+
+    out_dtype: torch.dtype
+    head_dim: int
+    """Of q and k before they were stored, for the default of softmax_scale."""
+    v_transposed: bool = False
+    block_scales: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """What a quantisation computes; ``role`` and ``method`` are those of :func:`flashtile.fp8.quantize`.
+
+    Lengths are in rows; ``seqlen`` is the longest sequence when varlen.
+    """
+
+    role: str
+    method: str
+    batch: int
+    seqlen: int
+    total: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    transformed: bool = False
+    varlen: bool = False
+    seqused: bool = False
+    rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    rotary_offset: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return layout.rows_of(self.role)
+
+    @property
+    def blocks(self) -> int:
+        """Numbers of blocks, of one sequence, or of all when varlen."""
+        if self.varlen:
+            return layout.num_blocks_varlen(self.total, self.batch, self.rows)
+        return layout.num_blocks(self.seqlen, self.rows)
+
+    @property
+    def stored_head_dim(self) -> int:
+        if self.role == "v":
+            return self.head_dim
+        return layout.stored_head_dim(self.head_dim, self.transformed)
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        """q and k as they came, but for their columns; v transposed: (batch, heads, head_dim, columns)."""
+        if self.role == "v":
+            columns = self.blocks * self.rows
+            return (*self._sequences, self.num_heads, self.head_dim, columns)
+        rows = (self.total,) if self.varlen else (self.batch, self.seqlen)
+        return (*rows, self.num_heads, self.stored_head_dim)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        if self.method == "tensor":
+            return (1, 1)
+        if self.method == "head":
+            return (self.batch, self.num_heads)
+        return (*self._sequences, self.num_heads, self.blocks)
+
+    @property
+    def _sequences(self) -> tuple[int, ...]:
+        """The first dimension of what is addressed by block: sequences behind one another share it."""
+        return () if self.varlen else (self.batch,)
+
+    @classmethod
+    def from_tensors(cls, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> QuantizeProblem:
+        """Describe a call that :func:`flashtile.fp8.checks.check_quantize` has passed."""
+        cu_seqlens, seqused, cos, _, _ = tensors
+        varlen = cu_seqlens is not None
+        if cu_seqlens is not None:
+            assert options.max_seqlen is not None
+            batch, seqlen, total = cu_seqlens.shape[0] - 1, options.max_seqlen, x.shape[0]
+        else:
+            batch, seqlen, total = x.shape[0], x.shape[1], x.shape[0] * x.shape[1]
+        return cls(
+            role=options.role,
+            method=options.method,
+            batch=batch,
+            seqlen=seqlen,
+            total=total,
+            num_heads=x.shape[-2],
+            head_dim=x.shape[-1],
+            dtype=x.dtype,
+            device=x.device,
+            transformed=options.seed is not None,
+            varlen=varlen,
+            seqused=seqused is not None,
+            rotary_dim=0 if cos is None else 2 * cos.shape[1],
+            rotary_interleaved=options.rotary_interleaved,
+            rotary_offset=options.rotary_offset,
+        )
+
+
+@dataclass(frozen=True)
+class Fp8Problem(Problem):
+    """An attention call whose q, k and v are e4m3; ``head_dim`` is that of their memory.
+
+    Where ``v_transposed``, v is (batch, heads_kv, head_dim_v, columns), or (heads_kv, head_dim_v, columns)
+    for sequences behind one another: keys in columns, in the order of
+    :func:`flashtile.fp8.layout.key_order`, sequence b from column ``first_block * 128`` on. Columns behind a
+    sequence's last key are 0 to the end of its block; blocks of no sequence hold anything.
+    """
+
+    out_dtype: torch.dtype = torch.bfloat16
+    v_transposed: bool = False
+    block_scales: bool = False
+    """Of blocks of 64 rows of q and 128 keys; otherwise of heads."""
+    q_scale_group: int = 1
+    """Query heads that share an entry of the scales of q."""
+
+    @classmethod
+    def from_call(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: Scales,
+        extras: Extras,
+        options: Options,
+        fp8: AttendOptions,
+    ) -> Fp8Problem:
+        """Describe a call that :func:`flashtile.fp8.checks.check_attend` has passed."""
+        cu_seqlens_q = extras.cu_seqlens_q
+        varlen = cu_seqlens_q is not None
+        if cu_seqlens_q is not None:
+            assert options.max_seqlen_q is not None
+            assert options.max_seqlen_k is not None
+            batch = cu_seqlens_q.shape[0] - 1
+            seqlen_q, seqlen_k = int(options.max_seqlen_q), int(options.max_seqlen_k)
+            total_q, total_k = q.shape[0], k.shape[0]
+        else:
+            batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+            total_q, total_k = batch * seqlen_q, batch * seqlen_k
+        heads_q = q.shape[-2]
+        q_scale_heads = heads_q if fp8.block_scales or scales.q is None else scales.q.shape[1]
+        scale = options.softmax_scale
+        ends_early = extras.seqused_k is not None and not varlen
+        return cls(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            total_q=total_q,
+            total_k=total_k,
+            num_heads_q=heads_q,
+            num_heads_kv=k.shape[-2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-2] if fp8.v_transposed else v.shape[-1],
+            dtype=q.dtype,
+            device=q.device,
+            softmax_scale=fp8.head_dim**-0.5 if scale is None else float(scale),
+            window_left=int(options.window_left),
+            window_right=0 if options.causal else int(options.window_right),
+            softcap=float(options.softcap),
+            alibi=extras.alibi_slopes is not None,
+            sink=extras.sink is not None,
+            varlen=varlen,
+            seqused_k=extras.seqused_k is not None,
+            tma_obstacle=find_tma_obstacle(q, k, k if fp8.v_transposed else v, ends_early),
+            out_dtype=fp8.out_dtype,
+            v_transposed=fp8.v_transposed,
+            block_scales=fp8.block_scales,
+            q_scale_group=heads_q // max(q_scale_heads, 1),
+        )

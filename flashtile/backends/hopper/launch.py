@@ -30,8 +30,12 @@ ITEMS_IN_STEP = 2816
 """Items that fall in cost together: some 20 for each multiprocessor, so that they come out even, of few
 enough heads that their keys stay in the L2 cache."""
 MAX_EXTENT = 2**31 - 2**16
-GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+GLUON_DTYPES = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
 
 
 class View:
@@ -83,7 +87,7 @@ def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: to
     return View(extents, [2**34 - row, row, row, head, last], [1, 1, rows, 1, block_d], dtype)
 
 
-def _rows_apart(k: Tensor) -> int:
+def rows_apart(k: Tensor) -> int:
     """Rows from one sequence of a dense k to the next."""
     if k.dim() == 3 or k.shape[0] == 1:
         return 0
@@ -92,7 +96,7 @@ def _rows_apart(k: Tensor) -> int:
 
 def _usable(shape, strides) -> list[int]:
     """The stride of an extent of 1 may be anything, but TMA wants multiples of 16 bytes."""
-    return [stride if size > 1 else 8 for size, stride in zip(shape, strides, strict=True)][:-1] + [1]
+    return [stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=True)][:-1] + [1]
 
 
 def pack_of(problem: Problem, block_m: int) -> int:
@@ -200,34 +204,13 @@ class ForwardLaunch:
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:
         problem, variant = self._problem, self._variant
-        blocks = math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
-        heads = problem.num_heads_q // variant.PACK
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
         if problem.varlen:
-            items = tile_table.capacity(problem.total_q, problem.batch, variant.BLOCK_M)
-            self._table_shape = (1 + items, TABLE_WIDTH.value)
-            self._table_kernel = table_kernel(problem, variant, blocks, items)
-        else:
-            items = problem.batch * items_of.fn(blocks, variant.PAIRED)
-        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        scalars = (
-            items * heads,
-            blocks,
-            heads,
-            section_of(problem, variant),
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.total_q,
-            _rows_apart(k),
-            left,
-            right,
-            alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-            problem.softmax_scale * LOG2_E,
-            2 * LOG2_E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
-            problem.softcap * LOG2_E,
-        )
+            self._table_shape = (1 + table_items(problem, variant), TABLE_WIDTH.value)
+            self._table_kernel = table_kernel(problem, variant)
+        stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
+        scalars = (*schedule_scalars(problem, variant, rows_apart(k)), stride, *score_numbers(problem))
         self._views = views(problem, variant, q, k, v)
-        programs = min(multiprocessors, items * heads)
+        programs = num_programs(scalars, q.device)
         registers = LAUNCH_REGISTERS[variant.WARPGROUPS]
         self._kernel = KeptKernel(forward_kernel, programs, scalars, (variant,), None, maxnreg=registers)
 
@@ -260,8 +243,44 @@ def views(
     return view_q, view_k, view_v, view_o
 
 
-def table_kernel(problem: Problem, variant: Variant, blocks: int, capacity: int) -> KeptKernel:
+def table_items(problem: Problem, variant: Variant) -> int:
+    """The most items of one head that a variable-length batch can have, whatever its lengths."""
+    return tile_table.capacity(problem.total_q, problem.batch, variant.BLOCK_M)
+
+
+def _blocks(problem: Problem, variant: Variant) -> int:
+    """Blocks of query rows of the longest sequence."""
+    return math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
+
+
+def table_kernel(problem: Problem, variant: Variant) -> KeptKernel:
     """``tile_table_kernel`` for one signature."""
+    blocks, capacity = _blocks(problem, variant), table_items(problem, variant)
     scalars = (problem.batch, blocks, problem.total_q, problem.total_k, capacity)
     constants = (problem.seqused_k, variant.PAIRED, variant.BLOCK_M, TABLE_WIDTH.value, tile_table.CHUNK)
     return KeptKernel(tile_table.tile_table_kernel, problem.batch, scalars, constants, None)
+
+
+def schedule_scalars(problem: Problem, variant: Variant, rows_apart_k: int) -> tuple[int, ...]:
+    """The fields of :class:`~flashtile.backends.hopper.schedule.Schedule` up to ``right``, in their order."""
+    blocks = _blocks(problem, variant)
+    heads = problem.num_heads_q // variant.PACK
+    if problem.varlen:
+        items = table_items(problem, variant)
+    else:
+        items = problem.batch * items_of.fn(blocks, variant.PAIRED)
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    section = section_of(problem, variant)
+    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, rows_apart_k)
+    return (items * heads, blocks, heads, section, *lengths, left, right)
+
+
+def score_numbers(problem: Problem) -> tuple[float, float, float]:
+    """The fields of :class:`~flashtile.backends.hopper.schedule.Numbers`."""
+    scale, softcap = problem.softmax_scale * LOG2_E, problem.softcap
+    return scale, 2 * scale / softcap if softcap else 0.0, softcap * LOG2_E
+
+
+def num_programs(scalars: tuple, device: torch.device) -> int:
+    """One for each multiprocessor, but no more than items, the first of ``scalars``."""
+    return min(torch.cuda.get_device_properties(device).multi_processor_count, scalars[0])

@@ -56,6 +56,7 @@ CASES = (
     case("empty-cache", lengths=(0, 0, 5)),
     case("one-head", heads=(1, 1)),
     case("group-of-7", heads=(7, 1)),
+    case("heads-in-blocks", heads=(18, 9), page_size=4),
     case("odd-head-dims", head_dim=17, head_dim_v=5),
     case("wide-values", head_dim=8, head_dim_v=40),
     case("paged", page_size=4),

@@ -60,12 +60,13 @@ def _starts_kernel(
     tl.store(out + 4 * program + 3, pair_start)
 
 
-@pytest.mark.parametrize("block_pairs", [4, 16])
+@pytest.mark.parametrize("in_step", [1, 3])
+@pytest.mark.parametrize("block_pairs", [1, 4, 16])
 @pytest.mark.parametrize("window_left", [-1, 30])
 @pytest.mark.parametrize("lengths", [(7, 0, 100, 33, 1), (0, 0), (500,), (16,) * 9], ids=str)
-def test_programs_share_all_tiles(lengths, window_left, block_pairs):
-    """Shares are equal but for one tile, and each program finds the sequence that its share begins in."""
-    heads, programs, block_n = 3, 7, 16
+def test_teams_share_all_tiles(lengths, window_left, block_pairs, in_step):
+    """Shares are equal but for one tile, and each team finds the sequence that its share begins in."""
+    heads, teams, block_n = 3, 7, 16
     layout = Layout(
         HAS_LENGTHS=True,
         HAS_LEFTPAD=False,
@@ -77,29 +78,33 @@ def test_programs_share_all_tiles(lengths, window_left, block_pairs):
         BLOCK_N=block_n,
         BLOCK_PAIRS=block_pairs,
         ONE_BLOCK=len(lengths) <= block_pairs,
+        ONE_ROW_BLOCK=True,
+        ONE_TOKEN=True,
+        HEADS_IN_STEP=in_step,
+        ONE_HEAD_BLOCK=in_step == heads,
     )
-    out = torch.zeros(programs, 4, dtype=torch.int32)
+    out = torch.zeros(teams, 4, dtype=torch.int32)
     given = torch.tensor(lengths, dtype=torch.int32)
-    _starts_kernel[(programs,)](given, out, len(lengths), heads, 1, 1000, window_left, layout)
+    _starts_kernel[(teams,)](given, out, len(lengths), heads, 1, 1000, window_left, layout)
 
     starts = [max(0, n - 1 - window_left) if window_left >= 0 else 0 for n in lengths]
     tiles = [max(1, -(-n // block_n) - s // block_n) for n, s in zip(lengths, starts, strict=True)]
-    ends = torch.tensor(tiles).mul(heads).cumsum(0)
+    ends = torch.tensor(tiles).mul(heads // in_step).cumsum(0)
     total = int(ends[-1])
-    shares = [total // programs + (p < total % programs) for p in range(programs)]
-    for program, (found_total, position, pair, pair_start) in enumerate(out.tolist()):
-        assert (found_total, position) == (total, sum(shares[:program]))
+    shares = [total // teams + (t < total % teams) for t in range(teams)]
+    for team, (found_total, position, pair, pair_start) in enumerate(out.tolist()):
+        assert (found_total, position) == (total, sum(shares[:team]))
         expected = int((ends <= position).sum())
         assert (pair, pair_start) == (expected, int(ends[expected - 1]) if expected else 0)
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 7, 8, 100, 1000])
-def test_every_tile_has_one_program(total):
-    programs = 7
-    for program in range(programs):
-        first, end = share_start(program, programs, total), share_start(program + 1, programs, total)
-        assert all(share_of(tile, programs, total) == program for tile in range(first, end))
-    assert share_start(programs, programs, total) == total
+def test_every_tile_has_one_team(total):
+    teams = 7
+    for team in range(teams):
+        first, end = share_start(team, teams, total), share_start(team + 1, teams, total)
+        assert all(share_of(tile, teams, total) == team for tile in range(first, end))
+    assert share_start(teams, teams, total) == total
 
 
 @pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 3}, {"split_size": 16}], ids=str)

@@ -15,8 +15,15 @@ import triton.language as tl
 
 from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
-from flashtile.backends.portable.decode.schedule import balanced_start, sequence, share_start, tiles_of
-from flashtile.backends.portable.decode.steps import as_float16, attend_tiles
+from flashtile.backends.portable.decode.schedule import (
+    balanced_start,
+    heads_of_rows,
+    rows_of_pair,
+    sequence,
+    share_start,
+    tiles_of,
+)
+from flashtile.backends.portable.decode.steps import as_float16, attend_tiles, table_entries
 
 
 @triton.jit
@@ -47,13 +54,13 @@ def attend_item(
     _, num_m, _, group_size, seqlen_q, _, _, _, _, _ = shape
     softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots = numbers
     start_q, len_q, len_k, num_rows = sequence_of_pair
-    b = (pair // num_m).to(tl.int64)
+    b, m = rows_of_pair(pair, num_m, LAYOUT)
+    b = b.to(tl.int64)
 
     index = tl.arange(0, LAYOUT.BLOCK_M)
     exists = index < num_rows
-    row = (pair % num_m) * LAYOUT.BLOCK_M + index
-    tokens = row // group_size
-    heads = head_kv * group_size + row % group_size
+    row = m * LAYOUT.BLOCK_M + index
+    tokens, heads = heads_of_rows(row, head_kv, group_size, LAYOUT)
     tokens64 = start_q.to(tl.int64) + tokens
     columns = tl.arange(0, FEATURES.BLOCK_D)
     q_rows = b * q_stride_b + tokens64 * q_stride_s + heads.to(tl.int64) * q_stride_h
@@ -62,10 +69,6 @@ def attend_item(
         mask=exists[:, None] & (columns < FEATURES.HEAD_DIM)[None, :],
         other=0.0,
     )
-    IN_FLOAT16: tl.constexpr = FEATURES.E4M3 and q_ptr.dtype.element_ty != tl.float32
-    if IN_FLOAT16:
-        q, q_scale = as_float16(q)
-
     cache_row = b
     if FEATURES.HAS_BATCH_IDX:
         cache_row = tl.load(cache_batch_idx + b).to(tl.int64)
@@ -97,11 +100,22 @@ def attend_item(
         k_ptr + head64 * k_stride_h, v_ptr + head64 * v_stride_h, table, k_scales, v_scales, cache_strides,
         num_blocks,
     )  # fmt: skip
+    entries = (b, b)
+    if FEATURES.PAGE_SIZE != 0:
+        entries = (
+            table_entries(table, tile, keys_seen, LAYOUT, FEATURES),
+            table_entries(table, tile + 1, keys_seen, LAYOUT, FEATURES),
+        )
+    # All that an item begins with is on its way together: no load moves across a barrier, but each would move
+    # down to where it is used, and one latency would follow another.
+    tl.debug_barrier()
+    IN_FLOAT16: tl.constexpr = FEATURES.E4M3 and q_ptr.dtype.element_ty != tl.float32
     if IN_FLOAT16:
+        q, q_scale = as_float16(q)
         k_scale = (k_scale * q_scale)[:, None]
     rows = (tokens, len_k - len_q, slope, k_scale, tree_rows, len_q)
     acc, row_max, row_sum = attend_tiles(
-        q, cache, cache_row, keys_seen, (tile, tile + count), rows, shape,
+        q, cache, cache_row, entries, keys_seen, (tile, tile + count), rows, shape,
         (softmax_scale, scale_log2, softcap), q_ptr.dtype.element_ty, LAYOUT, FEATURES,
     )  # fmt: skip
 
@@ -146,7 +160,7 @@ RUNTIME_INTEGERS = (
     "k_descale_stride",
     "v_descale_stride",
     "tree_stride",
-    "programs",
+    "teams",
     "num_heads_q",
     "row_blocks",
 )
@@ -207,7 +221,7 @@ def decode_kernel(
     LAYOUT: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Grid: (programs,) if BALANCED, else (row blocks * splits * heads_kv * batch,).
+    """Grid: (teams * HEADS_IN_STEP,) if BALANCED, else (row blocks * splits * heads_kv * batch,).
 
     q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN; caches (rows, capacity, heads_kv,
     ...) or (num_blocks, PAGE_SIZE, heads_kv, ...); out like q with HEAD_DIM_V and lse (batch, heads_q,
@@ -235,28 +249,40 @@ def decode_kernel(
     numbers = (softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots)
     program = tl.program_id(0)
     if FEATURES.BALANCED:
-        total, position, pair, pair_start = balanced_start(
-            program, tl.num_programs(0), lengths, shape, LAYOUT
-        )
-        end = share_start(program + 1, tl.num_programs(0), total)
-        while position < end:
-            start_q, len_q, len_k, leftpad = sequence(pair // num_m, True, lengths, shape, LAYOUT)
-            num_rows, low, high, tiles = tiles_of(pair % num_m, len_q, len_k, leftpad, shape, LAYOUT)
-            if tiles > 0:
-                head_kv = (position - pair_start) // tiles
-                tile = (position - pair_start) % tiles
-                count = min(tiles - tile, end - position)
+        HEADS: tl.constexpr = LAYOUT.HEADS_IN_STEP
+        team = program // HEADS
+        teams = tl.num_programs(0) // HEADS
+        total, position, pair, pair_start = balanced_start(team, teams, lengths, shape, LAYOUT)
+        end = share_start(team + 1, teams, total)
+        # Not asked before the first item, so that what the loop needs anyway is worked out while lengths are
+        # on their way.
+        going = tl.full([], True, tl.int1)
+        while going:
+            known = tl.minimum(pair, num_pairs - 1)
+            b, m = rows_of_pair(known, num_m, LAYOUT)
+            start_q, len_q, len_k, leftpad = sequence(b, True, lengths, shape, LAYOUT)
+            num_rows, low, high, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
+            tile = position - pair_start
+            pair_end = pair_start + tiles
+            head_kv = program % HEADS
+            if not LAYOUT.ONE_HEAD_BLOCK:
+                head_kv += tile // tl.maximum(tiles, 1) * HEADS
+                tile = tile % tl.maximum(tiles, 1)
+                pair_end = pair_start + tiles * (num_heads_kv // HEADS)
+            count = min(tiles - tile, end - position)
+            if count > 0:
                 # An item's first part is the last work of its program, any other part the first.
                 slot = 2 * program + (tile == 0).to(tl.int32)
                 attend_item(
-                    pair, head_kv, low // LAYOUT.BLOCK_N + tile, count, slot,
+                    known, head_kv, low // LAYOUT.BLOCK_N + tile, count, slot,
                     (start_q, len_q, len_k, num_rows), (low, high), count == tiles, tensors, strides, shape,
                     numbers, LAYOUT, FEATURES,
                 )  # fmt: skip
                 position += count
-            if position >= pair_start + tiles * num_heads_kv:
+            if position >= pair_end:
                 pair_start = position
                 pair += 1
+            going = position < end
     else:
         # The row blocks of an item run side by side and share the keys in the L2 cache; the last see the
         # most.

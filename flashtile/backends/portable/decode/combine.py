@@ -12,6 +12,8 @@ from flashtile.backends.portable.decode.results import normalised, store_results
 from flashtile.backends.portable.decode.schedule import (
     balanced_pair,
     balanced_start,
+    heads_of_rows,
+    rows_of_pair,
     sequence,
     share_of,
     tiles_of,
@@ -89,7 +91,7 @@ def combine_kernel(
     slots,
     num_splits,
     split_tiles,
-    programs,
+    teams,
     row_blocks,
     LAYOUT: tl.constexpr,
     BALANCED: tl.constexpr,
@@ -101,10 +103,10 @@ def combine_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """What ``decode_kernel``, whose grid was ``programs``, left in parts.
+    """What ``decode_kernel`` left in parts, in a balanced grid of ``teams`` teams.
 
-    Grid: (row blocks * items,), or unless BY_ITEM (row blocks * boundaries between those programs,), which
-    are fewer where the batch is large.
+    Grid: (row blocks * items,), or unless BY_ITEM (row blocks * boundaries between those teams' programs,),
+    which are fewer where the batch is large.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -116,32 +118,35 @@ def combine_kernel(
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(0) // row_blocks
     if BALANCED:
+        HEADS: tl.constexpr = LAYOUT.HEADS_IN_STEP
         if BY_ITEM:
             pair = unit // num_heads_kv
             head_kv = unit % num_heads_kv
             total, pair_start = balanced_pair(pair, lengths, shape, LAYOUT)
         else:
-            # The item that holds the first tile of program unit + 1.
-            total, position, pair, pair_start = balanced_start(unit + 1, programs, lengths, shape, LAYOUT)
-        known = pair < num_pairs
-        start_q, len_q, len_k, leftpad = sequence(pair // num_m, known, lengths, shape, LAYOUT)
-        num_rows, _, _, tiles = tiles_of(pair % num_m, len_q, len_k, leftpad, shape, LAYOUT)
-        if not BY_ITEM:
-            head_kv = (position - pair_start) // tl.maximum(tiles, 1)
-        item_start = pair_start + head_kv * tiles
-        first_program = share_of(item_start, programs, total)
-        splits = share_of(item_start + tl.maximum(tiles, 1) - 1, programs, total) - first_program + 1
+            # The item that holds the first tile of a program of the next team.
+            head_kv = unit % HEADS
+            total, position, pair, pair_start = balanced_start(
+                unit // HEADS + 1, teams, lengths, shape, LAYOUT
+            )
+        b, m = rows_of_pair(pair, num_m, LAYOUT)
+        start_q, len_q, len_k, leftpad = sequence(b, pair < num_pairs, lengths, shape, LAYOUT)
+        num_rows, _, _, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
+        if not (BY_ITEM or LAYOUT.ONE_HEAD_BLOCK):
+            head_kv += (position - pair_start) // tl.maximum(tiles, 1) * HEADS
+        item_start = pair_start + head_kv // HEADS * tiles
+        first_team = share_of(item_start, teams, total)
+        splits = share_of(item_start + tl.maximum(tiles, 1) - 1, teams, total) - first_team + 1
         # Of an item over several boundaries, the first one's program combines it.
-        if tiles == 0 or (not BY_ITEM and first_program != unit):
+        if tiles == 0 or (not BY_ITEM and first_team != unit // HEADS):
             splits = 0
-        start = 2 * first_program
-        step = 2
+        start = 2 * (first_team * HEADS + head_kv % HEADS)
+        step = 2 * HEADS
         first_extra = 1
     else:
         m = num_m - 1 - unit % num_m
         head_kv = unit // num_m % num_heads_kv
         b = unit // (num_m * num_heads_kv)
-        pair = b * num_m + m
         start_q, len_q, len_k, leftpad = sequence(b, True, lengths, shape, LAYOUT)
         num_rows, _, _, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
         each = split_tiles
@@ -158,9 +163,8 @@ def combine_kernel(
     if (splits > 1) & (first_row < num_rows):
         index = first_row + tl.arange(0, ROWS)
         exists = index < num_rows
-        row = (pair % num_m) * LAYOUT.BLOCK_M + index
-        tokens = row // group_size
-        heads = head_kv * group_size + row % group_size
+        row = m * LAYOUT.BLOCK_M + index
+        tokens, heads = heads_of_rows(row, head_kv, group_size, LAYOUT)
         partial_lse = partial_ptr + slots.to(tl.int64) * partial_rows * HEAD_DIM_V
         acc, row_max, row_sum = sum_splits(
             partial_ptr + index * HEAD_DIM_V, partial_lse + index, exists, splits,
@@ -172,7 +176,7 @@ def combine_kernel(
             acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
         out, lse = normalised(acc, row_max, row_sum)
         store_results(
-            out_ptr, lse_ptr, out, lse, pair // num_m, start_q, tokens, heads, exists, shape, LAYOUT.VARLEN,
+            out_ptr, lse_ptr, out, lse, b, start_q, tokens, heads, exists, shape, LAYOUT.VARLEN,
             HEAD_DIM_V, BLOCK_DV,
         )  # fmt: skip
 

@@ -67,6 +67,7 @@ _TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.uint8: "u8",
+    torch.uint16: "u16",
     FP8: "fp8e4nv",
 }
 _INT32_TENSORS = ("cache_seqlens", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "block_table")
@@ -78,8 +79,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
-        for BLOCK_M in config.row_blocks(element_bytes):
-            for head_dim in config.HEAD_DIMS:
+        for head_dim in config.HEAD_DIMS:
+            for BLOCK_M in config.row_blocks(table_family, element_bytes, head_dim):
                 chosen = config.row(table_family, element_bytes, BLOCK_M, head_dim)
                 variants: Iterable[str] = ("page 16",)
                 if head_dim == 128 and element_bytes == 2:
@@ -111,9 +112,14 @@ def _attention_case(
     name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, variant: str
 ) -> CompileCase:
     native = capability >= 89
-    cache = torch.uint8 if problem.cache_dtype == FP8 and not native else problem.cache_dtype
+    cache = problem.cache_dtype
+    pairs = cache == FP8 and chosen.tile.BLOCK_M == config.NARROW
+    if pairs:
+        cache = torch.uint16
+    elif cache == FP8 and not native:
+        cache = torch.uint8
     features = launch.features(
-        problem, chosen, native_e4m3=native, pdl=capability >= 90, wide=False, aligned=True
+        problem, chosen, native_e4m3=native, pairs=pairs, pdl=capability >= 90, wide=False, aligned=True
     )
     present = {
         "cache_leftpad": problem.leftpad,
@@ -146,7 +152,7 @@ def _combine_case(
     name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_item: bool
 ) -> CompileCase:
     balanced = launch.is_balanced(problem, chosen)
-    rows, splits = launch.combine_tile(problem, chosen, (32 if by_item else 1) if balanced else None)
+    tile = launch.combine_tile(problem, chosen, (33 if by_item else 1) if balanced else None)
     constants = {
         "LAYOUT": launch.layout(problem, chosen),
         "BALANCED": balanced,
@@ -155,14 +161,14 @@ def _combine_case(
         "PDL": capability >= 90,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": padded(problem.head_dim_v),
-        "ROWS": rows,
-        "SPLITS": splits,
+        "ROWS": tile.rows,
+        "SPLITS": tile.splits,
         "sink_ptr": None,
         "cache_leftpad": None,
         "cu_seqlens_q": None,
         "cu_seqlens_k_new": None,
     }
-    return _plain_case(name, combine_kernel, {"out_ptr": problem.out_dtype}, constants)
+    return _plain_case(name, combine_kernel, {"out_ptr": problem.out_dtype}, constants, tile.num_warps)
 
 
 def _combine_given_case() -> CompileCase:
@@ -220,14 +226,18 @@ def _copy_case() -> CompileCase:
 
 
 def _plain_case(
-    name: str, kernel: Any, tensors: dict[str, torch.dtype], constants: dict[str, Any]
+    name: str,
+    kernel: Any,
+    tensors: dict[str, torch.dtype],
+    constants: dict[str, Any],
+    num_warps: int = PREPARE_NUM_WARPS,
 ) -> CompileCase:
     """A kernel without products."""
     return CompileCase(
         name=name,
         kernel=kernel,
         **_arguments(kernel, tensors, constants, ("k_", "v_")),
-        num_warps=PREPARE_NUM_WARPS,
+        num_warps=num_warps,
         tensor_cores=False,
     )
 

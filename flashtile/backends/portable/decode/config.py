@@ -14,8 +14,9 @@ import torch
 from flashtile.backends.portable.config import KernelConfig, family, padded, precision_of
 from flashtile.decode.problem import DecodeProblem
 
-NARROW, WIDE = 16, 64
-"""Row blocks: the least that tensor cores take, and one for groups of more rows than that."""
+NARROW, WIDE, TALL = 16, 64, 128
+"""Row blocks: the least that tensor cores take, one for groups of more rows than that, and one for so many
+that the products cost more than the bytes: 64 tokens, or sequences that share a prefix."""
 
 HEAD_DIMS = (64, 128, 256, 512)
 """Of the table; smaller heads take the first."""
@@ -39,25 +40,29 @@ def _row(BLOCK_N: int, num_warps: int, num_stages: int, programs_per_sm: int, *s
 # (BLOCK_N, num_warps, num_stages, programs_per_sm[, spill budget, the same with every feature])
 _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("hopper", 2, NARROW, 64): _row(128, 4, 3, 2),
-    ("hopper", 2, NARROW, 128): _row(64, 4, 3, 2, 0, 8),
+    ("hopper", 2, NARROW, 128): _row(64, 4, 3, 2),
     ("hopper", 2, NARROW, 256): _row(32, 4, 3, 2),
-    ("hopper", 2, NARROW, 512): _row(16, 4, 3, 2, 16),
+    ("hopper", 2, NARROW, 512): _row(16, 4, 3, 2, 44),
     ("hopper", 2, WIDE, 64): _row(64, 4, 3, 2),
-    ("hopper", 2, WIDE, 128): _row(64, 8, 3, 1, 0, 148),
-    ("hopper", 2, WIDE, 256): _row(32, 8, 3, 1, 64),
-    ("hopper", 2, WIDE, 512): _row(32, 8, 2, 1, 880),
+    ("hopper", 2, WIDE, 128): _row(64, 8, 3, 1, 0, 4),
+    ("hopper", 2, WIDE, 256): _row(32, 8, 3, 1, 4),
+    ("hopper", 2, WIDE, 512): _row(32, 8, 2, 1, 576),
+    ("hopper", 2, TALL, 64): _row(64, 8, 3, 1),
+    ("hopper", 2, TALL, 128): _row(64, 8, 3, 1, 0, 112),
     ("hopper", 1, NARROW, 64): _row(64, 4, 4, 2),
     ("hopper", 1, NARROW, 128): _row(64, 4, 4, 2),
     ("hopper", 1, NARROW, 256): _row(32, 4, 4, 2),
     ("hopper", 1, NARROW, 512): _row(32, 8, 3, 1),
     ("hopper", 1, WIDE, 64): _row(64, 4, 3, 2),
     ("hopper", 1, WIDE, 128): _row(64, 4, 3, 1),
-    ("hopper", 1, WIDE, 256): _row(32, 8, 3, 1, 48),
-    ("hopper", 1, WIDE, 512): _row(32, 8, 2, 1, 704),
+    ("hopper", 1, WIDE, 256): _row(32, 8, 3, 1, 28),
+    ("hopper", 1, WIDE, 512): _row(32, 8, 2, 1, 632),
+    ("hopper", 1, TALL, 64): _row(64, 8, 3, 1),
+    ("hopper", 1, TALL, 128): _row(64, 8, 3, 1),
     ("hopper", 4, NARROW, 64): _row(32, 4, 3, 2),
     ("hopper", 4, NARROW, 128): _row(32, 4, 3, 2),
-    ("hopper", 4, NARROW, 256): _row(32, 8, 3, 1, 124),
-    ("hopper", 4, NARROW, 512): _row(16, 4, 2, 1, 3056),
+    ("hopper", 4, NARROW, 256): _row(32, 8, 3, 1, 180),
+    ("hopper", 4, NARROW, 512): _row(16, 4, 2, 1, 3132),
     ("ampere", 2, NARROW, 64): _row(128, 4, 3, 2),
     ("ampere", 2, NARROW, 128): _row(64, 4, 3, 2),
     ("ampere", 2, NARROW, 256): _row(32, 4, 3, 2),
@@ -76,7 +81,7 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("ampere", 1, WIDE, 512): _row(32, 8, 2, 1, 692),
     ("ampere", 4, NARROW, 64): _row(32, 4, 3, 2),
     ("ampere", 4, NARROW, 128): _row(32, 4, 3, 2),
-    ("ampere", 4, NARROW, 256): _row(16, 4, 3, 1, 252),
+    ("ampere", 4, NARROW, 256): _row(16, 4, 3, 1, 280),
     ("ampere", 4, NARROW, 512): _row(16, 4, 2, 1, 2976),
     # Any other GPU: tiles that fit 64 KiB of shared memory.
     ("other", 2, NARROW, 64): _row(64, 4, 2, 2),
@@ -102,9 +107,11 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
 }
 
 
-def row_blocks(element_bytes: int) -> tuple[int, ...]:
-    """The row blocks that there are for a cache of elements of this size."""
-    return (NARROW,) if element_bytes == 4 else (NARROW, WIDE)
+def row_blocks(table_family: str, element_bytes: int, width: int) -> tuple[int, ...]:
+    """The row blocks that there are for a cache of elements of this size and heads of a padded width."""
+    width = max(width, HEAD_DIMS[0])
+    blocks = (NARROW, WIDE, TALL)
+    return tuple(block for block in blocks if (table_family, element_bytes, block, width) in _TABLE)
 
 
 def row(table_family: str, element_bytes: int, BLOCK_M: int, width: int) -> DecodeConfig:
@@ -119,9 +126,11 @@ def choose(problem: DecodeProblem) -> DecodeConfig:
     """The configuration for a problem."""
     element_bytes = 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
     rows = problem.seqlen_q * problem.group_size
-    BLOCK_M = WIDE if rows > NARROW and WIDE in row_blocks(element_bytes) else NARROW
     width = padded(max(problem.head_dim, problem.head_dim_v))
-    return row(family(problem.device), element_bytes, BLOCK_M, width)
+    table_family = family(problem.device)
+    blocks = row_blocks(table_family, element_bytes, width)
+    BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
+    return row(table_family, element_bytes, BLOCK_M, width)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -21,6 +21,40 @@ def decode_bits(bits):
 
 
 @triton.jit
+def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
+    """uint16, two elements each -> (the low ones, the high ones) in float16, exact.
+
+    Two at a time: the conversion takes two bytes that lie side by side, and a register that a matrix product
+    takes holds two pairs. So it is one permutation and two conversions for four elements, and a tile of pairs
+    lies in shared memory as any of 16 bits does, which the tensor cores' loads can transpose.
+    """
+    if IN_SOFTWARE:
+        return decode_bits(pairs & 0xFF), decode_bits(pairs >> 8)
+    else:
+        low = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 low, high;
+            prmt.b32 bytes, $1, 0, 0x3120;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            }""",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 low, high;
+            prmt.b32 bytes, $1, 0, 0x3120;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, high;
+            }""",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        return low, high
+
+
+@triton.jit
 def encode_bits(x):
     """float32 within +-448 -> uint8 bits, rounded to the nearest, ties to even; NaN stays NaN."""
     bits = x.to(tl.uint32, bitcast=True)

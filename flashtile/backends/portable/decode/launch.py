@@ -7,6 +7,7 @@ call.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from torch import Tensor
 from flashtile.backends.portable.config import padded
 from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
-from flashtile.backends.portable.decode.config import DecodeConfig, multiprocessors
+from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, multiprocessors
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.backends.portable.decode.steps import Features
 from flashtile.backends.portable.launch import KeptKernel
@@ -26,12 +27,17 @@ MAX_BLOCK_PAIRS = 1024
 BALANCED_ROW_BLOCKS = 16
 """Up to so many row blocks a sequence, the grid is balanced. More are a prefill: work enough for any grid."""
 
+MOST_HEADS_IN_STEP = 8
+"""Of 256 bytes a token, they fill two pages of DRAM."""
+
 COMBINE_TILE = 4096
-"""Elements of partial results that a combining program loads at a time. Its registers must fit beside two
-attention programs of a multiprocessor: it waits there for their end."""
+"""Elements of partial results that four warps of a combining program load at a time. Its registers must fit
+beside two attention programs of a multiprocessor: it waits there for their end."""
 LEAST_SPLITS = 8
 """Parts that it loads at a time at least: in a batch of unequal lengths, some items have many."""
-COMBINE_NUM_WARPS = 4
+LEAST_PAIRED_WIDTH = 32
+MOST_KEYS = 256
+"""Of a tile."""
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -52,6 +58,26 @@ def converts_e4m3(device: torch.device) -> bool:
     )
 
 
+def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:
+    """The caches as the kernel is compiled for them.
+
+    FP8 comes in pairs of elements where rows consist of pairs and products take their operands from
+    registers; those of more rows take them from shared memory, where what is converted is written anyway.
+    """
+    if k_cache.dtype != FP8:
+        return k_cache, v_cache
+    if config.tile.BLOCK_M == NARROW and has_pairs(k_cache) and has_pairs(v_cache):
+        return k_cache.view(torch.uint16), v_cache.view(torch.uint16)
+    if not converts_e4m3(k_cache.device):
+        return k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    return k_cache, v_cache
+
+
+def has_pairs(cache: Tensor) -> bool:
+    """Whether each row of an FP8 cache is a row of aligned pairs."""
+    return not (cache.data_ptr() % 2 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
+
+
 def row_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
     """Row blocks of the longest sequence."""
     return triton.cdiv(problem.seqlen_q * problem.group_size, config.tile.BLOCK_M)
@@ -67,7 +93,8 @@ def layout(problem: DecodeProblem, config: DecodeConfig) -> Layout:
     """What the schedule is compiled for."""
     left, right = effective_window(problem)
     pairs = problem.batch * row_blocks_of(problem, config)
-    block_pairs = min(MAX_BLOCK_PAIRS, max(16, triton.next_power_of_2(pairs)))
+    block_pairs = min(MAX_BLOCK_PAIRS, max(16, triton.next_power_of_2(pairs))) if pairs > 1 else 1
+    in_step = heads_in_step(problem, config)
     return Layout(
         HAS_LENGTHS=problem.lengths,
         HAS_LEFTPAD=problem.leftpad,
@@ -79,7 +106,22 @@ def layout(problem: DecodeProblem, config: DecodeConfig) -> Layout:
         BLOCK_N=config.tile.BLOCK_N,
         BLOCK_PAIRS=block_pairs,
         ONE_BLOCK=pairs <= block_pairs,
+        ONE_ROW_BLOCK=row_blocks_of(problem, config) <= 1,
+        ONE_TOKEN=problem.seqlen_q == 1,
+        HEADS_IN_STEP=in_step,
+        ONE_HEAD_BLOCK=in_step == problem.num_heads_kv,
     )
+
+
+def heads_in_step(problem: DecodeProblem, config: DecodeConfig) -> int:
+    """Key/value heads that as many programs read side by side: a divisor of them all.
+
+    With few rows, reading is all that counts. With more, a grid of whole teams would leave programs idle.
+    """
+    if not is_balanced(problem, config) or config.tile.BLOCK_M > NARROW:
+        return 1
+    heads = problem.num_heads_kv
+    return next(size for size in range(min(heads, MOST_HEADS_IN_STEP), 0, -1) if heads % size == 0)
 
 
 def effective_window(problem: DecodeProblem) -> tuple[int, int]:
@@ -91,12 +133,21 @@ def effective_window(problem: DecodeProblem) -> tuple[int, int]:
 
 
 def features(
-    problem: DecodeProblem, config: DecodeConfig, *, native_e4m3: bool, pdl: bool, wide: bool, aligned: bool
+    problem: DecodeProblem,
+    config: DecodeConfig,
+    *,
+    native_e4m3: bool,
+    pairs: bool,
+    pdl: bool,
+    wide: bool,
+    aligned: bool,
 ) -> Features:
     """What the attention kernel is compiled for."""
     balanced = is_balanced(problem, config)
     e4m3 = problem.cache_dtype == FP8
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if pairs:  # halves of a row are still as wide as a product must be
+        block_d, block_dv = max(block_d, LEAST_PAIRED_WIDTH), max(block_dv, LEAST_PAIRED_WIDTH)
     if not aligned:  # as in flashtile.backends.portable.launch.constants
         block_d = block_dv = max(block_d, block_dv)
     return Features(
@@ -110,6 +161,7 @@ def features(
         DESCALE=problem.descale,
         E4M3=e4m3,
         E4M3_BITS=e4m3 and not native_e4m3,
+        PAIRS=pairs,
         BALANCED=balanced,
         SPLIT=balanced or problem.num_splits > 1 or problem.split_size > 0,
         HEAD_DIM=problem.head_dim,
@@ -122,23 +174,31 @@ def features(
     )
 
 
-def combine_tile(
-    problem: DecodeProblem, config: DecodeConfig, programs_per_item: int | None
-) -> tuple[int, int]:
-    """(rows that a combining program owns, splits that it loads at a time).
+class CombineTile(NamedTuple):
+    """Rows that a combining program owns, splits that it loads at a time, and its warps."""
+
+    rows: int
+    splits: int
+    num_warps: int
+
+
+def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs_per_item: int | None) -> CombineTile:
+    """How parts are combined.
 
     ``programs_per_item``: of a balanced grid. A few splits leave room for all rows of an item, so that few
-    programs do the work, and these are there before attention ends. None: the tile must depend on nothing
-    that another batch could change, since the order of its sums does.
+    programs do the work, and these are there before attention ends; many are loaded by twice as many warps,
+    since a second round would wait for memory once more. None: the tile must depend on nothing that another
+    batch could change, since the order of its sums does.
     """
     width = padded(problem.head_dim_v)
     if programs_per_item is None:
         rows = max(1, config.tile.BLOCK_M // 32)
-        return rows, max(2, COMBINE_TILE // (rows * width))
-    most = max(2, COMBINE_TILE // width)
+        return CombineTile(rows, max(2, COMBINE_TILE // (rows * width)), 4)
+    num_warps = 8 if programs_per_item * width > COMBINE_TILE else 4
+    most = max(2, COMBINE_TILE * num_warps // 4 // width)
     splits = min(most, max(LEAST_SPLITS, triton.next_power_of_2(programs_per_item)))
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
-    return min(triton.next_power_of_2(rows), most // splits), splits
+    return CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
 
 
 class DecodeLaunch:
@@ -155,7 +215,6 @@ class DecodeLaunch:
         self._lse_size = math.prod(problem.lse_shape)
         self._device = problem.device
         self._varlen = problem.varlen
-        self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Floats of partial results, rounded up to keep what follows them aligned."""
@@ -183,10 +242,9 @@ class DecodeLaunch:
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
             return self._cleared(q)
-        if self._as_bits:
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         attend, combine, device = self._attend, self._combine, self._device
         if attend is None:
+            k_cache, v_cache = as_operands(k_cache, v_cache, self._config)
             attend, combine = self._prepare(
                 q, k_cache, v_cache, block_table, alibi_slopes, k_descale, v_descale, tree_mask
             )
@@ -246,17 +304,20 @@ class DecodeLaunch:
         num_splits = max(problem.num_splits, 1)
         if split_tiles:
             num_splits = max(1, triton.cdiv(triton.cdiv(problem.capacity, tile.BLOCK_N), split_tiles))
-        programs = items * num_splits
+        programs, teams, in_step = items * num_splits, 0, 1
         if balanced:
-            programs = multiprocessors(device) * config.programs_per_sm
+            in_step = heads_in_step(problem, config)
+            teams = max(1, multiprocessors(device) * config.programs_per_sm // in_step)
+            programs = teams * in_step
         slots = 2 * programs if balanced else programs
         static_layout = layout(problem, config)
         static = features(
             problem,
             config,
-            native_e4m3=not self._as_bits,
+            native_e4m3=converts_e4m3(device),
+            pairs=k_cache.dtype == torch.uint16,
             pdl=has_dependent_launch(device),
-            wide=any(tile.BLOCK_N * cache.stride(1) >= 2**31 for cache in (k_cache, v_cache)),
+            wide=any(extent(cache) >= 2**31 for cache in (k_cache, v_cache)),
             aligned=problem.head_dim_v % 16 == 0 and all(map(is_aligned, (k_cache, v_cache))),
         )
         if num_splits == 1 and not balanced:
@@ -283,19 +344,20 @@ class DecodeLaunch:
             return attend, None
         self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
         programs_per_item = triton.cdiv(programs, items) if balanced else None
-        rows_at_once, splits_at_once = combine_tile(problem, config, programs_per_item)
+        combined = combine_tile(problem, config, programs_per_item)
         by_item = not balanced or items < programs
-        units = items if by_item else programs - 1
-        blocks = triton.cdiv(rows, rows_at_once)
+        units = items if by_item else programs - in_step
+        blocks = triton.cdiv(rows, combined.rows)
         combine = KeptKernel(
             combine_kernel,
             units * blocks,
-            (*lengths, *splits, programs, blocks),
+            (*lengths, *splits, teams, blocks),
             (
                 static_layout, balanced, by_item, static.HAS_SINK, static.PDL, problem.head_dim_v,
-                padded(problem.head_dim_v), rows_at_once, splits_at_once,
+                padded(problem.head_dim_v), combined.rows, combined.splits,
             ),
             None,
+            num_warps=combined.num_warps,
             **options,
         )  # fmt: skip
         return attend, combine
@@ -346,6 +408,13 @@ def round_up(size: int, multiple: int) -> int:
 def is_aligned(cache: Tensor) -> bool:
     """Whether Triton loads rows of the cache asynchronously: pointer and strides that are multiples of 16."""
     return cache.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in cache.stride()[:-1])
+
+
+def extent(cache: Tensor) -> int:
+    """Elements from the first to the last, and room for a tile of rows behind them."""
+    size, stride = cache.shape, cache.stride()
+    last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    return last + MOST_KEYS * stride[1]
 
 
 def _stride_of_two(tensor: Tensor | None) -> int:

@@ -3,15 +3,17 @@
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
 of its group, so that all query heads of a key/value head stand in one tile. The rows of a *pair* (a
 sequence and a block of BLOCK_M of its rows) see a run of key tiles. An *item* is a pair and a key/value
-head: what one softmax is taken over. The tiles of all items stand in one line, pair by pair, within it head
-by head, within it in the order of the keys.
+head: what one softmax is taken over.
 
-Balanced, every program takes an equal run of that line, whatever the lengths (as stream-K does for matrix
+Balanced, programs work in *teams* of HEADS_IN_STEP, each program for one of as many neighbouring heads:
+their keys lie side by side in memory and are read at about the same time. The tiles of all pairs stand in
+one line, pair by pair, within it one block of HEADS_IN_STEP heads after the other, within it in the order
+of the keys. Every team takes an equal run of that line, whatever the lengths (as stream-K does for matrix
 products, Osama et al. 2023, arXiv:2301.03598): one long sequence among short ones costs what its bytes
 cost. A run may begin within an item and end within another, so a program leaves at most two partial
-results: one of an item that an earlier program began, one of an item that a later program goes on with.
-Otherwise each item is cut into splits that depend on its own length only, which makes its result
-independent of the rest of the batch.
+results: one of an item that an earlier team began, one of an item that a later team goes on with. Otherwise
+each item is cut into splits that depend on its own length only, which makes its result independent of the
+rest of the batch.
 
 Lengths are read from device memory by every program: no host synchronisation, and one captured CUDA graph
 serves growing sequences.
@@ -42,6 +44,34 @@ class Layout(NamedTuple):
     """Pairs whose lengths a program reads at a time."""
     ONE_BLOCK: bool
     """Whether that is all of them."""
+    ONE_ROW_BLOCK: bool
+    """Whether a sequence has one block of rows, so that a pair is a sequence."""
+    ONE_TOKEN: bool
+    """Whether a sequence has at most one query token."""
+    HEADS_IN_STEP: int
+    """Programs of a team; they divide num_heads_kv."""
+    ONE_HEAD_BLOCK: bool
+    """Whether they are all heads."""
+
+
+@triton.jit
+def rows_of_pair(pair, num_m, LAYOUT: tl.constexpr):
+    """(sequence, its block of rows) of pairs: a division less where there is nothing to divide."""
+    b = pair
+    m = pair * 0
+    if not LAYOUT.ONE_ROW_BLOCK:
+        b = pair // num_m
+        m = pair % num_m
+    return b, m
+
+
+@triton.jit
+def heads_of_rows(row, head_kv, group_size, LAYOUT: tl.constexpr):
+    """(token, query head) of packed rows."""
+    if LAYOUT.ONE_TOKEN:
+        return row * 0, head_kv * group_size + row
+    else:
+        return row // group_size, head_kv * group_size + row % group_size
 
 
 @triton.jit
@@ -99,32 +129,33 @@ def tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT: tl.constexpr):
 
 @triton.jit
 def tiles_of_pairs(start, lengths, shape, LAYOUT: tl.constexpr):
-    """[BLOCK_PAIRS]: tiles of the pairs from ``start`` on, over all key/value heads."""
+    """[BLOCK_PAIRS]: tiles of the pairs from ``start`` on, over all blocks of heads."""
     num_pairs, num_m, num_heads_kv, _, _, _, _, _, _, _ = shape
     pairs = start + tl.arange(0, LAYOUT.BLOCK_PAIRS)
-    _, len_q, len_k, leftpad = sequence(pairs // num_m, pairs < num_pairs, lengths, shape, LAYOUT)
-    _, _, _, tiles = tiles_of(pairs % num_m, len_q, len_k, leftpad, shape, LAYOUT)
-    return tiles * num_heads_kv
+    b, m = rows_of_pair(pairs, num_m, LAYOUT)
+    _, len_q, len_k, leftpad = sequence(b, pairs < num_pairs, lengths, shape, LAYOUT)
+    _, _, _, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
+    if not LAYOUT.ONE_HEAD_BLOCK:
+        tiles = tiles * (num_heads_kv // LAYOUT.HEADS_IN_STEP)
+    return tiles
 
 
 @triton.jit
-def share_start(program, programs, total):
-    """First of ``total`` tiles that ``program`` takes; the first ``total % programs`` programs take one
-    more.
-    """
-    return program * (total // programs) + min(program, total % programs)
+def share_start(team, teams, total):
+    """First of ``total`` tiles that ``team`` takes; the first ``total % teams`` teams take one more."""
+    return team * (total // teams) + min(team, total % teams)
 
 
 @triton.jit
-def share_of(tile, programs, total):
-    """The program that takes ``tile``: the inverse of :func:`share_start`."""
-    each = total // programs
-    more = total % programs
+def share_of(tile, teams, total):
+    """The team that takes ``tile``: the inverse of :func:`share_start`."""
+    each = total // teams
+    more = total % teams
     if tile < more * (each + 1):
-        program = tile // (each + 1)
+        team = tile // (each + 1)
     else:
-        program = more + (tile - more * (each + 1)) // max(each, 1)
-    return program
+        team = more + (tile - more * (each + 1)) // max(each, 1)
+    return team
 
 
 @triton.jit
@@ -153,8 +184,8 @@ def locate(tiles, start, counted, position, pair, pair_start, num_pairs, LAYOUT:
 
 
 @triton.jit
-def balanced_start(program, programs, lengths, shape, LAYOUT: tl.constexpr):
-    """Where ``program`` begins: (all tiles, its first tile, the pair that holds it, that pair's first
+def balanced_start(team, teams, lengths, shape, LAYOUT: tl.constexpr):
+    """Where ``team`` begins: (all tiles, its first tile, the pair that holds it, that pair's first
     tile).
     """
     num_pairs = shape[0]
@@ -163,13 +194,13 @@ def balanced_start(program, programs, lengths, shape, LAYOUT: tl.constexpr):
     if LAYOUT.ONE_BLOCK:
         tiles = tiles_of_pairs(0, lengths, shape, LAYOUT)
         total = tl.sum(tiles)
-        position = share_start(program, programs, total)
+        position = share_start(team, teams, total)
         pair, pair_start = locate(tiles, 0, 0, position, pair, pair_start, num_pairs, LAYOUT)
     else:
         total = tl.zeros([], tl.int32)
         for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
             total += tl.sum(tiles_of_pairs(start, lengths, shape, LAYOUT))
-        position = share_start(program, programs, total)
+        position = share_start(team, teams, total)
         counted = tl.zeros([], tl.int32)
         for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
             tiles = tiles_of_pairs(start, lengths, shape, LAYOUT)

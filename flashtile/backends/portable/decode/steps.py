@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.portable.decode.e4m3 import decode_bits
+from flashtile.backends.portable.decode.e4m3 import decode_bits, split_pairs
 from flashtile.backends.portable.tiles import bend_scores, tile_index, visible
 
 
@@ -26,7 +26,9 @@ class Features(NamedTuple):
     E4M3: bool
     """Whether the cache is in FP8; products are then in float16, unless queries are in float32."""
     E4M3_BITS: bool
-    """Whether it comes as bits, to be decoded in software."""
+    """Whether its elements are decoded in software."""
+    PAIRS: bool
+    """Whether it comes as pairs of elements; their even and odd columns are then multiplied apart."""
     BALANCED: bool
     SPLIT: bool
     """Whether an item may have several splits: always, if balanced."""
@@ -35,28 +37,49 @@ class Features(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     WIDE: bool
+    """Whether offsets into the cache need 64 bits."""
     PDL: bool
     """Programmatic dependent launch: the combining kernel starts before this one has ended."""
     PRECISION: str
 
 
 @triton.jit
-def table_entries(table, start, low, high, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
-    """The blocks of BLOCK_N keys from ``start`` on: one number where a tile lies within one block, else one
-    for each block where blocks divide it, else one for each key.
+def table_entries(table, n, keys_seen, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+    """The blocks of tile ``n``: one number where a tile lies within one block, else one for each block where
+    blocks divide it, else one for each key.
 
-    Entries of keys outside of low <= j < high are not read.
+    Entries of keys that are not seen are not read.
     """
     PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
+    low, high = keys_seen
+    start = n * LAYOUT.BLOCK_N
     if PAGE_SIZE % LAYOUT.BLOCK_N == 0:
         return tl.load(table + start // PAGE_SIZE, mask=start < high, other=0)
     elif LAYOUT.BLOCK_N % PAGE_SIZE == 0:
-        pages = start // PAGE_SIZE + tl.arange(0, LAYOUT.BLOCK_N // PAGE_SIZE)
-        held = ((pages + 1) * PAGE_SIZE > low) & (pages * PAGE_SIZE < high)
+        pages = n * (LAYOUT.BLOCK_N // PAGE_SIZE) + tl.arange(0, LAYOUT.BLOCK_N // PAGE_SIZE)
+        held = pages * PAGE_SIZE < high
+        if LAYOUT.HAS_LEFT or LAYOUT.HAS_LEFTPAD:
+            held = held & ((pages + 1) * PAGE_SIZE > low)
         return tl.load(table + pages, mask=held, other=0)
     else:
         keys = start + tl.arange(0, LAYOUT.BLOCK_N)
-        return tl.load(table + keys // FEATURES.PAGE_SIZE, mask=(keys >= low) & (keys < high), other=0)
+        return tl.load(table + keys // PAGE_SIZE, mask=is_seen(keys, keys_seen, LAYOUT), other=0)
+
+
+@triton.jit
+def in_cache(entries, num_blocks):
+    """A block outside of the cache is the caller's mistake; it must not become a fault."""
+    return tl.minimum(tl.maximum(entries, 0), num_blocks - 1)
+
+
+@triton.jit
+def is_seen(keys, keys_seen, LAYOUT: tl.constexpr):
+    """Whether keys are among those that any row of a pair sees."""
+    low, high = keys_seen
+    seen = keys < high
+    if LAYOUT.HAS_LEFT or LAYOUT.HAS_LEFTPAD:
+        seen = seen & (keys >= low)
+    return seen
 
 
 @triton.jit
@@ -85,24 +108,68 @@ def as_float16(q):
 
 
 @triton.jit
-def load_keys(
-    base,
-    offsets,
-    seen,
-    BLOCK_D: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    E4M3_BITS: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """[BLOCK_N, BLOCK_D] of a cache in ``dtype``: rows at ``offsets``, zeros where not ``seen``."""
+def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_N, BLOCK_D] of a cache: rows at ``offsets``, zeros where not ``seen``."""
     columns = tl.arange(0, BLOCK_D)
     inside = seen[:, None]
     if HEAD_DIM != BLOCK_D:
         inside = inside & (columns < HEAD_DIM)[None, :]
-    tile = tl.load(base + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
-    if E4M3_BITS:
+    return tl.load(base + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def elements(tile, dtype: tl.constexpr, FEATURES: tl.constexpr):
+    """A tile that :func:`load_rows` has of a cache that does not come in pairs, in ``dtype``."""
+    if FEATURES.E4M3_BITS:
         tile = decode_bits(tile)
     return tile.to(dtype)
+
+
+@triton.jit
+def multiply_keys(q, q_odd, base, offsets, seen, FEATURES: tl.constexpr):
+    """Raw products [BLOCK_M, BLOCK_N] of queries with the keys at ``offsets``."""
+    if FEATURES.PAIRS:
+        pairs = load_rows(base, offsets, seen, FEATURES.HEAD_DIM // 2, FEATURES.BLOCK_D // 2)
+        even, odd = split_pairs(pairs, FEATURES.E4M3_BITS)
+        products = tl.dot(q, tl.trans(even.to(q.dtype)), input_precision=FEATURES.PRECISION)
+        odd = tl.trans(odd.to(q.dtype))
+        products = tl.dot(q_odd, odd, products, input_precision=FEATURES.PRECISION)
+    else:
+        k = load_rows(base, offsets, seen, FEATURES.HEAD_DIM, FEATURES.BLOCK_D)
+        k = tl.trans(elements(k, q.dtype, FEATURES))
+        products = tl.dot(q, k, input_precision=FEATURES.PRECISION)
+    return products
+
+
+@triton.jit
+def add_values(
+    acc,
+    acc_odd,
+    p,
+    base,
+    offsets,
+    seen,
+    block_scale,
+    dtype: tl.constexpr,
+    scaled_dtype: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """acc + p V for the values at ``offsets``, multiplied in ``dtype``, or by the scales of their blocks in
+    ``scaled_dtype``.
+    """
+    SCALED: tl.constexpr = FEATURES.DESCALE == "block"
+    operand: tl.constexpr = scaled_dtype if SCALED else dtype
+    if FEATURES.PAIRS:
+        pairs = load_rows(base, offsets, seen, FEATURES.HEAD_DIM_V // 2, FEATURES.BLOCK_DV // 2)
+        v, v_odd = split_pairs(pairs, FEATURES.E4M3_BITS)
+        if SCALED:
+            v_odd = v_odd.to(tl.float32) * block_scale
+        acc_odd = tl.dot(p.to(operand), v_odd.to(operand), acc_odd, input_precision=FEATURES.PRECISION)
+    else:
+        v = elements(load_rows(base, offsets, seen, FEATURES.HEAD_DIM_V, FEATURES.BLOCK_DV), dtype, FEATURES)
+    if SCALED:
+        v = v.to(tl.float32) * block_scale
+    return tl.dot(p.to(operand), v.to(operand), acc, input_precision=FEATURES.PRECISION), acc_odd
 
 
 @triton.jit
@@ -147,6 +214,7 @@ def attend_tiles(
     q,
     cache,
     cache_row,
+    entries,
     keys_seen,
     tiles,
     rows,
@@ -158,17 +226,27 @@ def attend_tiles(
 ):
     """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over the keys of ``tiles`` that are seen.
 
-    ``dtype``, that of the call's queries, is what values scaled by their block are rounded to.
+    ``entries`` are those of the first two tiles. ``dtype``, that of the call's queries, is what values scaled
+    by their block are rounded to.
     """
     k_base, v_base, table, k_scales, v_scales, strides, num_blocks = cache
     k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale_stride, v_descale_stride = strides
-    low, high = keys_seen
     first, last = tiles
-    WHOLE_BLOCK: tl.constexpr = FEATURES.PAGE_SIZE % LAYOUT.BLOCK_N == 0
+    PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
     BLOCK_M: tl.constexpr = LAYOUT.BLOCK_M
     BLOCK_N: tl.constexpr = LAYOUT.BLOCK_N
     BLOCK_DV: tl.constexpr = FEATURES.BLOCK_DV
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    WHOLE_BLOCK: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    WHOLE_BLOCKS: tl.constexpr = PAGE_SIZE != 0 and BLOCK_N % max(PAGE_SIZE, 1) == 0
+    operand: tl.constexpr = q.dtype
+    q_odd = tl.zeros([], tl.float32)
+    acc_odd = q_odd
+    if FEATURES.PAIRS:
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, FEATURES.BLOCK_D // 2, 2]))
+        acc = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     # Where a row's columns lie in several warps, they are summed at the end: a sum is an exchange between
     # them.
@@ -177,41 +255,53 @@ def attend_tiles(
         row_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # The next tile's entries are on their way while this one's keys are: tiles then follow each other without
-    # a chain of two latencies.
-    entries = cache_row
-    if FEATURES.PAGE_SIZE != 0:
-        entries = table_entries(table, first * BLOCK_N, low, high, LAYOUT, FEATURES)
+    row = tile_index(BLOCK_N, FEATURES.WIDE)
+    if WHOLE_BLOCKS:
+        row = row % PAGE_SIZE
+    k_rows = row * k_stride_s
+    v_rows = row * v_stride_s
+    # Entries are on their way while the keys of two tiles are: tiles then follow each other without a chain
+    # of two latencies.
+    current, upcoming = entries
+    if PAGE_SIZE != 0:
+        current = in_cache(current, num_blocks)
     for n in range(first, last):
         start = n * BLOCK_N
         keys = start + tl.arange(0, BLOCK_N)
-        seen = (keys >= low) & (keys < high)
-        if FEATURES.PAGE_SIZE == 0:
+        seen = is_seen(keys, keys_seen, LAYOUT)
+        if PAGE_SIZE == 0:
             block = cache_row
-            positions = start.to(tl.int64) + tile_index(BLOCK_N, FEATURES.WIDE)
+            k_offsets = block * k_stride_b + start.to(tl.int64) * k_stride_s + k_rows
+            v_offsets = block * v_stride_b + start.to(tl.int64) * v_stride_s + v_rows
         else:
-            # A block outside of the cache is the caller's mistake; it must not become a fault.
-            block = tl.minimum(tl.maximum(entries, 0), num_blocks - 1).to(tl.int64)
+            block = current
+            if WHOLE_BLOCK or FEATURES.WIDE:
+                block = block.to(tl.int64)
             if not WHOLE_BLOCK:
                 block = by_key(block, LAYOUT, FEATURES)
-            entries = table_entries(table, start + BLOCK_N, low, high, LAYOUT, FEATURES)
+            current = in_cache(upcoming, num_blocks)
+            upcoming = table_entries(table, n + 2, keys_seen, LAYOUT, FEATURES)
+            k_offsets = block * k_stride_b
+            v_offsets = block * v_stride_b
             if WHOLE_BLOCK:
-                positions = start % FEATURES.PAGE_SIZE + tile_index(BLOCK_N, FEATURES.WIDE)
+                k_offsets = k_offsets + start % PAGE_SIZE * k_stride_s + k_rows
+                v_offsets = v_offsets + start % PAGE_SIZE * v_stride_s + v_rows
+            elif WHOLE_BLOCKS:
+                k_offsets = k_offsets + k_rows
+                v_offsets = v_offsets + v_rows
             else:
-                positions = (start + tile_index(BLOCK_N, FEATURES.WIDE)) % FEATURES.PAGE_SIZE
-        k_offsets = block * k_stride_b + positions * k_stride_s
-        v_offsets = block * v_stride_b + positions * v_stride_s
-        k = load_keys(
-            k_base, k_offsets, seen, FEATURES.BLOCK_D, FEATURES.HEAD_DIM, FEATURES.E4M3_BITS, q.dtype
-        )
-        products = tl.dot(q, tl.trans(k), input_precision=FEATURES.PRECISION)  # [BLOCK_M, BLOCK_N]
+                position = (start + row) % PAGE_SIZE
+                k_offsets = k_offsets + position * k_stride_s
+                v_offsets = v_offsets + position * v_stride_s
+        products = multiply_keys(q, q_odd, k_base, k_offsets, seen, FEATURES)  # [BLOCK_M, BLOCK_N]
+        block_v_scale = 1.0
         if FEATURES.DESCALE == "block":
-            if FEATURES.PAGE_SIZE == 0 or WHOLE_BLOCK:
-                block_k_scale = tl.load(k_scales + block * k_descale_stride)
-                block_v_scale = tl.load(v_scales + block * v_descale_stride)
+            if PAGE_SIZE == 0 or WHOLE_BLOCK:
+                block_k_scale = tl.load(k_scales + block.to(tl.int64) * k_descale_stride)
+                block_v_scale = tl.load(v_scales + block.to(tl.int64) * v_descale_stride)
             else:
-                block_k_scale = tl.load(k_scales + block * k_descale_stride)[None, :]
-                block_v_scale = tl.load(v_scales + block * v_descale_stride)[:, None]
+                block_k_scale = tl.load(k_scales + block.to(tl.int64) * k_descale_stride)[None, :]
+                block_v_scale = tl.load(v_scales + block.to(tl.int64) * v_descale_stride)[:, None]
             products = products * block_k_scale
         scores = score_keys(products, keys, seen, rows, shape, numbers, LAYOUT, FEATURES)
         p, row_max, alpha = softmax_step(scores, row_max, numbers[1], FEATURES.BENT)
@@ -220,12 +310,13 @@ def attend_tiles(
         else:
             row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = load_keys(
-            v_base, v_offsets, seen, FEATURES.BLOCK_DV, FEATURES.HEAD_DIM_V, FEATURES.E4M3_BITS, q.dtype
+        if FEATURES.PAIRS:
+            acc_odd = acc_odd * alpha[:, None]
+        acc, acc_odd = add_values(
+            acc, acc_odd, p, v_base, v_offsets, seen, block_v_scale, operand, dtype, FEATURES
         )
-        if FEATURES.DESCALE == "block":
-            v = (v.to(tl.float32) * block_v_scale).to(dtype)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=FEATURES.PRECISION)  # [BLOCK_M, BLOCK_DV]
+    if FEATURES.PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
     if SUM_LATE:
         row_sum = tl.sum(row_sum, 1)
     return acc, row_max, row_sum

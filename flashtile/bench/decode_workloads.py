@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flashtile.decode.problem import FP8
 
-L2_BYTES = 400e6
-"""Calls that rotate over so many bytes of cache find none of them in any L2 cache of today."""
+L2_BYTES = 1e9
+"""Calls that rotate over about so many bytes of cache find none of them in any L2 cache of today, whatever it
+keeps."""
 MOST_COPIES = 16
 
 

@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-gpu bench docs inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-newest-triton test-gpu bench docs inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -33,6 +33,10 @@ test-cpu: $(READY)
 
 test-interpreter: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpreter
+
+test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
+	OMP_NUM_THREADS=1 bash scripts/with-newest-triton $(VENV) \
+	  $(RUN) -m pytest tests/newest_triton.py -n $(WORKERS)
 
 test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is installed
 	$(PYTEST) -n $(GPU_WORKERS) -m gpu

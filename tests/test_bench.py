@@ -124,6 +124,21 @@ class TestWorkloads:
         assert workload.bytes("forward") == 2 * q + 2 * kv + lse
         assert workload.resident_bytes() == 4 * q + 4 * kv + lse
 
+    def test_ragged_batches_have_equals(self):
+        lengths = workloads.log_uniform_lengths(16384, 64, 8192)
+        assert lengths == workloads.log_uniform_lengths(16384, 64, 8192)
+        assert sum(lengths) == 16384
+        assert all(64 <= length <= 8192 for length in lengths[:-1])
+        drawn = workloads.log_uniform_lengths(2**24, 64, 8192)
+        octaves = [sum(64 << i <= length < 128 << i for length in drawn) for i in range(7)]
+        assert min(octaves) > 0.9 * len(drawn) / 7
+        for suffix in ("", "-causal"):
+            (ragged,) = workloads.select([f"ragged{suffix}"])
+            (equal,) = workloads.select([f"ragged-equal{suffix}"])
+            assert equal.flops() == pytest.approx(ragged.flops(), rel=0.1)
+            assert ragged.varlen
+            assert not equal.varlen
+
     def test_select(self):
         assert workloads.select(["gpt2"])[0].num_heads_q == 12
         assert [w.name for w in workloads.select(["paper-d64-s512"])] == ["paper-d64-s512"]

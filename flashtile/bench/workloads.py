@@ -8,6 +8,7 @@ pairs.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -207,6 +208,16 @@ def _varlen(series: str, lengths: Sequence[tuple[int, int]], tags: str, heads: t
     )  # fmt: skip
 
 
+def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
+    """Lengths between ``shortest`` and ``longest``, evenly many in each octave, of ``total`` together; the
+    last may be shorter."""
+    draw, lengths = random.Random(seed), []
+    while (left := total - sum(lengths)) > 0:
+        length = round(shortest * (longest / shortest) ** draw.random())
+        lengths.append(min(length, left))
+    return lengths
+
+
 def _square(*lengths: int) -> list[tuple[int, int]]:
     return [(length, length) for length in lengths]
 
@@ -273,6 +284,57 @@ def _models() -> list[Workload]:
     ]
 
 
+def _windows() -> list[Workload]:
+    """What a window saves of a long sequence; many tokens."""
+    heads = (16, 16, 128)
+    return [
+        *_dense("window-none", (16384,), PAPER_TOKENS, "windows", heads, causal=True),
+        *_dense("window-1024", (16384,), PAPER_TOKENS, "windows", heads, causal=True, window_left=1023),
+        *_dense("batch16-causal", (8192,), 16 * 8192, "batch16", heads, causal=True),
+    ]
+
+
+def _ragged() -> list[Workload]:
+    """Log-uniform lengths, beside equal ones of as many tokens and about as many pairs."""
+    heads = (16, 16, 128)
+    lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
+    batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
+    return [
+        workload
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in (
+            _varlen(f"ragged{suffix}", _square(*lengths), "lengths", heads, causal=causal),
+            *_dense(
+                f"ragged-equal{suffix}",
+                (PAPER_TOKENS // batch,),
+                PAPER_TOKENS,
+                "ragged",
+                heads,
+                causal=causal,
+            ),
+        )
+    ]
+
+
+def _dtypes() -> list[Workload]:
+    """The same calls in bf16 and in fp16."""
+    return [
+        workload
+        for dtype in ("bfloat16", "float16")
+        for head_dim in PAPER_HEAD_DIMS
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in _dense(
+            f"{dtype}-d{head_dim}{suffix}",
+            (2048, 8192),
+            PAPER_TOKENS,
+            "dtypes",
+            (PAPER_HIDDEN // head_dim, PAPER_HIDDEN // head_dim, head_dim),
+            causal=causal,
+            dtype=dtype,
+        )
+    ]
+
+
 def _cpu() -> list[Workload]:
     """Sized for two cores."""
     float32 = {"dtype": "float32"}
@@ -298,7 +360,15 @@ def _ci() -> list[Workload]:
     ]
 
 
-WORKLOADS: tuple[Workload, ...] = (*_paper(), *_models(), *_cpu(), *_ci())
+WORKLOADS: tuple[Workload, ...] = (
+    *_paper(),
+    *_models(),
+    *_windows(),
+    *_ragged(),
+    *_dtypes(),
+    *_cpu(),
+    *_ci(),
+)
 
 TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for tag in workload.tags))
 

@@ -211,7 +211,8 @@ def _varlen(series: str, lengths: Sequence[tuple[int, int]], tags: str, heads: t
 def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
     """Lengths between ``shortest`` and ``longest``, evenly many in each octave, of ``total`` together; the
     last may be shorter."""
-    draw, lengths = random.Random(seed), []
+    draw = random.Random(seed)
+    lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
         length = round(shortest * (longest / shortest) ** draw.random())
         lengths.append(min(length, left))
@@ -308,7 +309,7 @@ def _ragged() -> list[Workload]:
                 f"ragged-equal{suffix}",
                 (PAPER_TOKENS // batch,),
                 PAPER_TOKENS,
-                "ragged",
+                "lengths",
                 heads,
                 causal=causal,
             ),

@@ -18,6 +18,19 @@ CAPABILITY = (9, 0)
 
 def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
+    reason = reason_of_device(problem)
+    if reason is not None:
+        return reason
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 or bfloat16, not {problem.dtype}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 8:
+            return f"{name} must be a multiple of 8 for TMA, it is {size}"
+    return reason_of_tensors(problem)
+
+
+def reason_of_device(problem: Problem) -> str | None:
+    """What speaks against the device, for kernels of any dtype."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if problem.device.type != "cuda" or torch.version.hip is not None:
@@ -26,11 +39,11 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     if capability != CAPABILITY:
         have = f"{capability[0]}.{capability[1]}"
         return f"it needs compute capability 9.0 (Hopper), {problem.device} has {have}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 or bfloat16, not {problem.dtype}"
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8:
-            return f"{name} must be a multiple of 8 for TMA, it is {size}"
+    return None
+
+
+def reason_of_tensors(problem: Problem) -> str | None:
+    """What speaks against how many rows there are and how they lie, likewise."""
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle
     if problem.batch * problem.total_q * problem.total_k == 0:

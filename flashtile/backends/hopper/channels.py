@@ -49,6 +49,12 @@ class Channel:
 def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr):
     """Tiles as ``desc`` loads them, ``PARTS`` to a slot: part w of slot s is tile ``s * PARTS + w``."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_type.shape, desc.layout)
+    return make_ring(tiles, STAGES, READERS)
+
+
+@gluon.jit
+def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A channel over ``tiles`` that exist already."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -35,14 +35,29 @@ GLUON_DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
+TRITON_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 
 
 class View:
     """A tensor as TMA sees it: shape, strides and block, without the tensor, which comes with each call."""
 
-    def __init__(self, shape: list[int], strides: list[int], block: list[int], dtype: torch.dtype) -> None:
-        layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+    def __init__(
+        self,
+        shape: list[int],
+        strides: list[int],
+        block: list[int],
+        dtype: torch.dtype,
+        swizzled: bool = True,
+    ) -> None:
+        if swizzled:
+            layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+        else:
+            layout = gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block))
         self._fields = {"shape": shape, "strides": strides, "block_shape": block, "layout": layout}
         self._fields["padding"] = "zero"
 
@@ -216,22 +231,28 @@ class ForwardLaunch:
 
 
 def views(
-    problem: Problem, variant: Variant, q: Tensor, k: Tensor, v: Tensor
+    problem: Problem,
+    variant: Variant,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[View, View, View, View]:
-    """Of q, k, v and out."""
+    """Of q, k, v and out, which is in the dtype of q if no other is given."""
+    out_dtype = problem.dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     heads, head_dim_v = problem.num_heads_q, problem.head_dim_v
     out_strides = (problem.seqlen_q * heads * head_dim_v, heads * head_dim_v, head_dim_v, 1)
     if problem.varlen:
         view_q = ragged_view(q.shape, q.stride(), rows, d, dtype)
-        view_o = ragged_view(problem.out_shape, out_strides, rows, dv, dtype)
+        view_o = ragged_view(problem.out_shape, out_strides, rows, dv, out_dtype)
     elif variant.PACK > 1:
         view_q = packed_view(q.shape, q.stride(), variant.PACK, rows, d, dtype)
-        view_o = packed_view(problem.out_shape, out_strides, variant.PACK, rows, dv, dtype)
+        view_o = packed_view(problem.out_shape, out_strides, variant.PACK, rows, dv, out_dtype)
     else:
         view_q = dense_view(q.shape, q.stride(), rows, d, dtype)
-        view_o = dense_view(problem.out_shape, out_strides, rows, dv, dtype)
+        view_o = dense_view(problem.out_shape, out_strides, rows, dv, out_dtype)
     if problem.varlen or problem.seqused_k:
         view_k, view_v = (
             ragged_view(t.shape, t.stride(), variant.BLOCK_N, block, dtype)

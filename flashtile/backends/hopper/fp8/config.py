@@ -1,0 +1,101 @@
+"""Configurations of the Hopper FP8 kernel: data, chosen by head sizes, mask and the layout of v."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashtile.backends.hopper.config import ForwardConfig, Variant, padded
+from flashtile.fp8.problem import Fp8Problem
+from flashtile.problem import UNLIMITED
+
+
+@dataclass(frozen=True)
+class Fp8Config(ForwardConfig):
+    """Tile and pipeline of the FP8 forward kernel: those of the 16-bit kernel, with its own numbers.
+
+    BLOCK_N divides 128, the keys that share a scale; ``Q_IN_REGISTERS`` is 0 or the padded head size.
+
+    Args:
+        BY_FMA: of every 4 exponentials of an uncut block, how many are made on the FMA units.
+        RESCALE_IF_NEEDED: warps look whether a row of theirs has a new maximum before they rescale O.
+    """
+
+    BY_FMA: int = 0
+    RESCALE_IF_NEEDED: bool = False
+
+
+@dataclass(frozen=True)
+class Fp8Variant(Variant):
+    """Everything that the FP8 kernel is compiled for: one constant of the kernel."""
+
+    V_TRANSPOSED: bool
+    """V lies in memory as V^T, keys in the order of P's registers; otherwise the producer transposes it."""
+    BLOCK_SCALES: bool
+    """Scales are of blocks, numbered through a variable-length batch; otherwise of heads."""
+    Q_SCALE_GROUP: int
+    """Query heads to an entry of the scales of q."""
+    BY_FMA: int
+    RESCALE_IF_NEEDED: bool
+    PRODUCER_WARPS: int
+
+
+PRODUCER_WARPS = {True: 1, False: 4}
+"""By whether v is transposed already."""
+REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), (3, False): (160, 32)}
+"""(consumer's, producer's) of a thread, by number of consumer warpgroups and whether v is transposed."""
+
+F = Fp8Config
+_NARROW = F(2, 64)
+_WIDE = F(2, 128)
+
+# (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; causal is a window.
+_TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
+    (64, False, True): F(2, 128, STAGES=4),
+    (64, True, True): F(2, 128, STAGES=4),
+    (64, False, False): F(2, 128, STAGES=4),
+    (64, True, False): F(2, 128, STAGES=4),
+    (128, False, True): F(2, 128, PING_PONG=True),
+    (128, True, True): F(2, 128, PING_PONG=True),
+    (128, False, False): F(2, 128, spill_budget=4),
+    (128, True, False): F(2, 128, spill_budget=16, features_spill_budget=4),
+    (256, False, True): _NARROW,
+    (256, True, True): F(2, 64, features_spill_budget=48),
+    (256, False, False): F(2, 64, spill_budget=20),
+    (256, True, False): F(2, 64, spill_budget=28, features_spill_budget=40),
+}
+# (padded head_dim of q and k, of v) -> config: the tiles that fit; not timed.
+_UNEQUAL: dict[tuple[int, int], Fp8Config] = {
+    (64, 128): _WIDE,
+    (128, 64): _WIDE,
+    (64, 256): _NARROW,
+    (128, 256): _NARROW,
+    (256, 64): _NARROW,
+    (256, 128): _NARROW,
+}
+
+
+def choose(problem: Fp8Problem) -> Fp8Config:
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    windowed = left != UNLIMITED or right != UNLIMITED
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if block_d != block_dv:
+        return _UNEQUAL[block_d, block_dv]
+    return _TABLE[block_d, windowed, problem.v_transposed]
+
+
+def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:
+    """(padded head_dim, padded head_dim_v, windowed, v transposed, config) of the whole table."""
+    for (size, windowed, v_transposed), config in _TABLE.items():
+        yield size, size, windowed, v_transposed, config
+    for (block_d, block_dv), config in _UNEQUAL.items():
+        yield block_d, block_dv, True, True, config
+
+
+def smem_bytes(config: Fp8Config, block_d: int, block_dv: int, v_transposed: bool) -> int:
+    """Shared memory of the tiles, in bytes, as the kernel allocates them (barriers take a few dozen more)."""
+    q = config.Q_STAGES * config.BLOCK_M * block_d
+    kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
+    v_rows = 0 if v_transposed else config.STAGES * config.BLOCK_N * block_dv
+    o = 2 * config.BLOCK_M * block_dv
+    return q + kv + v_rows + o

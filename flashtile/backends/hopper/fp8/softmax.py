@@ -1,0 +1,189 @@
+"""The FP8 forward's softmax: scores of one block of keys to P in e4m3, in wgmma's order of bytes.
+
+Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, section 3.3) for FP8; a part of the exponentials on the
+FMA units, as FlashAttention-4 does on Blackwell, because two FP8 products of a tile take no longer than its
+exponentials on the special-function units.
+
+P stays in registers. In an accumulator, thread t of a quad holds columns 8 a + 2 t + i; as the left operand
+of the next product it has to hold columns 16 a + 4 t + j. Nothing is moved: the keys of V^T are stored in the
+order that P has, so that the same registers are right for both (``fp8.layout.key_order``).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+P_LOG2 = gl.constexpr(8.0)
+"""The largest P of a row is 2 ** 8: e4m3 reaches from 2 ** -9 to 448."""
+LEAST = gl.constexpr(2.0**-90)
+"""Of value scales, and of the factors of scores, where an exact zero would make NaN of infinities."""
+ROUNDING = gl.constexpr(12582912.0)
+"""1.5 * 2 ** 23: what is added to it is rounded to an integer, kept in the low bits."""
+
+
+@gluon.jit
+def by_byte(x):
+    """[rows, N] -> four of [rows, N / 32, 2, 4]: columns that become bytes 0 to 3 of P's registers.
+
+    Column 32 a + 16 b + 8 c + 2 t + i is byte 2 c + i of register (a, b) of thread t.
+    """
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    even, odd = gl.split(x.reshape([M, N // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)))
+    even_0, even_1 = gl.split(even)
+    odd_0, odd_1 = gl.split(odd)
+    return even_0, odd_0, even_1, odd_1
+
+
+@gluon.jit
+def pack(b0, b1, b2, b3):
+    """Four numbers to the bytes of an int32, each rounded to the nearest e4m3, ties to even."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }
+        """,
+        "=r,f,f,f,f",
+        [b0, b1, b2, b3],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def as_operand(packed, product_layout: gl.constexpr):
+    """int32 [rows, N / 32, 2, 4] -> e4m3 [rows, N], the same registers as the left operand of a product.
+
+    P goes from step to step as integers: as bytes, the compiler would take every register apart and put it
+    together again at the edge of the loop.
+    """
+    M: gl.constexpr = packed.shape[0]
+    N: gl.constexpr = packed.shape[1] * 32
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout, k_width=4)
+    twice = gl.join(packed, packed)
+    by_key = gl.convert_layout(gl.join(twice, twice).reshape([M, N]), layout, assert_trivial=True)
+    # Four neighbours in this layout are four copies of one register: it is taken as it is.
+    bytes_of = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [by_key], dtype=gl.int8, is_pure=False, pack=4
+    )
+    return bytes_of.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def log2(x):
+    """Of a positive number, in one instruction, to 22 bits."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def settle(packed):
+    """P copied to the registers that the product before has read until now."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [packed], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def exp2_fma(x):
+    """2 ** x on the FMA units, with a relative error of 1e-4: 2 ** n (n the nearest integer) by adding to the
+    exponent's bits, 2 ** (x - n) by a polynomial (Cody and Waite 1980). 0 below 2 ** -126, about."""
+    x = gl.maximum(x, -126.0)
+    shifted = x + ROUNDING
+    f = x - (shifted - ROUNDING)
+    p = ((0.05500874 * f + 0.24221113) * f + 0.69328297) * f + 1.0
+    return (p.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)).to(
+        gl.float32, bitcast=True
+    )
+
+
+RESCALED_TOGETHER = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def rescale_asm(count):
+    """``count`` numbers times their factors, unless the flag, the last operand, is 0 for the whole warp."""
+    flag = 3 * count
+    products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]
+    head = "{ .reg .pred same; setp.eq.b32 same, $" + str(flag) + ", 0; @same bra.uni done; "
+    return head + " ".join(products) + " done: }"
+
+
+@gluon.constexpr_function
+def rescale_constraints(count):
+    return ",".join(["=f"] * count + [str(n) for n in range(count)] + ["f"] * count + ["r"] * count)
+
+
+@gluon.jit
+def rescale(o, alpha):
+    """o [rows, n] times alpha [rows], skipped by each warp whose rows all have a factor of 1.
+
+    That is most of them once some blocks of keys are done: 1 row in j finds a new maximum in block j.
+    """
+    changed = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred other;
+        setp.neu.f32 other, $2, 0f3F800000;
+        setp.neu.or.f32 other, $3, 0f3F800000, other;
+        vote.sync.any.pred other, other, 0xffffffff;
+        selp.b32 $0, 1, 0, other;
+        mov.b32 $1, $0;
+        }
+        """,
+        "=r,=r,f,f",
+        [alpha],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+    o_row: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    return gl.inline_asm_elementwise(
+        rescale_asm(RESCALED_TOGETHER),
+        rescale_constraints(RESCALED_TOGETHER),
+        [o, gl.convert_layout(alpha, o_row)[:, None], gl.convert_layout(changed, o_row)[:, None]],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=RESCALED_TOGETHER,
+    )
+
+
+@gluon.jit
+def sums_of(b0, b1, b2, b3):
+    """[rows, 4]: what each of the four threads that share a row holds, summed without a shuffle."""
+    return gl.sum(gl.sum((b0 + b1) + (b2 + b3), 2), 1)
+
+
+@gluon.jit
+def online_softmax(C: gl.constexpr, s, m, scale, value_log2, BY_FMA: gl.constexpr):
+    """(P packed, its row sums [rows, 4], new row maximum, factor for what was summed before).
+
+    Args:
+        s: [rows, N], raw products, or if C.BENT scores in log2 units.
+        m: [rows], maximum so far of score plus the value scale's logarithm.
+        scale: [rows], positive: raw products to log2 units.
+        value_log2: log2 of the block's value scale. P holds it, so that O is in units of 1; it is part of
+            the maximum, so that P of the block that matters most to O spreads over e4m3's range.
+        BY_FMA: of every 4 exponentials, how many are made on the FMA units.
+    """
+    top = gl.max(s, 1)
+    if not C.BENT:
+        top = top * scale
+    m_new = gl.maximum(m, top + value_log2)
+    known = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
+    shift = known - (value_log2 + P_LOG2)
+    if C.BENT:
+        x = s - shift[:, None]
+    else:
+        x = s * scale[:, None] - shift[:, None]
+    x0, x1, x2, x3 = by_byte(x)
+    b0 = exp2_fma(x0) if BY_FMA > 0 else gl.exp2(x0)
+    b1 = exp2_fma(x1) if BY_FMA > 2 else gl.exp2(x1)
+    b2 = exp2_fma(x2) if BY_FMA > 1 else gl.exp2(x2)
+    b3 = exp2_fma(x3) if BY_FMA > 3 else gl.exp2(x3)
+    return pack(b0, b1, b2, b3), sums_of(b0, b1, b2, b3), m_new, gl.exp2(m - known)

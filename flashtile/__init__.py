@@ -1,5 +1,9 @@
 """flashtile: exact, IO-aware attention in pure Python."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from flashtile.decode.cascade import flash_attn_with_shared_prefix
 from flashtile.decode.functional import (
     append_kvcache,
@@ -36,5 +40,15 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flash_attn_with_shared_prefix",
+    "fp8",
     "merge_states",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``flashtile.fp8`` comes when it is asked for: it would double the time that the import takes."""
+    if name == "fp8":
+        import importlib
+
+        return importlib.import_module("flashtile.fp8")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

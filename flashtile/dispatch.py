@@ -71,8 +71,12 @@ def load_backend(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"flashtile.backends.{name}"))
 
 
-def select(problem: Problem, name: str | None = None) -> Selection:
+def select(problem: Any, name: str | None = None, load: Callable[[str], Any] | None = None) -> Selection:
     """The first backend in order of preference that serves ``problem``, or ``name`` and no other.
+
+    Args:
+        load: gives a backend by its name, or the part of it that serves such problems; None is
+            :func:`load_backend`.
 
     Raises:
         ValueError: ``name`` is not a backend.
@@ -82,7 +86,7 @@ def select(problem: Problem, name: str | None = None) -> Selection:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {name!r}")
     reasons: dict[str, str] = {}
     for candidate in PREFERENCE if name is None else (name,):
-        backend = load_backend(candidate)
+        backend = (load or load_backend)(candidate)
         reason = backend.reason_against(problem, explicit=name is not None)
         if reason is None:
             return Selection(backend, backend.configure(problem), reasons)
@@ -109,32 +113,55 @@ def explain(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Explanation:
     """Say which backend and configuration :func:`flashtile.attention` would use for these arguments, and why.
 
     Nothing is launched and no data is read, so meta and fake tensors do as well. The arguments are those of
-    :func:`flashtile.attention`, and so are the errors for arguments that no backend could take.
+    :func:`flashtile.attention`, and so are the errors for arguments that no backend could take. For q, k and
+    v of float8_e4m3fn, or from :func:`flashtile.fp8.quantize`, it is :func:`flashtile.fp8.explain`.
     """
+    from flashtile.fp8 import Quantized
+    from flashtile.fp8 import explain as explain_fp8
+
+    given = (q, k, v)
+    if any(isinstance(t, Quantized) for t in given) or all(
+        isinstance(t, Tensor) and t.dtype == torch.float8_e4m3fn for t in given
+    ):
+        return explain_fp8(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, backend=backend,
+        )  # fmt: skip
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
     )
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
-    problem = Problem.from_tensors(q, k, v, extras, options)
+    return explain_problem(Problem.from_tensors(q, k, v, extras, options), backend)
+
+
+def explain_problem(
+    problem: Problem, name: str | None, load: Callable[[str], Any] | None = None
+) -> Explanation:
+    """What ``problem`` would get if ``name`` is asked for; ``load`` is that of :func:`select`."""
     chosen: str | None = None
     config: Any = None
     reasons: dict[str, str] = {}
-    for name in PREFERENCE:
-        candidate = load_backend(name)
-        reason = candidate.reason_against(problem, explicit=name == backend)
+    for candidate in PREFERENCE:
+        backend = (load or load_backend)(candidate)
+        reason = backend.reason_against(problem, explicit=candidate == name)
         if reason is not None:
-            reasons[name] = reason
-        elif backend is not None and name != backend:
-            reasons[name] = f"it could serve the call, but backend={backend!r} was asked for"
+            reasons[candidate] = reason
+        elif name is not None and candidate != name:
+            reasons[candidate] = f"it could serve the call, but backend={name!r} was asked for"
         elif chosen is not None:
-            reasons[name] = f"it could serve the call, but {chosen} comes first"
+            reasons[candidate] = f"it could serve the call, but {chosen} comes first"
         else:
-            chosen, config = name, candidate.configure(problem)
+            chosen, config = candidate, backend.configure(problem)
     return Explanation(problem, chosen, config, reasons)

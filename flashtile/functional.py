@@ -34,6 +34,9 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -64,6 +67,9 @@ def attention(
             every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
         deterministic: gradients bitwise reproducible from run to run.
+        q_descale, k_descale, v_descale: FlashAttention-3's, for q, k and v of float8_e4m3fn alone: (batch,
+            heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
+            1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).
         return_lse: also return the log-sum-exp of the scores of each row.
         backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see
             ``flashtile.explain``).
@@ -79,7 +85,7 @@ def attention(
     """
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, backend, seqused_k, sink,
+        softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -97,6 +103,9 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -114,7 +123,7 @@ def flash_attn_func(
     _refuse_dropout(dropout_p)
     out, lse = _call(
         q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, backend, None, sink,
+        deterministic, backend, None, sink, q_descale, k_descale, v_descale,
     )  # fmt: skip
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -184,6 +193,9 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     seqused_k: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -200,12 +212,14 @@ def flash_attn_varlen_func(
             (num_blocks, page_size, heads_kv, head_dim), any page size from 1, and entry i of a row is the
             page of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only
             (``seqused_k`` takes its place where it is given); there is no backward pass.
+        q_descale, k_descale, v_descale: as for :func:`attention`; without ``block_table``.
 
     Raises:
         NotImplementedError: ``dropout_p``; the backward pass with ``block_table``; and as :func:`attention`.
     """
     _refuse_dropout(dropout_p)
     if block_table is not None:
+        _refuse_descales(q_descale, k_descale, v_descale, "without block_table")
         out, lse = attention_over_pages(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
             window_size, softcap, alibi_slopes, block_table, seqused_k, sink, backend,
@@ -216,7 +230,7 @@ def flash_attn_varlen_func(
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, backend, seqused_k, sink,
+        softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
     )  # fmt: skip
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -293,6 +307,9 @@ def _call(
     backend: str | None,
     seqused_k: Tensor | None,
     sink: Tensor | None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
@@ -302,6 +319,11 @@ def _call(
     extras = NO_EXTRAS
     if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
         extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if all(isinstance(t, Tensor) and t.dtype == torch.float8_e4m3fn for t in (q, k, v)):
+        from flashtile.fp8.functional import attend_descaled
+
+        return attend_descaled(q, k, v, q_descale, k_descale, v_descale, extras, options)
+    _refuse_descales(q_descale, k_descale, v_descale, "for q, k and v of float8_e4m3fn")
     return operators.forward(q, k, v, extras, options)
 
 
@@ -310,6 +332,16 @@ def _refuse_dropout(dropout_p: float) -> None:
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
+
+
+def _refuse_descales(
+    q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
+) -> None:
+    if q_descale is k_descale is v_descale is None:
+        return
+    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    name = next(name for name, descale in given.items() if descale is not None)
+    raise ValueError(f"{name} must be None, got a tensor: it is taken {allowed} only")
 
 
 def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:

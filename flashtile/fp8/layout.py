@@ -56,7 +56,7 @@ def stored_head_dim(head_dim: int, transformed: bool) -> int:
     Columns beyond head_dim are zeros before the transform, so that products of q and k stay what they are.
     """
     if transformed:
-        return max(16, 1 << (head_dim - 1).bit_length())
+        return max(16, 1 << (int(head_dim) - 1).bit_length())
     return -(-head_dim // 16) * 16
 
 

@@ -1,0 +1,212 @@
+"""FlashAttention-3's FP8 forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
+
+Products are of e4m3 numbers, summed in float32; probabilities are rounded to e4m3 times 2**8. Where scales
+are of blocks, the accumulator is kept in units of the current block's scale of v, so that P needs none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.fp8.layout import (
+    E4M3,
+    KEY_BLOCK,
+    LARGEST_RATIO,
+    P_EXPONENT,
+    QUERY_BLOCK,
+    first_block,
+    key_order,
+    num_blocks,
+)
+from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.problem import LOG2_E, Extras
+
+BLOCK_M = 512
+LN_2 = math.log(2)
+
+
+class _Sequence(NamedTuple):
+    """One sequence, its heads in front, as float32."""
+
+    q: Tensor
+    """(heads_kv, group, seqlen_q, head_dim)"""
+    q_scale: Tensor
+    """(heads_kv, group, seqlen_q, 1)"""
+    k: Tensor
+    """(heads_kv, 1, seqlen_k, head_dim)"""
+    v: Tensor
+    k_scale: Tensor
+    """(heads_kv, 1, blocks of keys)"""
+    v_scale: Tensor
+    slopes: Tensor | None
+    """(heads_kv, group, 1, 1)"""
+
+
+def attend(
+    problem: Fp8Problem, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the shapes of the problem; rows of no sequence are 0 and -inf."""
+    out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
+    lse = q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
+    sink = extras.sink
+    if sink is not None:
+        sink = sink.float().reshape(problem.num_heads_kv, problem.group_size, 1, 1) * LOG2_E
+    for b, rows, keys in _sequences(problem, extras):
+        of_batch = (slice(None),) if problem.varlen else (b,)
+        own_out, own_lse = out[of_batch][rows], lse[of_batch][:, rows]
+        one = _gather(problem, q, k, v, scales, extras, b, rows, keys)
+        # Rows that see no key have none but the sink's score, which a row of no keys takes just as well.
+        for part in split(range(one.q.shape[2]), BLOCK_M):
+            o, statistics = _attend_rows(problem, one, part, sink)
+            own_out[part.start : part.stop] = o.flatten(0, 1).movedim(0, 1)
+            own_lse[:, part.start : part.stop] = statistics.flatten(0, 1).squeeze(-1)
+    return out, lse
+
+
+def _sequences(problem: Fp8Problem, extras: Extras) -> Iterator[tuple[int, slice, slice]]:
+    """(number, rows of q, keys in use) of each sequence, of all rows when varlen."""
+    offsets = [None if t is None else t.tolist() for t in (extras.cu_seqlens_q, extras.cu_seqlens_k)]
+    used = None if extras.seqused_k is None else extras.seqused_k.tolist()
+    for b in range(problem.batch):
+        rows, keys = (
+            slice(0, length) if starts is None else slice(starts[b], starts[b + 1])
+            for starts, length in zip(offsets, (problem.seqlen_q, problem.seqlen_k), strict=True)
+        )
+        yield b, rows, keys if used is None else slice(keys.start, keys.start + used[b])
+
+
+def _gather(
+    problem: Fp8Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Scales,
+    extras: Extras,
+    b: int,
+    rows: slice,
+    keys: slice,
+) -> _Sequence:
+    heads_kv, group = problem.num_heads_kv, problem.group_size
+    seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
+    if not problem.varlen:
+        q, k, v = q[b], k[b], v[b]
+    own_k = k[keys].float().movedim(1, 0)
+    if problem.v_transposed:
+        first = first_block(keys.start, b, KEY_BLOCK) * KEY_BLOCK if problem.varlen else 0
+        columns = v[..., first : first + num_blocks(seqlen_k, KEY_BLOCK) * KEY_BLOCK].float()
+        own_v = torch.empty_like(columns)
+        own_v[..., key_order(columns.shape[-1])] = columns
+        own_v = own_v.mT[:, :seqlen_k]
+    else:
+        own_v = v[keys].float().movedim(1, 0)
+
+    def of_blocks(scale: Tensor | None, heads: int, start: int, length: int, block: int) -> Tensor:
+        """(heads, blocks) of this sequence."""
+        count = num_blocks(length, block)
+        if scale is None:
+            return torch.ones(heads, count)
+        if not problem.block_scales:
+            return scale[b].repeat_interleave(heads // scale.shape[1])[:, None].expand(heads, count)
+        if not problem.varlen:
+            return scale[b, :, :count]
+        first = first_block(start, b, block)
+        return scale[:, first : first + count]
+
+    q_scale = of_blocks(scales.q, problem.num_heads_q, rows.start, seqlen_q, QUERY_BLOCK)
+    slopes = extras.alibi_slopes
+    if slopes is not None:
+        slopes = (slopes if slopes.dim() == 1 else slopes[b]).reshape(heads_kv, group, 1, 1)
+    return _Sequence(
+        q=q[rows].float().movedim(1, 0).unflatten(0, (heads_kv, group)),
+        q_scale=q_scale.repeat_interleave(QUERY_BLOCK, 1)[:, :seqlen_q].reshape(heads_kv, group, -1, 1),
+        k=own_k[:, None],
+        v=own_v[:, None],
+        k_scale=of_blocks(scales.k, heads_kv, keys.start, seqlen_k, KEY_BLOCK)[:, None],
+        v_scale=of_blocks(scales.v, heads_kv, keys.start, seqlen_k, KEY_BLOCK)[:, None],
+        slopes=slopes,
+    )
+
+
+def _attend_rows(
+    problem: Fp8Problem, one: _Sequence, rows: range, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of some rows, (heads_kv, group, rows, head_dim_v) and (heads_kv, group, rows, 1)."""
+    seqlen_q, seqlen_k = one.q.shape[2], one.k.shape[2]
+    offset = seqlen_k - seqlen_q
+    window = problem.effective_window(seqlen_q, seqlen_k)
+    q, q_scale = (t[:, :, rows.start : rows.stop] for t in (one.q, one.q_scale))
+    row_max = torch.full_like(q_scale, -torch.inf)
+    row_sum = torch.zeros_like(q_scale)
+    acc = q.new_zeros((*q.shape[:3], one.v.shape[-1]))
+    unit = largest = q.new_zeros((problem.num_heads_kv, 1, 1, 1))
+    seen_rows = visible_rows(seqlen_q, seqlen_k, *window)
+    reached = visible_keys(rows, seqlen_k, offset, *window) if len(seen_rows) else range(0)
+    for j in range(reached.start // KEY_BLOCK, num_blocks(reached.stop, KEY_BLOCK)):
+        keys = range(j * KEY_BLOCK, min((j + 1) * KEY_BLOCK, seqlen_k))
+        if not keys:
+            continue
+        block = slice(keys.start, keys.stop)
+        k_scale, v_scale = (t[..., j, None, None] for t in (one.k_scale, one.v_scale))
+        scores = q @ one.k[:, :, block].mT
+        scores = _bend(problem, one, scores, q_scale, k_scale, rows, keys, offset, window)
+        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+        shift = new_max.masked_fill(new_max == -torch.inf, 0.0)
+        p = torch.exp2(scores - shift + P_EXPONENT)
+        alpha = torch.exp2(row_max - shift)
+        row_sum = row_sum * alpha + p.sum(-1, keepdim=True)
+        row_max = new_max
+        if problem.block_scales:
+            largest = torch.maximum(largest, v_scale)
+            new_unit = torch.maximum(v_scale, largest / LARGEST_RATIO)
+            p = p * (v_scale / new_unit)
+            alpha = alpha * (unit / new_unit)
+            unit = new_unit
+        acc = acc * alpha + p.to(E4M3).float() @ one.v[:, :, block]
+    if not problem.block_scales:
+        unit = one.v_scale[..., :1, None] if seqlen_k else largest
+    row_max = row_max - P_EXPONENT
+    if sink is not None:
+        new_max = torch.maximum(row_max, sink)
+        shift = new_max.masked_fill(new_max == -torch.inf, 0.0)
+        alpha = torch.exp2(row_max - shift)
+        acc, row_sum, row_max = acc * alpha, row_sum * alpha + torch.exp2(sink - shift), new_max
+    empty = row_sum == 0
+    row_sum = row_sum.masked_fill(empty, 1.0)
+    out = (acc * (unit / row_sum)).masked_fill(empty, 0.0)
+    return out, (row_max * LN_2 + row_sum.log()).masked_fill(empty, -torch.inf)
+
+
+def _bend(
+    problem: Fp8Problem,
+    one: _Sequence,
+    scores: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    rows: range,
+    keys: range,
+    offset: int,
+    window: tuple[int, int],
+) -> Tensor:
+    """Products of e4m3 -> masked scores in units of log 2."""
+    left, right = window
+    distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - offset
+    scores = scores * (q_scale * (k_scale * problem.softmax_scale))
+    if problem.softcap > 0:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if one.slopes is not None:
+        scores = scores - one.slopes * distance.abs()
+    scores = scores * LOG2_E
+    if sees_all(rows, keys, offset, left, right):
+        return scores
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    return scores.masked_fill(hidden, -torch.inf)

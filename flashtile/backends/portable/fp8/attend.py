@@ -1,0 +1,346 @@
+"""FlashAttention-3's FP8 forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in portable Triton.
+
+The walk is that of :mod:`flashtile.backends.portable.forward`. Products are of e4m3 numbers; a tile of scores
+takes the scales of its rows and keys beside the softmax scale, and P is rounded to e4m3 times 2**8. Where
+scales are of blocks, the accumulator is kept in units of the current block's scale of v: the ratio to the
+block before joins the factor that the new maximum asks for, and P keeps all of e4m3's range.
+
+Where v is stored transposed, keys come in its order, so that P's columns need no other; k's rows follow.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
+from flashtile.backends.portable.forward import sink_step
+from flashtile.backends.portable.fp8.quantize import key_of_column
+from flashtile.backends.portable.tiles import (
+    LN_2,
+    LOG2_E,
+    RUNTIME_INTEGERS,
+    bend_scores,
+    block_range,
+    load_slope,
+    sequence,
+    store_tile,
+    used_length,
+    visible,
+)
+
+QUERY_BLOCK = tl.constexpr(64)
+KEY_BLOCK = tl.constexpr(128)
+P_EXPONENT = tl.constexpr(8.0)
+SMALLEST_RATIO = tl.constexpr(2.0**-64)
+
+FP8_RUNTIME_INTEGERS = (*RUNTIME_INTEGERS, "q_scale_group", "q_scale_stride_h", "k_scale_stride_h")
+
+
+@triton.jit
+def as_operand(tile, NATIVE: tl.constexpr):
+    """e4m3, or its bits -> what the product takes: e4m3, or float16, in which e4m3 is exact."""
+    if NATIVE:
+        return tile
+    else:
+        half = decode_bits(tile)
+        return tl.where(tl.abs(half) == 480.0, float("nan"), half).to(tl.float16)
+
+
+@triton.jit
+def round_p(p, NATIVE: tl.constexpr):
+    """float32 up to 448 -> the nearest e4m3, as the product takes it."""
+    if NATIVE:
+        return p.to(tl.float8e4nv)
+    else:
+        return as_operand(encode_bits(p), NATIVE)
+
+
+@triton.jit
+def load_rows(
+    base,
+    rows,
+    length,
+    stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """[rows, BLOCK_D] of e4m3; zeros from ``length`` and HEAD_DIM on."""
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < length)[:, None]
+    if HEAD_DIM < BLOCK_D:
+        inside = inside & (columns < HEAD_DIM)[None, :]
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return as_operand(tl.load(pointers, mask=inside, other=0.0), NATIVE)
+
+
+@triton.jit
+def load_columns(
+    base,
+    start,
+    columns,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_D] of a v stored transposed, [HEAD_DIM, columns]; it is 0 where it has no keys."""
+    features = tl.arange(0, BLOCK_D)
+    pointers = base + features.to(tl.int64)[:, None] * columns + (start + tl.arange(0, BLOCK_N))[None, :]
+    if HEAD_DIM < BLOCK_D:
+        tile = tl.load(pointers, mask=(features < HEAD_DIM)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tl.trans(as_operand(tile, NATIVE))
+
+
+@triton.jit
+def load_scale(base, offset):
+    """1.0 where there are no scales."""
+    if base is None:
+        return 1.0
+    else:
+        return tl.load(base + offset)
+
+
+@triton.jit
+def attend_blocks(
+    acc,
+    row_max,
+    row_sum,
+    v_unit,
+    v_largest,
+    q,
+    q_scale,
+    k_base,
+    v_base,
+    k_scale_base,
+    v_scale_base,
+    k_stride,
+    v_stride,
+    first,
+    last,
+    row_start,
+    offset,
+    len_k,
+    window_left,
+    window_right,
+    slope,
+    softmax_scale,
+    softcap,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum.
+
+    q_scale [BLOCK_M]; acc stands for itself times ``v_unit``, of which ``v_largest`` is the largest so far.
+    """
+    for n in range(first, last):
+        start = n * BLOCK_N
+        keys = start + tl.arange(0, BLOCK_N)
+        if TRANSPOSED:
+            keys = start + key_of_column(tl.arange(0, BLOCK_N))
+        k = load_rows(k_base, keys, len_k, k_stride, HEAD_DIM, BLOCK_D, NATIVE)
+        scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
+        scale_block = start // KEY_BLOCK if BLOCK_SCALES else 0
+        row_scale = q_scale * (load_scale(k_scale_base, scale_block) * softmax_scale)
+        distance = keys[None, :] - (row_start + tl.arange(0, BLOCK_M) + offset)[:, None]
+        if HAS_SOFTCAP or HAS_ALIBI:
+            scores = scores * row_scale[:, None]
+            scores, _ = bend_scores(scores, distance, slope, 1.0, softcap, HAS_SOFTCAP, HAS_ALIBI)
+        else:
+            scores = scores * (row_scale * LOG2_E)[:, None]
+        if MASKED:
+            seen = visible(distance, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+            scores = tl.where(seen & (keys < len_k)[None, :], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet
+        p = tl.exp2(scores - (shift - P_EXPONENT)[:, None])
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
+        if BLOCK_SCALES:
+            v_scale = tl.load(v_scale_base + scale_block)
+            v_largest = tl.maximum(v_largest, v_scale)
+            unit = tl.maximum(v_scale, v_largest * SMALLEST_RATIO)
+            p = p * (v_scale / unit)  # 1, unless blocks lie apart as no data do
+            alpha = alpha * (v_unit / unit)
+            v_unit = unit
+        if TRANSPOSED:
+            v = load_columns(v_base, start, v_stride, HEAD_DIM_V, BLOCK_DV, BLOCK_N, NATIVE)
+        else:
+            v = load_rows(v_base, keys, len_k, v_stride, HEAD_DIM_V, BLOCK_DV, NATIVE)
+        acc = tl.dot(round_p(p, NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
+    return acc, row_max, row_sum, v_unit, v_largest
+
+
+@kernel(do_not_specialize=FP8_RUNTIME_INTEGERS)
+def attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    alibi_slopes,
+    sink,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    q_scale_stride_b,
+    q_scale_stride_h,
+    k_scale_stride_b,
+    k_scale_stride_h,
+    v_scale_stride_b,
+    v_scale_stride_h,
+    q_scale_group,
+    alibi_stride_b,
+    num_heads_q,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Grid: (blocks of rows * heads * batch,). q, k, v e4m3 (bits unless NATIVE), out and lse contiguous.
+
+    q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
+    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v_stride_s] ([heads_kv, ...] when
+    VARLEN). Scales are those of ``flashtile.fp8.problem.Scales``; those of blocks have a stride of 1.
+    """
+    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    # Under a causal mask the last rows reach the most keys: start them first.
+    m_block = pid % num_blocks
+    if HAS_RIGHT:
+        m_block = num_blocks - 1 - m_block
+    head = (pid // num_blocks) % num_heads_q
+    b = (pid // num_blocks) // num_heads_q
+    head_kv = head // group_size
+
+    start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
+    start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
+    len_k = used_length(seqused_k, b, len_k)
+    row_start = m_block * BLOCK_M
+    if row_start >= len_q:
+        return
+    offset = len_k - len_q
+
+    b64 = b.to(tl.int64)
+    head64 = head_kv.to(tl.int64)
+    q_base = q_ptr + b64 * q_stride_b + start_q * q_stride_s + head.to(tl.int64) * q_stride_h
+    k_base = k_ptr + b64 * k_stride_b + start_k * k_stride_s + head64 * k_stride_h
+    v_base = v_ptr + b64 * v_stride_b + head64 * v_stride_h
+    # The numbers of a sequence's first blocks, where sequences share one numbering.
+    first_q = tl.zeros([], tl.int64)
+    first_k = tl.zeros([], tl.int64)
+    if VARLEN:
+        first_q = start_q // QUERY_BLOCK + b
+        first_k = start_k // KEY_BLOCK + b
+    if TRANSPOSED:
+        v_base += first_k * KEY_BLOCK
+    else:
+        v_base += start_k * v_stride_s
+
+    rows = row_start + tl.arange(0, BLOCK_M)
+    q_scale_base = q_scale_ptr
+    k_scale_base = k_scale_ptr
+    v_scale_base = v_scale_ptr
+    if q_scale_ptr is not None:
+        q_scale_base += b64 * q_scale_stride_b + (head // q_scale_group) * q_scale_stride_h
+    if k_scale_ptr is not None:
+        k_scale_base += b64 * k_scale_stride_b + head_kv * k_scale_stride_h
+    if v_scale_ptr is not None:
+        v_scale_base += b64 * v_scale_stride_b + head_kv * v_scale_stride_h
+    if BLOCK_SCALES:
+        k_scale_base += first_k
+        v_scale_base += first_k
+        # A row behind the sequence's last takes its scale from the last block.
+        block = tl.minimum(rows, len_q - 1) // QUERY_BLOCK
+        q_scale = tl.load(q_scale_base + first_q + block)
+    else:
+        q_scale = tl.zeros([BLOCK_M], tl.float32) + load_scale(q_scale_base, 0)
+
+    slope = load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI)
+    q = load_rows(q_base, rows, len_q, q_stride_s, HEAD_DIM, BLOCK_D, NATIVE)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    v_unit = tl.zeros([], tl.float32)
+    v_largest = tl.zeros([], tl.float32)
+
+    first, full_first, full_last, last = block_range(
+        row_start, min(row_start + BLOCK_M, len_q), offset, len_k, window_left, window_right,
+        HAS_LEFT, HAS_RIGHT, BLOCK_N,
+    )  # fmt: skip
+    # The window's left edge, whole blocks, its right edge or the end of the sequence.
+    for RUN in tl.static_range(3):
+        if RUN != 0 or HAS_LEFT:
+            begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
+            end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
+            acc, row_max, row_sum, v_unit, v_largest = attend_blocks(
+                acc, row_max, row_sum, v_unit, v_largest, q, q_scale, k_base, v_base, k_scale_base,
+                v_scale_base, k_stride_s, v_stride_s, begin, end, row_start, offset, len_k, window_left,
+                window_right, slope, softmax_scale, softcap, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI,
+                RUN != 1, BLOCK_SCALES, TRANSPOSED, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                NATIVE,
+            )  # fmt: skip
+
+    if not BLOCK_SCALES:
+        v_unit = load_scale(v_scale_base, 0)
+    row_max -= P_EXPONENT
+    if sink is not None:
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(sink + head).to(tl.float32))
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
+    lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
+    if VARLEN:
+        out_base = out_ptr + (start_q * num_heads_q + head) * HEAD_DIM_V
+        lse_base = lse_ptr + head.to(tl.int64) * total_q + start_q
+    else:
+        out_base = out_ptr + (b64 * seqlen_q * num_heads_q + head) * HEAD_DIM_V
+        lse_base = lse_ptr + (b64 * num_heads_q + head) * seqlen_q
+    store_tile(out_base, row_start, len_q, num_heads_q * HEAD_DIM_V, out, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    tl.store(lse_base + rows, lse, mask=rows < len_q)

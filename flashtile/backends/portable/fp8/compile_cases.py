@@ -1,0 +1,167 @@
+"""Configurations of the FP8 kernels, for compilation ahead of time (``flashtile inspect``, tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
+from flashtile.backends.portable.fp8 import config as configurations
+from flashtile.backends.portable.fp8.attend import attend_kernel
+from flashtile.backends.portable.fp8.launch import constants as attend_constants
+from flashtile.backends.portable.fp8.quantize import LARGEST_GIVEN, LARGEST_ONLY, ONE_PASS, quantize_kernel
+from flashtile.backends.portable.fp8.quantize_launch import constants as quantize_constants
+from flashtile.backends.portable.fp8.quantize_launch import num_warps
+from flashtile.compile_report import CompileCase, architecture
+from flashtile.fp8.layout import E4M3
+from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
+
+_QUERIES = QuantizeProblem(
+    role="q",
+    method="block",
+    batch=2,
+    seqlen=4096,
+    total=8192,
+    num_heads=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    device=torch.device("meta"),
+    transformed=True,
+)
+_VALUES = replace(_QUERIES, role="v", transformed=False)
+_QUANTIZED: dict[str, QuantizeProblem] = {
+    "q head_dim 64": replace(_QUERIES, head_dim=64),
+    "q head_dim 128": _QUERIES,
+    "q head_dim 256": replace(_QUERIES, head_dim=256),
+    "q head_dim 80 features": replace(
+        _QUERIES, head_dim=80, varlen=True, seqused=True, rotary_dim=40, rotary_interleaved=True
+    ),
+    "k head_dim 128 rotary": replace(_QUERIES, role="k", rotary_dim=128),
+    "k head_dim 256": replace(_QUERIES, role="k", head_dim=256),
+    "v head_dim 64": replace(_VALUES, head_dim=64),
+    "v head_dim 128 varlen": replace(_VALUES, varlen=True),
+    "v head_dim 256": replace(_VALUES, head_dim=256),
+    "q head_dim 128 by head": replace(_QUERIES, method="head"),
+}
+
+_PLAIN = Fp8Problem(
+    batch=2,
+    seqlen_q=4096,
+    seqlen_k=4096,
+    total_q=8192,
+    total_k=8192,
+    num_heads_q=8,
+    num_heads_kv=8,
+    head_dim=64,
+    head_dim_v=64,
+    dtype=E4M3,
+    device=torch.device("meta"),
+    softmax_scale=1.0,
+    v_transposed=True,
+    block_scales=True,
+)
+_ATTENDED: dict[str, Fp8Problem] = {
+    "full": _PLAIN,
+    "causal": replace(_PLAIN, window_right=0),
+    "rows": replace(_PLAIN, v_transposed=False, block_scales=False),
+    "features": replace(
+        _PLAIN,
+        varlen=True,
+        seqused_k=True,
+        window_left=64,
+        window_right=64,
+        softcap=1.0,
+        alibi=True,
+        sink=True,
+    ),
+}
+
+_FLOAT_ROWS = (
+    "scales_ptr", "largest_ptr", "cos_ptr", "sin_ptr", "lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr",
+    "alibi_slopes", "sink",
+)  # fmt: skip
+_INTEGER_ROWS = ("cu_seqlens", "seqused", "rotary_offsets", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_STORED_ROWS = ("values_ptr", "q_ptr", "k_ptr", "v_ptr")
+_TYPES = {
+    "x_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "normalizer": "fp32",
+    "softmax_scale": "fp32",
+    "softcap": "fp32",
+    **dict.fromkeys(_FLOAT_ROWS, "*fp32"),
+    **dict.fromkeys(_INTEGER_ROWS, "*i32"),
+}
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Quantisation of each role, and attention with each row of the table that serves ``arch``."""
+    native = divmod(architecture(arch).capability, 10) >= NATIVE_CAPABILITY
+    for name, problem in _QUANTIZED.items():
+        passes = (
+            {"": ONE_PASS}
+            if problem.method == "block"
+            else {" pass 1": LARGEST_ONLY, " pass 2": LARGEST_GIVEN}
+        )
+        for suffix, number in passes.items():
+            yield CompileCase(
+                name=f"fp8 quantize {name}{suffix}",
+                kernel=quantize_kernel,
+                **_quantize_arguments(problem, number.value, native),
+                num_warps=num_warps(problem),
+                options={"enable_fp_fusion": False},
+                tensor_cores=False,
+            )
+    for head_dim in configurations.HEAD_DIMS:
+        config = configurations.row(native, head_dim)
+        for name, any_head_dim in _ATTENDED.items():
+            attended = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
+            yield CompileCase(
+                name=f"fp8 attend head_dim {head_dim} {name}",
+                kernel=attend_kernel,
+                **_attend_arguments(attended, config),
+                num_warps=config.tile.num_warps,
+                num_stages=config.tile.num_stages,
+                spill_budget=config.tile.features_spill_budget
+                if name == "features"
+                else config.tile.spill_budget,
+            )
+
+
+def _quantize_arguments(problem: QuantizeProblem, number: int, native: bool) -> dict[str, Any]:
+    given = {
+        "largest_ptr": problem.method != "block",
+        "cu_seqlens": problem.varlen,
+        "seqused": problem.seqused,
+        "cos_ptr": problem.rotary_dim > 0,
+        "sin_ptr": problem.rotary_dim > 0,
+        "rotary_offsets": problem.varlen and problem.rotary_dim > 0,
+    }
+    constants = {"PASS": number} | quantize_constants(problem, native)
+    divisible = frozenset(("x_stride_b", "x_stride_s", "x_stride_h", "columns"))
+    return _arguments(quantize_kernel, constants, given, native) | {"divisible_by_16": divisible}
+
+
+def _attend_arguments(problem: Fp8Problem, config: configurations.AttendConfig) -> dict[str, Any]:
+    given = {
+        "cu_seqlens_q": problem.varlen,
+        "cu_seqlens_k": problem.varlen,
+        "seqused_k": problem.seqused_k,
+        "alibi_slopes": problem.alibi,
+        "sink": problem.sink,
+    }
+    arguments = _arguments(attend_kernel, attend_constants(problem, config), given, config.native)
+    strides = [name for name in arguments["signature"] if name[:4] in ("q_st", "k_st", "v_st")]
+    return arguments | {"divisible_by_16": frozenset(strides)}
+
+
+def _arguments(
+    kernel: Any, constants: dict[str, Any], given: dict[str, bool], native: bool
+) -> dict[str, Any]:
+    """Signature and constants of a launch; absent tensors are constants None."""
+    constants |= {name: None for name, present in given.items() if not present}
+    types = _TYPES | dict.fromkeys(_STORED_ROWS, "*fp8e4nv" if native else "*u8")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    return {"signature": signature, "constants": constants}

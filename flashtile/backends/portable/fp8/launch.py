@@ -1,0 +1,111 @@
+"""From tensors to the FP8 attention kernel's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.portable.fp8.attend import attend_kernel
+from flashtile.backends.portable.fp8.config import AttendConfig, padded
+from flashtile.backends.portable.launch import KeptKernel
+from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.problem import UNLIMITED, Extras
+
+
+def constants(problem: Fp8Problem, config: AttendConfig) -> dict[str, Any]:
+    """The constexpr arguments, in their order."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return {
+        "VARLEN": problem.varlen,
+        "HAS_LEFT": left != UNLIMITED,
+        "HAS_RIGHT": right != UNLIMITED,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "HAS_ALIBI": problem.alibi,
+        "BLOCK_SCALES": problem.block_scales,
+        "TRANSPOSED": problem.v_transposed,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_M": config.tile.BLOCK_M,
+        "BLOCK_N": config.tile.BLOCK_N,
+        "NATIVE": config.native,
+    }
+
+
+class AttendLaunch:
+    """``(q, k, v, scales, extras) -> (out, lse)`` for tensors of one signature."""
+
+    def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
+        self._problem = problem
+        self._config = config
+        self._out_shape = problem.out_shape
+        self._lse_shape = problem.lse_shape
+        self._kernel: KeptKernel | None = None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
+    ) -> tuple[Tensor, Tensor]:
+        problem = self._problem
+        out = q.new_empty(self._out_shape, dtype=problem.out_dtype)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        if problem.varlen:  # tokens that belong to no sequence are written by no program
+            out.zero_()
+            lse.fill_(-torch.inf)
+        blocks = triton.cdiv(problem.seqlen_q, self._config.tile.BLOCK_M)
+        programs = blocks * problem.num_heads_q * problem.batch
+        if out.numel() == 0 or programs == 0:
+            return out, lse
+        if self._kernel is None:
+            self._kernel = self._prepare(programs, q, k, v, scales, extras)
+        if not self._config.native:
+            q, k, v = (t.view(torch.uint8) for t in (q, k, v))
+        self._kernel(q.device, q, k, v, out, lse, *scales, *extras)
+        return out, lse
+
+    def _prepare(
+        self, programs: int, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
+    ) -> KeptKernel:
+        problem, slopes = self._problem, extras.alibi_slopes
+        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        scalars = (
+            *self._strides(q),
+            *self._strides(k),
+            *self._strides_of_v(v),
+            *(stride for scale in scales for stride in self._strides_of_scale(scale)),
+            problem.q_scale_group,
+            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            problem.num_heads_q,
+            problem.group_size,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.total_q,
+            problem.total_k,
+            left,
+            right,
+            problem.softmax_scale,
+            problem.softcap,
+        )
+        fixed = tuple(constants(problem, self._config).values())
+        return KeptKernel(attend_kernel, programs, scalars, fixed, self._config.tile)
+
+    def _strides(self, rows: Tensor) -> tuple[int, int, int]:
+        """Of a batch, a row and a head."""
+        return 0 if self._problem.varlen else rows.stride(0), rows.stride(-3), rows.stride(-2)
+
+    def _strides_of_v(self, v: Tensor) -> tuple[int, int, int]:
+        """The same, or for v transposed of a batch, a feature and a head."""
+        if not self._problem.v_transposed:
+            return self._strides(v)
+        return 0 if self._problem.varlen else v.stride(0), v.stride(-2), v.stride(-3)
+
+    def _strides_of_scale(self, scale: Tensor | None) -> tuple[int, int]:
+        """Of a batch and a head."""
+        if scale is None:
+            return 0, 0
+        if self._problem.block_scales:
+            return 0 if self._problem.varlen else scale.stride(0), scale.stride(-2)
+        return scale.stride(0), scale.stride(1)

@@ -1,0 +1,225 @@
+"""Quantisation to e4m3 in one pass over memory: rotary embedding, Hadamard transform, scale, transpose.
+
+FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for each block of rows of a head
+("block quantisation"), and q and k times one random orthogonal matrix, signs times a Hadamard matrix, which
+spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
+
+One program owns one block of one head. Every sum of the transform has one order and nothing is fused, so that
+the result is the same to the bit as that of :mod:`flashtile.fp8.emulation`.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.portable.decode.e4m3 import encode_bits
+from flashtile.backends.portable.tiles import sequence, used_length
+
+E4M3_MAX = tl.constexpr(448.0)
+SMALLEST_LARGEST = tl.constexpr(2.0**-100)
+HEADROOM = tl.constexpr(2.0**-8)
+"""A sum of 256 numbers as large as there are stays finite after this factor."""
+
+ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
+"""A scale for each block, or the two passes of a scale for more than a block."""
+
+RUNTIME_INTEGERS = (
+    "num_heads",
+    "seqlen",
+    "total",
+    "scale_stride_b",
+    "scale_stride_h",
+    "seed",
+    "rotary_offset",
+    "rotary_rows",
+)
+
+
+@triton.jit
+def key_of_column(column):
+    """Which key lies in ``column`` of a stored V^T (``flashtile.fp8.layout.key_order``)."""
+    within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
+    return (column & -32) | within
+
+
+@triton.jit
+def sign_of_column(column, seed):
+    """-1.0 or 1.0: bits of MurmurHash3's 32-bit finaliser (Appleby 2011), 32 columns from one word."""
+    h = (column >> 5).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    h = (h ^ (h >> 16)) >> (column & 31).to(tl.uint32)
+    return tl.where((h & 1) == 0, 1.0, -1.0)
+
+
+@triton.jit
+def swap_columns(x, APART: tl.constexpr):
+    """x [rows, columns] with columns that differ in the bit ``APART`` in each other's place, to the bit."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    # The sum of a pair minus one is the other, as integers: a reduction, which exchanges registers of a warp.
+    pairs = x.to(tl.int32, bitcast=True).reshape([ROWS, COLUMNS // (2 * APART), 2, APART])
+    others = tl.sum(pairs, 2, keep_dims=True) - pairs
+    return others.reshape([ROWS, COLUMNS]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def hadamard(x, STAGES: tl.constexpr):
+    """x [rows, 2**STAGES] times the Hadamard matrix (Sylvester's), unscaled: sums and differences."""
+    column = tl.arange(0, 1 << STAGES)
+    for stage in tl.static_range(STAGES):
+        sign = tl.where((column & (1 << stage)) == 0, 1.0, -1.0)
+        x = tl.fma(x, tl.broadcast_to(sign[None, :], x.shape), swap_columns(x, 1 << stage))
+    return x
+
+
+@triton.jit
+def rotate(
+    x,
+    pointers,
+    inside,
+    position,
+    column,
+    cos_ptr,
+    sin_ptr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotary embedding of x [rows, columns], which lies at ``pointers``, by the angles of ``position``."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    rotated = column < ROTARY_DIM
+    if INTERLEAVED:
+        pair = column // 2
+        first = (column & 1) == 0
+        other = swap_columns(x, 1)
+    else:
+        first = column < HALF
+        pair = tl.where(first, column, column - HALF)
+        away = tl.where(first, HALF, -HALF)
+        if HALF % 8 == 0:
+            pair = tl.max_contiguous(tl.multiple_of(pair, 8), 8)
+            away = tl.max_constancy(tl.multiple_of(away, 8), 8)
+        other = tl.load(pointers + away[None, :], mask=inside & rotated[None, :], other=0.0).to(tl.float32)
+    angle = position[:, None] * HALF + pair[None, :]
+    cos = tl.load(cos_ptr + angle, mask=inside & rotated[None, :], other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=inside & rotated[None, :], other=0.0).to(tl.float32)
+    # A column that is not rotated times 1, its other times 0: the other must be finite.
+    other = tl.where(rotated[None, :], other, 0.0)
+    return x * cos + tl.where(first[None, :], -other, other) * sin
+
+
+@kernel(do_not_specialize=RUNTIME_INTEGERS)
+def quantize_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    largest_ptr,
+    cu_seqlens,
+    seqused,
+    cos_ptr,
+    sin_ptr,
+    rotary_offsets,
+    x_stride_b,
+    x_stride_s,
+    x_stride_h,
+    columns,
+    num_heads,
+    seqlen,
+    total,
+    scale_stride_b,
+    scale_stride_h,
+    seed,
+    rotary_offset,
+    rotary_rows,
+    normalizer,
+    PASS: tl.constexpr,
+    VARLEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TRANSFORM_STAGES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STORED_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Grid: (heads * blocks * batch,), heads fastest, for they are neighbours in memory.
+
+    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN; values like x with STORED_HEAD_DIM
+    columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns]; e4m3, or its bits unless NATIVE. scales and
+    largest have strides of a batch (VARLEN: of a sequence) and a head, and in ONE_PASS of 1 for a block, in
+    which sequences of VARLEN stand behind one another. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and
+    rotary_offsets [batch] may be None. TRANSFORM_STAGES: log2 of the columns, 0 for no transform.
+    """
+    num_blocks = tl.cdiv(seqlen, BLOCK_M)
+    pid = tl.program_id(0)
+    head = pid % num_heads
+    block = (pid // num_heads) % num_blocks
+    b = (pid // num_heads) // num_blocks
+
+    start, length = sequence(cu_seqlens, b, seqlen, total, VARLEN)
+    used = used_length(seqused, b, length)
+    b64 = b.to(tl.int64)
+    head64 = head.to(tl.int64)
+    scale_at = b64 * scale_stride_b + head64 * scale_stride_h
+    if PASS == LARGEST_GIVEN:
+        largest = tl.maximum(tl.load(largest_ptr + scale_at), SMALLEST_LARGEST)
+        if block == 0:  # a sequence without rows has a scale, too
+            tl.store(scales_ptr + scale_at, tl.div_rn(largest, E4M3_MAX) * normalizer)
+    if block * BLOCK_M >= length:
+        return
+
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    if TRANSPOSED:
+        row = block * BLOCK_M + key_of_column(tl.arange(0, BLOCK_M))
+    column = tl.arange(0, BLOCK_D)
+    x_base = x_ptr + b64 * x_stride_b + start * x_stride_s + head64 * x_stride_h
+    pointers = x_base + row.to(tl.int64)[:, None] * x_stride_s + column[None, :]
+    inside = (row < used)[:, None]
+    if HEAD_DIM < BLOCK_D:
+        inside = inside & (column < HEAD_DIM)[None, :]
+    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    if cos_ptr is not None:
+        offset = rotary_offset
+        if rotary_offsets is not None:
+            offset += tl.load(rotary_offsets + b)
+        position = tl.minimum(tl.maximum(row + offset, 0), rotary_rows - 1)
+        x = rotate(x, pointers, inside, position, column, cos_ptr, sin_ptr, ROTARY_DIM, INTERLEAVED)
+    if TRANSFORM_STAGES > 0:
+        x = hadamard(x * (sign_of_column(column, seed) * HEADROOM)[None, :], TRANSFORM_STAGES)
+
+    if PASS == LARGEST_GIVEN:
+        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    else:
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+        # e4m3 has no infinity: what is not finite becomes NaN, and counts for no scale.
+        if not (largest < float("inf")):
+            x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+            largest = tl.max(tl.max(tl.where(x == x, tl.abs(x), 0.0), 1), 0)
+        if PASS == LARGEST_ONLY:
+            tl.atomic_max(largest_ptr + scale_at, largest)
+            return
+        largest = tl.maximum(largest, SMALLEST_LARGEST)
+        number = block
+        if VARLEN:
+            number += (start // BLOCK_M).to(tl.int32) + b
+        tl.store(scales_ptr + scale_at + number, tl.div_rn(largest, E4M3_MAX) * normalizer)
+    scaled = x * tl.div_rn(E4M3_MAX, largest)
+    values = scaled.to(tl.float8e4nv) if NATIVE else encode_bits(scaled)
+
+    if TRANSPOSED:
+        place = block
+        if VARLEN:
+            place += (start // BLOCK_M).to(tl.int32) + b
+        place = place.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        first = head64 if VARLEN else b64 * num_heads + head
+        out = values_ptr + first * HEAD_DIM * columns + column.to(tl.int64)[:, None] * columns
+        tl.store(out + place[None, :], tl.trans(values), mask=(column < HEAD_DIM)[:, None])
+    else:
+        out = values_ptr + ((b64 * seqlen * (not VARLEN) + start) * num_heads + head) * STORED_HEAD_DIM
+        out += row.to(tl.int64)[:, None] * (num_heads * STORED_HEAD_DIM) + column[None, :]
+        inside = (row < length)[:, None]
+        if STORED_HEAD_DIM < BLOCK_D:
+            inside = inside & (column < STORED_HEAD_DIM)[None, :]
+        tl.store(out, values, mask=inside)

@@ -1,0 +1,111 @@
+"""From tensors to the quantisation kernel's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.portable.config import padded
+from flashtile.backends.portable.fp8.quantize import (
+    LARGEST_GIVEN,
+    LARGEST_ONLY,
+    ONE_PASS,
+    quantize_kernel,
+)
+from flashtile.backends.portable.launch import KeptKernel
+from flashtile.fp8.hadamard import normalizer
+from flashtile.fp8.layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
+from flashtile.fp8.problem import QuantizeProblem, QuantizeTensors
+
+NUMBERS_A_THREAD = 64
+"""Of a tile, held in registers as float32."""
+
+
+def constants(problem: QuantizeProblem, native: bool) -> dict[str, Any]:
+    """The constexpr arguments but PASS, which is the first."""
+    stored = problem.stored_head_dim
+    return {
+        "VARLEN": problem.varlen,
+        "TRANSPOSED": problem.role == "v",
+        "TRANSFORM_STAGES": stored.bit_length() - 1 if problem.transformed else 0,
+        "ROTARY_DIM": problem.rotary_dim,
+        "INTERLEAVED": problem.rotary_interleaved,
+        "HEAD_DIM": problem.head_dim,
+        "STORED_HEAD_DIM": stored,
+        "BLOCK_D": padded(stored),
+        "BLOCK_M": problem.rows,
+        "NATIVE": native,
+    }
+
+
+def num_warps(problem: QuantizeProblem) -> int:
+    threads = problem.rows * padded(problem.stored_head_dim) // NUMBERS_A_THREAD
+    return max(threads // 32, 1)
+
+
+class QuantizeLaunch:
+    """``(x, tensors, seed) -> (values, scales)`` for tensors of one signature."""
+
+    def __init__(self, problem: QuantizeProblem, native: bool) -> None:
+        self._problem = problem
+        self._native = native
+        self._kernels: list[KeptKernel] = []
+
+    def __call__(self, x: Tensor, tensors: QuantizeTensors, seed: int | None) -> tuple[Tensor, Tensor]:
+        problem = self._problem
+        # Scales and columns of no sequence, and rows behind the last, are written by no program.
+        allocate = x.new_zeros if problem.varlen else x.new_empty
+        values = allocate(problem.values_shape, dtype=E4M3)
+        scales = allocate(problem.scales_shape, dtype=torch.float32)
+        programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
+        if programs == 0:
+            return values, scales.fill_(SMALLEST_LARGEST / E4M3_MAX)
+        if not self._kernels:
+            self._kernels = self._prepare(x, tensors, seed, programs)
+        stored = values if self._native else values.view(torch.uint8)
+        largest = None if problem.method == "block" else torch.zeros_like(scales)
+        for kernel in self._kernels:
+            kernel(x.device, x, stored, scales, largest, *tensors)
+        return values, scales
+
+    def _prepare(
+        self, x: Tensor, tensors: QuantizeTensors, seed: int | None, programs: int
+    ) -> list[KeptKernel]:
+        problem = self._problem
+        heads, blocks = problem.num_heads, problem.blocks
+        scale_strides = {
+            "tensor": (0, 0),
+            "head": (heads, 1),
+            "block": (0 if problem.varlen else heads * blocks, blocks),
+        }[problem.method]
+        scalars = (
+            0 if problem.varlen else x.stride(0),
+            x.stride(-3),
+            x.stride(-2),
+            blocks * problem.rows,
+            heads,
+            problem.seqlen,
+            problem.total,
+            *scale_strides,
+            seed or 0,
+            problem.rotary_offset,
+            1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
+            normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
+        )
+        passes = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)
+        fixed = tuple(constants(problem, self._native).values())
+        return [
+            KeptKernel(
+                quantize_kernel,
+                programs,
+                scalars,
+                (number.value, *fixed),
+                None,
+                num_warps=num_warps(problem),
+                enable_fp_fusion=False,
+            )
+            for number in passes
+        ]

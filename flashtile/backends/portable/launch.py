@@ -43,10 +43,11 @@ class KeptKernel:
         self.programs = grid
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
+        self._options: dict[str, Any] = {"enable_fp_fusion": True}
         if config is None:
-            self._options = {"num_warps": PREPARE_NUM_WARPS, **options}
+            self._options |= {"num_warps": PREPARE_NUM_WARPS, **options}
         else:
-            self._options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
+            self._options |= {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
         self._run: Any = None
         self._index: int | None = None
         """Of the device that it was compiled on."""
@@ -67,7 +68,7 @@ class KeptKernel:
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
         """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
-        compiled = self._kernel[self._grid](*tensors, *self._fixed, enable_fp_fusion=True, **self._options)
+        compiled = self._kernel[self._grid](*tensors, *self._fixed, **self._options)
         if compiled is not None:  # None from the interpreter
             self._run = compat.launcher(compiled, self._grid, self._fixed)
             self._index = device.index

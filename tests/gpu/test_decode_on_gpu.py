@@ -105,6 +105,23 @@ def test_groups_and_tokens(heads: tuple[int, int], seqlen_q: int) -> None:
     testing.check(*tensors, backend="portable", causal=True, **arguments)
 
 
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [((32, 8), 64), ((24, 2), 30)], ids=str)
+def test_tall_row_blocks(
+    heads: tuple[int, int], seqlen_q: int, head_dim: int, cache_dtype: torch.dtype
+) -> None:
+    tensors, arguments = paged([900, 64, 5001], heads, head_dim, cache_dtype=cache_dtype, seqlen_q=seqlen_q)
+    testing.check(*tensors, backend="portable", causal=True, **arguments)
+
+
+@pytest.mark.parametrize("heads_kv", [1, 7, 8, 11, 24, 40])
+def test_heads_in_teams(heads_kv: int) -> None:
+    """One team of all heads, several blocks of heads, and heads that no team divides."""
+    tensors, arguments = paged([3000, 129, 0, 64, 777], (heads_kv, heads_kv), 64)
+    testing.check(*tensors, backend="portable", **arguments)
+
+
 def test_many_row_blocks_are_a_prefill() -> None:
     """More rows than the balanced grid takes: blocks of rows run each for itself."""
     tensors, arguments = paged([2000, 1111], (16, 1), 64, seqlen_q=150)

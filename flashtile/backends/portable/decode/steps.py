@@ -269,10 +269,14 @@ def attend_tiles(
         start = n * BLOCK_N
         keys = start + tl.arange(0, BLOCK_N)
         seen = is_seen(keys, keys_seen, LAYOUT)
+        k_at = k_base
+        v_at = v_base
+        k_offsets = k_rows
+        v_offsets = v_rows
         if PAGE_SIZE == 0:
             block = cache_row
-            k_offsets = block * k_stride_b + start.to(tl.int64) * k_stride_s + k_rows
-            v_offsets = block * v_stride_b + start.to(tl.int64) * v_stride_s + v_rows
+            k_at += block * k_stride_b + start.to(tl.int64) * k_stride_s
+            v_at += block * v_stride_b + start.to(tl.int64) * v_stride_s
         else:
             block = current
             if WHOLE_BLOCK or FEATURES.WIDE:
@@ -281,19 +285,18 @@ def attend_tiles(
                 block = by_key(block, LAYOUT, FEATURES)
             current = in_cache(upcoming, num_blocks)
             upcoming = table_entries(table, n + 2, keys_seen, LAYOUT, FEATURES)
-            k_offsets = block * k_stride_b
-            v_offsets = block * v_stride_b
             if WHOLE_BLOCK:
-                k_offsets = k_offsets + start % PAGE_SIZE * k_stride_s + k_rows
-                v_offsets = v_offsets + start % PAGE_SIZE * v_stride_s + v_rows
-            elif WHOLE_BLOCKS:
-                k_offsets = k_offsets + k_rows
-                v_offsets = v_offsets + v_rows
+                within = (start % PAGE_SIZE).to(tl.int64)
+                k_at += block * k_stride_b + within * k_stride_s
+                v_at += block * v_stride_b + within * v_stride_s
             else:
-                position = (start + row) % PAGE_SIZE
-                k_offsets = k_offsets + position * k_stride_s
-                v_offsets = v_offsets + position * v_stride_s
-        products = multiply_keys(q, q_odd, k_base, k_offsets, seen, FEATURES)  # [BLOCK_M, BLOCK_N]
+                if not WHOLE_BLOCKS:
+                    position = (start + row) % PAGE_SIZE
+                    k_offsets = position * k_stride_s
+                    v_offsets = position * v_stride_s
+                k_offsets = block * k_stride_b + k_offsets
+                v_offsets = block * v_stride_b + v_offsets
+        products = multiply_keys(q, q_odd, k_at, k_offsets, seen, FEATURES)  # [BLOCK_M, BLOCK_N]
         block_v_scale = 1.0
         if FEATURES.DESCALE == "block":
             if PAGE_SIZE == 0 or WHOLE_BLOCK:
@@ -313,7 +316,7 @@ def attend_tiles(
         if FEATURES.PAIRS:
             acc_odd = acc_odd * alpha[:, None]
         acc, acc_odd = add_values(
-            acc, acc_odd, p, v_base, v_offsets, seen, block_v_scale, operand, dtype, FEATURES
+            acc, acc_odd, p, v_at, v_offsets, seen, block_v_scale, operand, dtype, FEATURES
         )
     if FEATURES.PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])

@@ -78,17 +78,26 @@ def load_rows(
 def load_columns(
     base,
     start,
+    keys,
+    length,
     columns,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_D] of a v stored transposed, [HEAD_DIM, columns]; it is 0 where it has no keys."""
+    """[keys, BLOCK_D] of a v stored transposed, [HEAD_DIM, columns], from column ``start`` on.
+
+    It is 0 behind the last key, but what ``seqused_k`` leaves out is not (if MASKED).
+    """
     features = tl.arange(0, BLOCK_D)
-    pointers = base + features.to(tl.int64)[:, None] * columns + (start + tl.arange(0, BLOCK_N))[None, :]
-    if HEAD_DIM < BLOCK_D:
-        tile = tl.load(pointers, mask=(features < HEAD_DIM)[:, None], other=0.0)
+    places = start + tl.arange(0, keys.shape[0])
+    pointers = base + features.to(tl.int64)[:, None] * columns + places[None, :]
+    inside = (features < HEAD_DIM)[:, None]
+    if MASKED:
+        tile = tl.load(pointers, mask=inside & (keys < length)[None, :], other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        tile = tl.load(pointers, mask=inside, other=0.0)
     else:
         tile = tl.load(pointers)
     return tl.trans(as_operand(tile, NATIVE))
@@ -179,7 +188,7 @@ def attend_blocks(
             alpha = alpha * (v_unit / unit)
             v_unit = unit
         if TRANSPOSED:
-            v = load_columns(v_base, start, v_stride, HEAD_DIM_V, BLOCK_DV, BLOCK_N, NATIVE)
+            v = load_columns(v_base, start, keys, len_k, v_stride, HEAD_DIM_V, BLOCK_DV, MASKED, NATIVE)
         else:
             v = load_rows(v_base, keys, len_k, v_stride, HEAD_DIM_V, BLOCK_DV, NATIVE)
         acc = tl.dot(round_p(p, NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]

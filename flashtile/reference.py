@@ -5,6 +5,8 @@ Plain torch, differentiable by autograd (twice, too), any device, any floating d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     upcast: torch.dtype | None = None,
+    round_p: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the definition, with the arguments and conventions of :func:`flashtile.attention`.
 
@@ -35,6 +38,7 @@ def attention(
         upcast: compute in this dtype and return out in it, for a reference more exact than the inputs. None
             computes in the dtype of q, as plain PyTorch does: the yardstick of the error rule. lse is then
             float32 (float64 for float64 inputs).
+        round_p: what becomes of the probabilities before they meet v; lse does not see it.
     """
     options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
@@ -42,7 +46,7 @@ def attention(
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
     if cu_seqlens_q is None and (seqused_k is None or problem.batch == 0):
-        return _dense(q, k, v, alibi_slopes, sink, problem)
+        return _dense(q, k, v, alibi_slopes, sink, problem, round_p)
 
     outs, lses = [], []
     for b in range(problem.batch):
@@ -55,7 +59,7 @@ def attention(
         )
         if seqused_k is not None:
             one_k, one_v = one_k[:, : seqused_k[b]], one_v[:, : seqused_k[b]]
-        out, lse = _dense(one_q, one_k, one_v, slopes, sink, problem)
+        out, lse = _dense(one_q, one_k, one_v, slopes, sink, problem, round_p)
         outs.append(out)
         lses.append(lse)
     if cu_seqlens_q is None:
@@ -88,7 +92,13 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def _dense(
-    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sink: Tensor | None, problem: Problem
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    problem: Problem,
+    round_p: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     k, v = (t.repeat_interleave(problem.group_size, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q * problem.softmax_scale, k)
@@ -112,6 +122,8 @@ def _dense(
         probabilities = scores
     else:
         probabilities = torch.softmax(scores, dim=-1).masked_fill(empty, 0.0)
+    if round_p is not None:
+        probabilities = round_p(probabilities)
     out = torch.einsum("bhqk,bkhd->bqhd", probabilities[..., :seqlen_k], v)
     lse = torch.logsumexp(scores.to(_lse_dtype(q)), dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
     return out, lse

@@ -78,10 +78,9 @@ class Quantized:
         values = self.values.to(dtype)
         if self.role != "v":
             return values if self.cu_seqlens is None else values.where(self._inside(), 0.0)
-        columns = values.shape[-1]
-        rows = values.new_empty(values.shape)
-        rows[..., layout.key_order(columns, values.device)] = values
-        rows = rows.movedim(-1, -3)  # (..., columns, heads, head_dim)
+        columns = values.movedim(-1, -3)  # (..., columns, heads, head_dim)
+        rows = columns.new_empty(columns.shape)
+        rows[..., layout.key_order(columns.shape[-3], values.device), :, :] = columns
         if self.cu_seqlens is None:
             return rows[:, : self.shape[1]]
         block, inside = self._block_of_row()

@@ -74,37 +74,42 @@ def hadamard(x, STAGES: tl.constexpr):
 
 
 @triton.jit
-def rotate(
-    x,
-    pointers,
-    inside,
-    position,
-    column,
-    cos_ptr,
-    sin_ptr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Rotary embedding of x [rows, columns], which lies at ``pointers``, by the angles of ``position``."""
-    HALF: tl.constexpr = ROTARY_DIM // 2
-    rotated = column < ROTARY_DIM
-    if INTERLEAVED:
-        pair = column // 2
-        first = (column & 1) == 0
-        other = swap_columns(x, 1)
-    else:
-        first = column < HALF
-        pair = tl.where(first, column, column - HALF)
-        away = tl.where(first, HALF, -HALF)
-        if HALF % 8 == 0:
-            pair = tl.max_contiguous(tl.multiple_of(pair, 8), 8)
-            away = tl.max_constancy(tl.multiple_of(away, 8), 8)
-        other = tl.load(pointers + away[None, :], mask=inside & rotated[None, :], other=0.0).to(tl.float32)
+def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """Rotary embedding of x [rows, columns], whose pairs are columns 2i and 2i + 1, by ``position``.
+
+    inside [rows, 1].
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    PAIRS: tl.constexpr = x.shape[1] // 2
+    pair = tl.arange(0, PAIRS)
     angle = position[:, None] * HALF + pair[None, :]
-    cos = tl.load(cos_ptr + angle, mask=inside & rotated[None, :], other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=inside & rotated[None, :], other=0.0).to(tl.float32)
-    # A column that is not rotated times 1, its other times 0: the other must be finite.
-    other = tl.where(rotated[None, :], other, 0.0)
+    rotated = inside & (pair < HALF)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
+    a, b = tl.split(x.reshape([ROWS, PAIRS, 2]))
+    # A pair that is not rotated stays, even where 0 times its other number would be NaN.
+    first = tl.where(rotated, a * cos - b * sin, a)
+    second = tl.where(rotated, b * cos + a * sin, b)
+    return tl.join(first, second).reshape([ROWS, 2 * PAIRS])
+
+
+@triton.jit
+def rotate_halves(x, pointers, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """The same of x, which lies at ``pointers``, whose pairs are columns i and i + HALF.
+
+    Each number's other is read again: it is in the cache, and in another thread's registers.
+    """
+    rotated = inside & (column < 2 * HALF)[None, :]
+    first = column < HALF
+    away = tl.where(first, HALF, -HALF)
+    pair = tl.where(first, column, column - HALF)
+    if HALF % 8 == 0:
+        pair = tl.max_contiguous(tl.multiple_of(pair, 8), 8)
+        away = tl.max_constancy(tl.multiple_of(away, 8), 8)
+    other = tl.load(pointers + away[None, :], mask=rotated, other=0.0).to(tl.float32)
+    angle = position[:, None] * HALF + pair[None, :]
+    cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
     return x * cos + tl.where(first[None, :], -other, other) * sin
 
 
@@ -185,7 +190,12 @@ def quantize_kernel(
         if rotary_offsets is not None:
             offset += tl.load(rotary_offsets + b)
         position = tl.minimum(tl.maximum(row + offset, 0), rotary_rows - 1)
-        x = rotate(x, pointers, inside, position, column, cos_ptr, sin_ptr, ROTARY_DIM, INTERLEAVED)
+        in_use = (row < used)[:, None]
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        if INTERLEAVED:
+            x = rotate_neighbours(x, position, in_use, cos_ptr, sin_ptr, HALF)
+        else:
+            x = rotate_halves(x, pointers, position, in_use, column, cos_ptr, sin_ptr, HALF)
     if TRANSFORM_STAGES > 0:
         x = hadamard(x * (sign_of_column(column, seed) * HEADROOM)[None, :], TRANSFORM_STAGES)
 

@@ -319,7 +319,7 @@ def _call(
     extras = NO_EXTRAS
     if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
         extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
-    if all(isinstance(t, Tensor) and t.dtype == torch.float8_e4m3fn for t in (q, k, v)):
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         from flashtile.fp8.functional import attend_descaled
 
         return attend_descaled(q, k, v, q_descale, k_descale, v_descale, extras, options)

@@ -200,8 +200,9 @@ def attend_descaled(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of e4m3 tensors in rows, with FlashAttention-3's scales (batch, heads_kv); out bfloat16."""
-    check_dense("q", q)
-    operators.refuse_gradient(("q", q), ("k", k), ("v", v))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
+        operators.refuse_gradient((name, x))
     scales = Scales(q_descale, k_descale, v_descale)
     return operators.attend(q, k, v, scales, extras, options, AttendOptions(torch.bfloat16, q.shape[-1]))
 

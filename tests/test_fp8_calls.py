@@ -1,0 +1,271 @@
+"""Calls of the FP8 functions: bad arguments, explain, gradients, compilation, kept launches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile import fp8
+from flashtile.fp8 import launches, reference
+from flashtile.fp8.layout import E4M3
+from flashtile.fp8.problem import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
+from flashtile.problem import NO_EXTRAS, Options
+
+FP16, BF16 = torch.float16, torch.bfloat16
+B, SQ, SK, H, HKV, D = 2, 5, 9, 4, 2, 16
+
+
+def x_of(seqlen: int = SK, heads: int = HKV, head_dim: int = D, dtype: torch.dtype = BF16) -> Tensor:
+    generator = torch.Generator().manual_seed(seqlen)
+    return torch.randn(B, seqlen, heads, head_dim, generator=generator).to(dtype)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+QUANTIZE: dict[str, Any] = {"x": x_of(), "role": "k"}
+ROTARY = QUANTIZE | {"rotary_cos": torch.ones(SK, 4), "rotary_sin": torch.zeros(SK, 4)}
+VARLEN = QUANTIZE | {"x": x_of()[0], "cu_seqlens": int32(0, 4, 9), "max_seqlen": 5}
+ATTEND = {"q": x_of(SQ, H), "k": x_of(), "v": x_of()}
+E4M3_CALL = {name: x.to(E4M3) for name, x in ATTEND.items()}
+
+BAD = [
+    (fp8.quantize, QUANTIZE, {"x": None}, TypeError, ("x must be a torch.Tensor", "NoneType")),
+    (fp8.quantize, QUANTIZE, {"x": x_of(dtype=torch.float32)}, TypeError, ("float16 or bfloat16", "float32")),
+    (fp8.quantize, QUANTIZE, {"x": x_of()[0]}, ValueError, ("x must have 4 dimensions", "(9, 2, 16)")),
+    (fp8.quantize, VARLEN, {"x": x_of()}, ValueError, ("x must have 3 dimensions", "total")),
+    (fp8.quantize, QUANTIZE, {"x": x_of(head_dim=257)}, NotImplementedError, ("head_dim 257", "256")),
+    (fp8.quantize, QUANTIZE, {"x": x_of(head_dim=0)}, ValueError, ("at least one head and one column",)),
+    (fp8.quantize, QUANTIZE, {"x": x_of().mT}, ValueError, ("x must have stride 1", "contiguous()")),
+    (fp8.quantize, QUANTIZE, {"role": "w"}, ValueError, ("role must be one of 'q', 'k', 'v'", "'w'")),
+    (fp8.quantize, QUANTIZE, {"method": "row"}, ValueError, ("method must be one of 'block'", "'row'")),
+    (fp8.quantize, QUANTIZE, {"hadamard": 1}, TypeError, ("hadamard must be True or False", "int")),
+    (fp8.quantize, QUANTIZE, {"seed": -1}, ValueError, ("seed must be from 0", "-1")),
+    (fp8.quantize, QUANTIZE, {"seed": 2**31}, ValueError, ("seed must be from 0 to 2147483647",)),
+    (fp8.quantize, QUANTIZE, {"seed": 0.5}, TypeError, ("seed must be an int", "0.5")),
+    (fp8.quantize, QUANTIZE, {"backend": "hopper"}, NotImplementedError, ("hopper", "no FP8 kernels")),
+    (fp8.quantize, QUANTIZE, {"max_seqlen": 9}, ValueError, ("max_seqlen must be None without cu_seqlens",)),
+    (fp8.quantize, QUANTIZE, {"seqused": int32(1)}, ValueError, ("seqused must", "(batch,) = (2,)")),
+    (fp8.quantize, QUANTIZE, {"seqused": int32(1, 10)}, ValueError, ("9 rows of sequence 1", "10")),
+    (fp8.quantize, VARLEN, {"max_seqlen": None}, TypeError, ("max_seqlen must be an int", "None")),
+    (fp8.quantize, VARLEN, {"max_seqlen": 4}, ValueError, ("max_seqlen", "4")),
+    (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 5, 4)}, ValueError, ("cu_seqlens",)),
+    (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 10)}, ValueError, ("cu_seqlens", "10")),
+    (fp8.quantize, VARLEN, {"cu_seqlens": torch.tensor([0, 9])}, TypeError, ("cu_seqlens", "int32", "int64")),
+    (fp8.quantize, ROTARY, {"role": "v"}, ValueError, ("rotary_cos must be None for role 'v'",)),
+    (fp8.quantize, ROTARY, {"rotary_sin": None}, TypeError, ("rotary_sin", "None")),
+    (fp8.quantize, ROTARY, {"rotary_sin": torch.ones(SK, 3)}, ValueError, ("rotary_sin", "(9, 4)", "(9, 3)")),
+    (fp8.quantize, ROTARY, {"rotary_cos": torch.ones(SK, 9)}, ValueError, ("rotary_cos", "16 of head_dim")),
+    (fp8.quantize, ROTARY, {"rotary_offset": 1}, ValueError, ("rotary_cos has 9 rows", "up to 10")),
+    (fp8.quantize, ROTARY, {"rotary_offset": int32(1)}, ValueError, ("rotary_offset", "(2,)", "(1,)")),
+    (fp8.quantize, ROTARY, {"rotary_interleaved": None}, TypeError, ("rotary_interleaved must be True or",)),
+    (fp8.quantize, QUANTIZE, {"rotary_offset": 3}, ValueError, ("rotary_offset must be 0 without",)),
+    (fp8.attention, ATTEND, {"q": 1}, TypeError, ("q must be a torch.Tensor", "int")),
+    (fp8.attention, ATTEND, {"q": ATTEND["q"].float()}, TypeError, ("q must be float16 or", "quantize")),
+    (fp8.attention, ATTEND, {"k": x_of(dtype=FP16)}, TypeError, ("k has dtype torch.float16", "bfloat16")),
+    (fp8.attention, ATTEND, {"k": x_of(head_dim=8)}, ValueError, ("k has head_dim 8", "q has 16")),
+    (fp8.attention, ATTEND, {"v": x_of(8)}, ValueError, ("v has shape (2, 8, 2, 16)", "that of k")),
+    (fp8.attention, ATTEND, {"q": x_of(SQ, 3)}, ValueError, ("q has 3 heads", "multiple")),
+    (fp8.attention, ATTEND, {"k": fp8.quantize(x_of(), "v")}, ValueError, ("role 'k'", "role 'v'")),
+    (fp8.attention, ATTEND, {"method": "row"}, ValueError, ("method must be one of", "'row'")),
+    (fp8.attention, ATTEND, {"hadamard": "yes"}, TypeError, ("hadamard must be True, False or None", "str")),
+    (fp8.attention, ATTEND | {"k": fp8.quantize(x_of(), "k", method="head")}, {"method": "block"}, ValueError,
+     ("k was quantised by 'head'", "method is 'block'")),
+    (fp8.attention, ATTEND | {"k": fp8.quantize(x_of(), "k", seed=3)}, {"seed": 1}, ValueError,
+     ("k was transformed with seed 3", "seed=1")),
+    (fp8.attention, ATTEND | {"k": fp8.quantize(x_of(), "k", hadamard=False)}, {"hadamard": True}, ValueError,
+     ("k was transformed with seed None", "hadamard=True")),
+    (fp8.attention, {"q": fp8.quantize(x_of(), "q", seed=1), "k": fp8.quantize(x_of(), "k", seed=2),
+                     "v": x_of()}, {}, ValueError, ("q and k must share a transform", "'q': 1", "'k': 2")),
+    (fp8.attention, ATTEND, {"sink": torch.zeros(3)}, ValueError, ("sink", "(3,)")),
+    (fp8.attention, ATTEND, {"softcap": -1.0}, ValueError, ("softcap", "-1.0")),
+    (fp8.attention, ATTEND, {"window_size": (-2, 0)}, ValueError, ("window_size[0]", "-2")),
+    (fp8.attention, ATTEND, {"backend": "portable"}, NotImplementedError, ("portable", "cpu")),
+    (flashtile.flash_attn_func, ATTEND, {"k_descale": torch.ones(B, HKV)}, ValueError,
+     ("k_descale must be None", "float8_e4m3fn")),
+    (flashtile.flash_attn_func, E4M3_CALL, {"k": x_of()}, TypeError, ("k must be float8_e4m3fn", "bfloat16")),
+    (flashtile.flash_attn_func, E4M3_CALL, {"q_descale": torch.ones(B, 3)}, ValueError,
+     ("q_descale must have shape (batch, heads_kv) = (2, 2)", "(2, 3)")),
+    (flashtile.flash_attn_func, E4M3_CALL, {"v_descale": torch.ones(B, HKV, dtype=BF16)}, TypeError,
+     ("v_descale must be float32", "bfloat16")),
+    (flashtile.flash_attn_func, E4M3_CALL, {"v_descale": 1.0}, TypeError, ("v_descale must be a torch",)),
+    (flashtile.flash_attn_func, E4M3_CALL, {"dropout_p": 0.1}, NotImplementedError, ("dropout_p",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "change", "error", "says"), BAD, ids=[str(i) for i in range(len(BAD))]
+)
+def test_bad_calls_name_what_is_wrong(function, good, change, error, says, monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if good is not None:
+        function(**good) if not any(isinstance(x, fp8.Quantized) for x in good.values()) else None
+    with pytest.raises(error) as raised:
+        function(**(good | change))
+    for words in says:
+        assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_gradients_are_refused(name: str) -> None:
+    """Not silently left out; under no_grad nobody wants them."""
+    wanted = ATTEND | {name: ATTEND[name].clone().requires_grad_()}
+    with pytest.raises(NotImplementedError, match=name):
+        fp8.attention(**wanted)
+    with torch.no_grad():
+        fp8.attention(**wanted)
+    with pytest.raises(NotImplementedError, match="x"):
+        fp8.quantize(wanted[name], name)
+
+
+def test_gradients_are_refused_inside_a_compiled_function() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: fp8.attention(q, k, v), backend="eager")
+    wanted = ATTEND | {"q": ATTEND["q"].clone().requires_grad_()}
+    with pytest.raises(NotImplementedError, match="q"):
+        compiled(**wanted)
+
+
+def quantized(**arguments: Any) -> dict[str, fp8.Quantized]:
+    return {name: fp8.quantize(x, name, **arguments) for name, x in ATTEND.items()}
+
+
+@pytest.mark.parametrize("method", ["block", "head", "tensor"])
+def test_quantised_before_or_within_the_call_is_the_same(method: str) -> None:
+    at_once = fp8.attention(**ATTEND, method=method, seed=4, causal=True)
+    before = quantized(method=method, seed=4)
+    assert torch.equal(fp8.attention(**before, causal=True), at_once)
+    mixed = before | {"q": ATTEND["q"]}
+    assert torch.equal(fp8.attention(**mixed, causal=True), at_once)
+
+
+def test_varlen_containers_bring_their_lengths() -> None:
+    q, k, v = (x.flatten(0, 1) for x in ATTEND.values())
+    side_q = {"cu_seqlens": int32(0, 3, 10), "max_seqlen": 7}
+    side_k = {"cu_seqlens": int32(0, 9, 18), "max_seqlen": 9, "seqused": int32(9, 4)}
+    parts = (
+        fp8.quantize(q, "q", **side_q),
+        fp8.quantize(k, "k", **side_k),
+        fp8.quantize(v, "v", **side_k),
+    )
+    at_once = fp8.attention(
+        q, k, v, cu_seqlens_q=side_q["cu_seqlens"], cu_seqlens_k=side_k["cu_seqlens"], max_seqlen_q=7,
+        max_seqlen_k=9, seqused_k=side_k["seqused"], causal=True,
+    )  # fmt: skip
+    assert torch.equal(fp8.attention(*parts, causal=True), at_once)
+
+
+def test_explain_says_what_a_call_gets(monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for explanation in (
+        fp8.explain(**ATTEND),
+        fp8.explain(**quantized(), causal=True),
+        flashtile.explain(**quantized()),
+        flashtile.explain(**E4M3_CALL, q_descale=torch.ones(B, HKV)),
+    ):
+        assert explanation.backend == "cpu"
+        assert set(explanation.reasons_against) == {"hopper", "portable"}
+        assert "e4m3" in str(explanation)
+    with pytest.raises(ValueError, match="k has head_dim 8"):
+        fp8.explain(**(ATTEND | {"k": x_of(head_dim=8)}))
+
+
+def test_explain_launches_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(launches, "quantize", None)
+    monkeypatch.setattr(launches, "attend", None)
+    assert fp8.explain(**ATTEND, method="tensor").problem.v_transposed
+
+
+def test_operators_pass_opcheck() -> None:
+    options = QuantizeOptions("k", "block", 3, None, 0, False, None)
+    # The schema test multiplies what it gets, which torch does not do in e4m3.
+    of_e4m3 = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    quantize = torch.ops.flashtile.fp8_quantize.default
+    torch.library.opcheck(quantize, (x_of(), *QuantizeTensors(), *options), test_utils=of_e4m3)
+    values = QuantizeOptions("v", "head", None, 5, 0, False, None)
+    packed = QuantizeTensors(cu_seqlens=int32(0, 4, 9))
+    torch.library.opcheck(quantize, (x_of()[0], *packed, *values), test_utils=of_e4m3)
+    attend = AttendOptions(BF16, D)
+    scales = Scales(torch.ones(B, HKV), None, torch.ones(B, HKV))
+    torch.library.opcheck(
+        torch.ops.flashtile.fp8_attend.default,
+        (*E4M3_CALL.values(), *scales, *NO_EXTRAS, *Options(causal=True), *attend),
+        test_utils=of_e4m3,
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_graph_breaks(dynamic: bool) -> None:
+    """Quantising, containers across the graph, and attention."""
+    torch._dynamo.reset()
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        cache = fp8.quantize(k, "k", seed=2), fp8.quantize(v, "v")
+        return fp8.attention(q + 1, *cache, causal=True, return_lse=True)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for seqlen in (SK, 2 * SK):
+        call = (ATTEND["q"], x_of(seqlen), x_of(seqlen) * 2)
+        for ours, eager in zip(compiled(*call), model(*call), strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_e4m3_functions_compile() -> None:
+    torch._dynamo.reset()
+
+    def model(q: Tensor, k: Tensor, v: Tensor, descale: Tensor) -> Tensor:
+        return flashtile.flash_attn_func(q, k, v, q_descale=descale, v_descale=descale) * 2
+
+    call = (*E4M3_CALL.values(), torch.rand(B, HKV))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*call), model(*call))
+
+
+def test_a_signature_is_checked_once(monkeypatch) -> None:
+    cache = quantized()
+    first = fp8.attention(**cache)
+    monkeypatch.setattr(launches, "check_attend", None)
+    monkeypatch.setattr(launches, "select", None)
+    assert torch.equal(fp8.attention(**cache), first)
+    with pytest.raises(TypeError):
+        fp8.attention(**cache, softcap=0.123)  # another signature: what is patched would be called
+
+
+def test_autocast_chooses_the_dtype() -> None:
+    call = {name: x.float() for name, x in ATTEND.items()}
+    with torch.autocast("cpu", BF16):
+        assert fp8.attention(**call).dtype == BF16
+
+
+def test_importing_flashtile_does_not_import_fp8() -> None:
+    code = "import sys, flashtile; print('flashtile.fp8' in sys.modules); flashtile.fp8.attention"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_oracle_knows_descales() -> None:
+    """Of e4m3 tensors, by head and sequence, dense and behind one another."""
+    scale = 0.5 + torch.rand(B, HKV)
+    q, k, v = E4M3_CALL.values()
+    scaled = [
+        x.double() * scale.double().repeat_interleave(x.shape[2] // HKV, 1)[:, None, :, None]
+        for x in (q, k, v)
+    ]
+    exact, lse = flashtile.reference.attention(*scaled)
+    descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), scale)
+    ours, ours_lse = reference.attention(q, k, v, **descales)
+    torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(ours_lse, lse)
+    packed, _ = reference.attention(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        cu_seqlens_q=int32(0, SQ, 2 * SQ), cu_seqlens_k=int32(0, SK, 2 * SK), max_seqlen_q=SQ,
+        max_seqlen_k=SK, **descales,
+    )  # fmt: skip
+    torch.testing.assert_close(packed, exact.flatten(0, 1))

@@ -1,0 +1,169 @@
+"""From tensors to the kernels of the Hopper backward for head sizes over 128: prepare, dK and dV, dQ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.hopper import backward_launch, launch, tile_table
+from flashtile.backends.hopper.backward_wide_dkv import dkv_kernel
+from flashtile.backends.hopper.backward_wide_dq import dq_kernel
+from flashtile.backends.hopper.config import (
+    LAUNCH_REGISTERS,
+    WARPGROUP_ROWS,
+    BackwardVariant,
+    ForwardConfig,
+    Variant,
+    WideBackwardConfig,
+    padded,
+)
+from flashtile.backends.hopper.launch import (
+    View,
+    dense_view,
+    num_programs,
+    ragged_view,
+    rows_apart,
+    schedule_scalars,
+    score_numbers,
+    table_items,
+    table_kernel,
+)
+from flashtile.backends.hopper.schedule import TABLE_WIDTH
+from flashtile.backends.portable.backward_prepare import padded_rows
+from flashtile.backends.portable.launch import KeptKernel, prepare_launch
+from flashtile.problem import LOG2_E, Extras, Problem
+
+
+def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, Variant]:
+    """Of the kernel of dK and dV, and of that of dQ, which has the forward's schedule."""
+    dkv = replace(backward_launch.variant_of(problem, config), DETERMINISTIC=False)  # it always is
+    rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
+    dq = replace(launch.variant_of(problem, rows), SINK=False, PACK=1, KV_GROUP=problem.group_size)
+    return dkv, dq
+
+
+class WideBackwardLaunch:
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
+
+    def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
+        self._problem = problem
+        self._dkv, self._dq = variants(problem, config)
+        sequences = 1 if problem.varlen else problem.batch
+        rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+        self._statistics_shape = (sequences * problem.num_heads_q, rows)
+        self._some_unwritten = problem.varlen or problem.seqused_k
+        self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+        if dout.data_ptr() % 16:
+            dout = dout.clone()
+        # Tokens that no sequence has or uses are written by no program.
+        allocate = torch.zeros if self._some_unwritten else torch.empty
+        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        if self._kernels is None:
+            self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
+        prepare, compute_dkdv, compute_dq = self._kernels
+        device = q.device
+        shift, dp_shift = q.new_empty((2, *self._statistics_shape), dtype=torch.float32).unbind()
+        next_item = q.new_empty(1, dtype=torch.int32)
+        dsink = terms = None
+        if sink is not None:
+            heads = self._problem.num_heads_q
+            terms = q.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
+        prepare(device, out, dout, lse, dlse, shift, dp_shift, terms, None, next_item, cu_seqlens_q, sink)
+        if sink is not None and terms is not None:
+            dsink = terms.sum(0).to(sink.dtype)
+        table_k = table_q = lse
+        if self._problem.varlen:
+            table_k, table_q = (q.new_empty(shape, dtype=torch.int32) for shape in self._table_shapes)
+            fill_k, fill_q = self._table_kernels
+            fill_k(device, table_k, cu_seqlens_k, cu_seqlens_q, lse)
+            fill_q(device, table_q, cu_seqlens_q, cu_seqlens_k, lse if seqused_k is None else seqused_k)
+        used = lse if seqused_k is None else seqused_k
+        slopes = lse if alibi_slopes is None else alibi_slopes
+        views = self._views
+        inputs = [views[name].of(t) for name, t in (("q", q), ("k", k), ("v", v), ("do", dout))]
+        statistics = [views["statistics"].of(t) for t in (shift, dp_shift)]
+        gradients = [views[name].of(t) for name, t in (("dk", dk), ("dv", dv))]
+        compute_dkdv(device, *inputs, *statistics, *gradients, table_k, used, slopes, next_item)
+        compute_dq(device, *inputs, views["dq"].of(dq), shift, dp_shift, table_q, used, slopes)
+        return dq, dk, dv, dsink
+
+    def _prepare(
+        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+    ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
+        problem, dkv, dq = self._problem, self._dkv, self._dq
+        self._views = views(problem, q, k, v, self._statistics_shape)
+        blocks = math.ceil(problem.seqlen_k / dkv.BLOCK_N)
+        items = problem.batch * blocks
+        if problem.varlen:
+            items = tile_table.capacity(problem.total_k, problem.batch, dkv.BLOCK_N)
+            self._table_shapes = (
+                (1 + items, TABLE_WIDTH.value),
+                (1 + table_items(problem, dq), TABLE_WIDTH.value),
+            )
+            fill_k = KeptKernel(
+                tile_table.tile_table_kernel,
+                problem.batch,
+                (problem.batch, blocks, problem.total_k, problem.total_q, items),
+                (False, False, dkv.BLOCK_N, TABLE_WIDTH.value, tile_table.CHUNK),
+                None,
+            )
+            self._table_kernels = (fill_k, table_kernel(problem, dq))
+        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        slope_stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
+        numbers = (problem.softmax_scale, *score_numbers(problem))
+        options = {"maxnreg": LAUNCH_REGISTERS[2]}
+        lengths = (problem.seqlen_q, problem.seqlen_k, rows_apart(k))
+        scalars: tuple = (items * problem.num_heads_kv, blocks, problem.num_heads_kv, *lengths, left, right)
+        programs = num_programs(scalars, q.device)
+        compute_dkdv = KeptKernel(
+            dkv_kernel, programs, (*scalars, slope_stride, *numbers), (dkv,), None, **options
+        )
+        scalars = schedule_scalars(problem, dq, rows_apart(k))
+        programs = num_programs(scalars, q.device)
+        scalars = (self._statistics_shape[1], *scalars, slope_stride, *numbers)
+        compute_dq = KeptKernel(dq_kernel, programs, scalars, (dq,), None, **options)
+        return prepare_launch(problem, dlse is not None, LOG2_E), compute_dkdv, compute_dq
+
+
+def views(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, statistics_shape: tuple[int, int]
+) -> dict[str, View]:
+    """Of each tensor that TMA moves: 64 rows of a head at a time, of the statistics those of 64 rows."""
+    rows, dtype = WARPGROUP_ROWS, problem.dtype
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    view_q = ragged_view if problem.varlen else dense_view
+    view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
+
+    def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+        seqlen, heads, size = shape[-3:]
+        return (seqlen * heads * size, heads * size, size, 1)
+
+    count, padded_row_count = statistics_shape
+    return {
+        "q": view_q(q.shape, q.stride(), rows, block_d, dtype),
+        "k": view_k(k.shape, k.stride(), rows, block_d, dtype),
+        "v": view_k(v.shape, v.stride(), rows, block_dv, dtype),
+        "do": view_q(problem.out_shape, contiguous(problem.out_shape), rows, block_dv, dtype),
+        "statistics": View(
+            [count, padded_row_count], [padded_row_count, 1], [1, rows], torch.float32, swizzled=False
+        ),
+        "dq": view_q(q.shape, contiguous(q.shape), rows, block_d, dtype),
+        "dk": view_k(k.shape, contiguous(k.shape), rows, block_d, dtype),
+        "dv": view_k(v.shape, contiguous(v.shape), rows, block_dv, dtype),
+    }

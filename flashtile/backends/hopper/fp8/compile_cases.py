@@ -36,22 +36,23 @@ _PLAIN = Fp8Problem(
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table with a plain or causal problem; where all head sizes are equal, with every
-    feature at once, too."""
+    """Each row of the table: without a mask as it is; under one with every feature at once, and causal where
+    v is transposed in memory. Rows of unequal head sizes only as they are."""
     if arch != HOPPER:
         return
     for block_d, block_dv, windowed, v_transposed, config in every_row():
-        problem = replace(_PLAIN, head_dim=block_d, head_dim_v=block_dv, v_transposed=v_transposed)
+        plain = replace(_PLAIN, head_dim=block_d, head_dim_v=block_dv, v_transposed=v_transposed)
         if not windowed:
-            yield _case(problem, config, config.spill_budget)
+            yield _case(plain, config, config.spill_budget)
             continue
-        yield _case(replace(problem, window_right=0), config, config.spill_budget)
-        if block_d == block_dv:
-            problem = replace(problem, varlen=True, window_left=64, window_right=64, softcap=1.0)
-            problem = replace(problem, seqused_k=not v_transposed)
-            yield _case(problem, config, config.features_spill_budget)
-    packed = replace(_PLAIN, head_dim=128, head_dim_v=128, window_right=0, seqlen_q=4, total_q=8)
-    yield _case(packed, Fp8Config(2, 128), 0)
+        if v_transposed:
+            yield _case(replace(plain, window_right=0), config, config.spill_budget)
+        everything = replace(plain, varlen=True, window_left=64, window_right=64, softcap=1.0)
+        everything = replace(everything, seqused_k=not v_transposed)
+        yield _case(everything, config, config.features_spill_budget)
+    square = replace(_PLAIN, head_dim=128, head_dim_v=128)
+    yield _case(square, Fp8Config(2, 128, STAGES=4, AHEAD=True), 64)
+    yield _case(replace(square, window_right=0, seqlen_q=4, total_q=8), Fp8Config(2, 128), 0)
 
 
 def _case(problem: Fp8Problem, config: Fp8Config, spill_budget: int) -> CompileCase:
@@ -101,7 +102,7 @@ def _name(problem: Fp8Problem, config: Fp8Config) -> str:
         for word, present in (
             ("ping-pong", config.PING_PONG),
             ("q in registers", config.Q_IN_REGISTERS),
-            (f"{config.BY_FMA}/4 by FMA", config.BY_FMA),
+            ("ahead", config.AHEAD),
             ("packed", problem.seqlen_q < config.BLOCK_M),
             ("v row by row", not problem.v_transposed),
         )

@@ -43,8 +43,10 @@ from flashtile.backends.hopper.fp8.softmax import (
     P_LOG2,
     as_operand,
     by_byte,
+    exponentials,
     log2,
-    online_softmax,
+    pack,
+    pin,
     rescale,
     settle,
     sums_of,
@@ -149,18 +151,26 @@ def value_scale(v_scale):
 
 @gluon.jit
 def fp8_softmax(C: gl.constexpr, s, n, m, l, scales, k_scale, v_scale, rows, numbers, MASK: gl.constexpr,
-                BY_FMA: gl.constexpr, s_layout: gl.constexpr):  # fmt: skip
-    """Raw products of block ``n`` to (P packed, new maximum, new sums, factor for O). ``m``: in s's rows."""
+                PIN: gl.constexpr, s_layout: gl.constexpr):  # fmt: skip
+    """Raw products of block ``n`` to (P by its bytes, new maximum, new sums, factor for O). m: in s's rows.
+
+    ``PIN``: not before the products that stand in front of it, and not after the waits that follow.
+    """
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     factor = gl.convert_layout(score_factor(C, scales, k_scale), row)
+    if PIN:
+        factor = pin(factor)
     value_log2, inverse = value_scale(v_scale)
     column = factor[:, None]
     s = bend(C, s, n, rows, Numbers(column, column, numbers.softcap_log2), s_layout)
     if MASK:
         s = mask(C, s, n, rows, s_layout)
-    packed, sums, m, alpha = online_softmax(C, s, m, factor, value_log2, BY_FMA)
+    b0, b1, b2, b3, m, alpha = exponentials(C, s, m, factor, value_log2)
+    sums = sums_of(b0, b1, b2, b3)
     l = scale_rows(l, alpha) + gl.convert_layout(sums, l.type.layout) * inverse
-    return packed, m, l, alpha
+    if PIN:
+        l = pin(l)
+    return b0, b1, b2, b3, m, l, alpha
 
 
 @gluon.jit
@@ -192,14 +202,84 @@ def attend_uncut(
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
-        fresh, m, l, alpha = fp8_softmax(
-            C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, C.BY_FMA, s_layout
+        b0, b1, b2, b3, m, l, alpha = fp8_softmax(
+            C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, False, s_layout
         )
+        fresh = pack(b0, b1, b2, b3)
         o = warpgroup_mma_wait(0, deps=[o])
         packed = settle(fresh)
         v.release(i - 1)
-        o = rescale(o, alpha) if C.RESCALE_IF_NEEDED else scale_rows(o, alpha)
+        o = rescale(o, alpha)
         k_scale, v_scale = next_scales
+        i += 1
+    return o, l, m, packed, i, k_scale, v_scale
+
+
+@gluon.jit
+def step_ahead(
+    C: gl.constexpr, W: gl.constexpr, LAST: gl.constexpr, s, o, l, m, packed, i, n, k_scale, v_scale, scales,
+    q, q_head, k, v, turn, rows, numbers, s_layout: gl.constexpr,
+):  # fmt: skip
+    """Block ``n``, whose raw products are ``s``: its softmax beside P V of the block before and, unless it is
+    the ``LAST``, Q K^T of the next."""
+    o_layout: gl.constexpr = o.type.layout
+    p = as_operand(packed, o_layout)
+    turn.take(W, i)
+    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
+    if not LAST:
+        s_next = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i + 1)), s_layout)
+    turn.give(W)
+    next_k_scale, next_v_scale = load_scales(C, scales, n - 1)
+    b0, b1, b2, b3, m, l, alpha = fp8_softmax(
+        C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, True, s_layout
+    )
+    if LAST:
+        o = warpgroup_mma_wait(0, deps=[o])
+    else:
+        o, s = warpgroup_mma_wait(0, deps=[o, s_next])
+        k.release(i + 1)
+    packed = pack(b0, b1, b2, b3, IN_PLACE=True)
+    v.release(i - 1)
+    return s, rescale(o, alpha), l, m, packed, next_k_scale, next_v_scale
+
+
+@gluon.jit
+def attend_ahead(
+    C: gl.constexpr, W: gl.constexpr, o, l, m, packed, i, n_from, n_to, k_scale, v_scale, scales, q, q_head,
+    k, v, turn, rows, numbers, s_layout: gl.constexpr,
+):  # fmt: skip
+    """As :func:`attend_uncut`, with Q K^T one block further ahead: the softmax waits for no product.
+
+    Two blocks a round, so that the scores of either have registers of their own.
+    """
+    blocks = n_from - n_to
+    if blocks > 0:
+        s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        s = warpgroup_mma_wait(0, deps=[s])
+        k.release(i)
+        n = n_from - 1
+        for _ in range((blocks - 1) // 2):
+            s_1, o, l, m, packed, k_scale, v_scale = step_ahead(
+                C, W, False, s, o, l, m, packed, i, n, k_scale, v_scale, scales, q, q_head, k, v, turn, rows,
+                numbers, s_layout,
+            )  # fmt: skip
+            s, o, l, m, packed, k_scale, v_scale = step_ahead(
+                C, W, False, s_1, o, l, m, packed, i + 1, n - 1, k_scale, v_scale, scales, q, q_head, k, v,
+                turn, rows, numbers, s_layout,
+            )  # fmt: skip
+            i += 2
+            n -= 2
+        if (blocks - 1) % 2 == 1:
+            s, o, l, m, packed, k_scale, v_scale = step_ahead(
+                C, W, False, s, o, l, m, packed, i, n, k_scale, v_scale, scales, q, q_head, k, v, turn, rows,
+                numbers, s_layout,
+            )  # fmt: skip
+            i += 1
+            n -= 1
+        s, o, l, m, packed, k_scale, v_scale = step_ahead(
+            C, W, True, s, o, l, m, packed, i, n, k_scale, v_scale, scales, q, q_head, k, v, turn, rows,
+            numbers, s_layout,
+        )  # fmt: skip
         i += 1
     return o, l, m, packed, i, k_scale, v_scale
 
@@ -229,11 +309,13 @@ def attend_cut(
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
-        packed, m_new, l, alpha = fp8_softmax(
-            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, numbers, True, 0, s_layout
-        )
+        b0, b1, b2, b3, m_new, l, alpha = fp8_softmax(
+            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, numbers, True, False,
+            s_layout,
+        )  # fmt: skip
         m = gl.convert_layout(m_new, m.type.layout)
-        o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i)), scale_rows(o, alpha))
+        p = as_operand(pack(b0, b1, b2, b3), o_layout)
+        o = pv_product(C, p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i)
         k_scale, v_scale = next_scales
@@ -313,15 +395,17 @@ def attend_tile(
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
     CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
-    packed, m, l, alpha = fp8_softmax(
-        C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, CUT, 0, s_layout
+    b0, b1, b2, b3, m, l, alpha = fp8_softmax(
+        C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, CUT, False, s_layout
     )
+    packed = pack(b0, b1, b2, b3)
     k_scale, v_scale = next_scales
     if C.HAS_RIGHT:
         o = scale_rows(o, alpha)
     i += 1
     full_begin = min(full_begin, n)
-    o, l, m, packed, i, k_scale, v_scale = attend_uncut(
+    attend: gl.constexpr = attend_ahead if C.AHEAD else attend_uncut
+    o, l, m, packed, i, k_scale, v_scale = attend(
         C, W, o, l, m, packed, i, n, full_begin, k_scale, v_scale, scales, q_tile, q_head, k, v, turn, rows,
         numbers, s_layout,
     )  # fmt: skip

@@ -77,8 +77,7 @@ def fp8_variant_of(problem: Fp8Problem, config: Fp8Config) -> Fp8Variant:
         V_TRANSPOSED=problem.v_transposed,
         BLOCK_SCALES=problem.block_scales,
         Q_SCALE_GROUP=problem.q_scale_group,
-        BY_FMA=config.BY_FMA,
-        RESCALE_IF_NEEDED=config.RESCALE_IF_NEEDED,
+        AHEAD=config.AHEAD,
         PRODUCER_WARPS=PRODUCER_WARPS[problem.v_transposed],
     )
 

@@ -1,8 +1,6 @@
 """The FP8 forward's softmax: scores of one block of keys to P in e4m3, in wgmma's order of bytes.
 
-Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, section 3.3) for FP8; a part of the exponentials on the
-FMA units, as FlashAttention-4 does on Blackwell, because two FP8 products of a tile take no longer than its
-exponentials on the special-function units.
+Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, section 3.3).
 
 P stays in registers. In an accumulator, thread t of a quad holds columns 8 a + 2 t + i; as the left operand
 of the next product it has to hold columns 16 a + 4 t + j. Nothing is moved: the keys of V^T are stored in the
@@ -16,8 +14,6 @@ P_LOG2 = gl.constexpr(8.0)
 """The largest P of a row is 2 ** 8: e4m3 reaches from 2 ** -9 to 448."""
 LEAST = gl.constexpr(2.0**-90)
 """Of value scales, and of the factors of scores, where an exact zero would make NaN of infinities."""
-ROUNDING = gl.constexpr(12582912.0)
-"""1.5 * 2 ** 23: what is added to it is rounded to an integer, kept in the low bits."""
 
 
 @gluon.jit
@@ -35,8 +31,12 @@ def by_byte(x):
 
 
 @gluon.jit
-def pack(b0, b1, b2, b3):
-    """Four numbers to the bytes of an int32, each rounded to the nearest e4m3, ties to even."""
+def pack(b0, b1, b2, b3, IN_PLACE: gl.constexpr = False):
+    """Four numbers to the bytes of an int32, each rounded to the nearest e4m3, ties to even.
+
+    ``IN_PLACE``: not before what stands in front of it, such as the wait for a product that still reads the
+    registers that P is to have.
+    """
     return gl.inline_asm_elementwise(
         """
         {
@@ -49,7 +49,7 @@ def pack(b0, b1, b2, b3):
         "=r,f,f,f,f",
         [b0, b1, b2, b3],
         dtype=gl.int32,
-        is_pure=True,
+        is_pure=not IN_PLACE,
         pack=1,
     )
 
@@ -82,23 +82,37 @@ def log2(x):
 
 
 @gluon.jit
-def settle(packed):
-    """P copied to the registers that the product before has read until now."""
+def pin(x):
+    """x [rows], or the [rows, 4] of sums: computed here, and what is computed of it not earlier.
+
+    The assembler moves arithmetic over waits and over products that it does not depend on, so that they would
+    follow one another. It moves nothing over an instruction that may sleep; this one never does for x >= 0.
+    """
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [packed], dtype=gl.int32, is_pure=False, pack=1
+        """
+        {
+        .reg .pred never;
+        .reg .f32 both;
+        mov.b32 $0, $2;
+        mov.b32 $1, $3;
+        add.f32 both, $2, $3;
+        setp.lt.f32 never, both, 0f00000000;
+        @never nanosleep.u32 0;
+        }
+        """,
+        "=f,=f,f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
     )
 
 
 @gluon.jit
-def exp2_fma(x):
-    """2 ** x on the FMA units, with a relative error of 1e-4: 2 ** n (n the nearest integer) by adding to the
-    exponent's bits, 2 ** (x - n) by a polynomial (Cody and Waite 1980). 0 below 2 ** -126, about."""
-    x = gl.maximum(x, -126.0)
-    shifted = x + ROUNDING
-    f = x - (shifted - ROUNDING)
-    p = ((0.05500874 * f + 0.24221113) * f + 0.69328297) * f + 1.0
-    return (p.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)).to(
-        gl.float32, bitcast=True
+def settle(packed):
+    """P copied to the registers that the product before has read until now."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [packed], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -160,8 +174,8 @@ def sums_of(b0, b1, b2, b3):
 
 
 @gluon.jit
-def online_softmax(C: gl.constexpr, s, m, scale, value_log2, BY_FMA: gl.constexpr):
-    """(P packed, its row sums [rows, 4], new row maximum, factor for what was summed before).
+def exponentials(C: gl.constexpr, s, m, scale, value_log2):
+    """(P by its bytes, four numbers; its new row maximum; the factor for what was summed before).
 
     Args:
         s: [rows, N], raw products, or if C.BENT scores in log2 units.
@@ -169,7 +183,6 @@ def online_softmax(C: gl.constexpr, s, m, scale, value_log2, BY_FMA: gl.constexp
         scale: [rows], positive: raw products to log2 units.
         value_log2: log2 of the block's value scale. P holds it, so that O is in units of 1; it is part of
             the maximum, so that P of the block that matters most to O spreads over e4m3's range.
-        BY_FMA: of every 4 exponentials, how many are made on the FMA units.
     """
     top = gl.max(s, 1)
     if not C.BENT:
@@ -178,12 +191,8 @@ def online_softmax(C: gl.constexpr, s, m, scale, value_log2, BY_FMA: gl.constexp
     known = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
     shift = known - (value_log2 + P_LOG2)
     if C.BENT:
-        x = s - shift[:, None]
+        p = gl.exp2(s - shift[:, None])
     else:
-        x = s * scale[:, None] - shift[:, None]
-    x0, x1, x2, x3 = by_byte(x)
-    b0 = exp2_fma(x0) if BY_FMA > 0 else gl.exp2(x0)
-    b1 = exp2_fma(x1) if BY_FMA > 2 else gl.exp2(x1)
-    b2 = exp2_fma(x2) if BY_FMA > 1 else gl.exp2(x2)
-    b3 = exp2_fma(x3) if BY_FMA > 3 else gl.exp2(x3)
-    return pack(b0, b1, b2, b3), sums_of(b0, b1, b2, b3), m_new, gl.exp2(m - known)
+        p = gl.exp2(s * scale[:, None] - shift[:, None])
+    b0, b1, b2, b3 = by_byte(p)
+    return b0, b1, b2, b3, m_new, gl.exp2(m - known)

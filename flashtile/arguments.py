@@ -110,3 +110,14 @@ def _named(value: Any) -> str:
     except Exception:  # an int of thousands of digits, an object with a broken __repr__
         return type(value).__name__
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def refuse_descales(
+    q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
+) -> None:
+    """Raise ValueError for a scale that is given, but not taken; ``allowed`` says when it is."""
+    if q_descale is k_descale is v_descale is None:
+        return
+    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    name = next(name for name, descale in given.items() if descale is not None)
+    raise ValueError(f"{name} must be None, got a tensor: it is taken {allowed} only")

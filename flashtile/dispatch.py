@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, make_options
+from flashtile.arguments import apply_autocast, make_options, refuse_descales
 from flashtile.problem import PREFERENCE, Extras, Problem
 
 ForwardLaunch = Callable[..., tuple[Tensor, Tensor]]
@@ -128,9 +128,10 @@ def explain(
     from flashtile.fp8 import explain as explain_fp8
 
     given = (q, k, v)
-    if any(isinstance(t, Quantized) for t in given) or all(
-        isinstance(t, Tensor) and t.dtype == torch.float8_e4m3fn for t in given
-    ):
+    of_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
+    if not of_e4m3:
+        refuse_descales(q_descale, k_descale, v_descale, "for q, k and v of float8_e4m3fn")
+    if of_e4m3 or any(isinstance(t, Quantized) for t in given):
         return explain_fp8(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, softmax_scale=softmax_scale, causal=causal,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile import operators
-from flashtile.arguments import apply_autocast, make_options
+from flashtile.arguments import apply_autocast, make_options, refuse_descales
 from flashtile.decode.prefill import attention_over_pages
 from flashtile.problem import NO_EXTRAS, Extras, check_dense
 
@@ -219,7 +219,7 @@ def flash_attn_varlen_func(
     """
     _refuse_dropout(dropout_p)
     if block_table is not None:
-        _refuse_descales(q_descale, k_descale, v_descale, "without block_table")
+        refuse_descales(q_descale, k_descale, v_descale, "without block_table")
         out, lse = attention_over_pages(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
             window_size, softcap, alibi_slopes, block_table, seqused_k, sink, backend,
@@ -323,7 +323,7 @@ def _call(
         from flashtile.fp8.functional import attend_descaled
 
         return attend_descaled(q, k, v, q_descale, k_descale, v_descale, extras, options)
-    _refuse_descales(q_descale, k_descale, v_descale, "for q, k and v of float8_e4m3fn")
+    refuse_descales(q_descale, k_descale, v_descale, "for q, k and v of float8_e4m3fn")
     return operators.forward(q, k, v, extras, options)
 
 
@@ -332,16 +332,6 @@ def _refuse_dropout(dropout_p: float) -> None:
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
-
-
-def _refuse_descales(
-    q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
-) -> None:
-    if q_descale is k_descale is v_descale is None:
-        return
-    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    name = next(name for name, descale in given.items() if descale is not None)
-    raise ValueError(f"{name} must be None, got a tensor: it is taken {allowed} only")
 
 
 def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:

@@ -138,7 +138,6 @@ TENSORS = [
     *(bad(DENSE, TypeError, "q", "float16, bfloat16, float32 or float64", str(dtype), q=q_of(dtype=dtype))
       for dtype in (torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64,
                     torch.float8_e5m2)),
-    bad(DENSE, TypeError, "k", "float8_e4m3fn", "torch.float32", q=q_of(dtype=FLOAT8)),
     *(bad(DENSE, TypeError, name, "float16, bfloat16, float32 or float64", str(dtype),
           **{name: k_of(dtype=dtype)})
       for name in "kv" for dtype in (torch.int64, torch.complex128, FLOAT8)),

@@ -173,6 +173,8 @@ def test_explain_says_what_a_call_gets(monkeypatch) -> None:
         assert explanation.backend == "cpu"
         assert set(explanation.reasons_against) == {"hopper", "portable"}
         assert "e4m3" in str(explanation)
+    with pytest.raises(ValueError, match="v_descale must be None"):
+        flashtile.explain(**ATTEND, v_descale=torch.ones(B, HKV))
     with pytest.raises(ValueError, match="k has head_dim 8"):
         fp8.explain(**(ATTEND | {"k": x_of(head_dim=8)}))
 

@@ -17,13 +17,67 @@ from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
 from flashtile.backends.portable.decode.schedule import (
     balanced_start,
+    first_tile,
     heads_of_rows,
+    item_at,
     rows_of_pair,
     sequence,
     share_start,
     tiles_of,
 )
-from flashtile.backends.portable.decode.steps import as_float16, attend_tiles, table_entries
+from flashtile.backends.portable.decode.steps import (
+    as_float16,
+    attend_tiles,
+    in_cache,
+    prefetch_tile,
+    table_entries,
+)
+
+
+@triton.jit
+def cache_of_item(
+    pair,
+    head_kv,
+    tile,
+    keys_seen,
+    tensors,
+    strides,
+    shape,
+    num_blocks,
+    LAYOUT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):
+    """(cache of an item, its row of a dense one, blocks of the two tiles from ``tile`` on)."""
+    (_, k_ptr, v_ptr, _, _, _, cache_batch_idx, block_table, _, _, k_descale, v_descale, _) = tensors
+    (_, _, _, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride, _,
+     k_descale_stride, v_descale_stride, _) = strides  # fmt: skip
+    b, _ = rows_of_pair(pair, shape[1], LAYOUT)
+    b = b.to(tl.int64)
+    cache_row = b
+    if FEATURES.HAS_BATCH_IDX:
+        cache_row = tl.load(cache_batch_idx + b, cache_modifier=".cg" if EARLY else "").to(tl.int64)
+        cache_row = in_cache(cache_row, num_blocks)
+    # What the call does not have is some number that is not used: tuples of tensors hold no None.
+    table = b
+    entries = (b, b)
+    k_scales = b
+    v_scales = b
+    if FEATURES.PAGE_SIZE != 0:
+        table = block_table + b * table_stride
+        entries = (
+            table_entries(table, tile, keys_seen, LAYOUT, FEATURES, EARLY),
+            table_entries(table, tile + 1, keys_seen, LAYOUT, FEATURES, EARLY),
+        )
+    if FEATURES.DESCALE == "block":
+        k_scales = k_descale + head_kv
+        v_scales = v_descale + head_kv
+    head64 = head_kv.to(tl.int64)
+    cache = (
+        k_ptr + head64 * k_stride_h, v_ptr + head64 * v_stride_h, table, k_scales, v_scales,
+        (k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale_stride, v_descale_stride), num_blocks,
+    )  # fmt: skip
+    return cache, cache_row, entries
 
 
 @triton.jit
@@ -36,6 +90,7 @@ def attend_item(
     sequence_of_pair,
     keys_seen,
     whole,
+    following,
     tensors,
     strides,
     shape,
@@ -44,13 +99,12 @@ def attend_item(
     FEATURES: tl.constexpr,
 ):
     """Attend to ``count`` key tiles from ``tile`` on; write to ``out`` if they are the ``whole`` item, else
-    to partial result ``slot``.
+    to partial result ``slot``. ``following``: (pair, head_kv, tile, keys that are seen) of the item after it,
+    and whether there is one.
     """
-    (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,
-     sink_ptr, k_descale, v_descale, tree_mask) = tensors  # fmt: skip
-    (q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
-     v_stride_h, table_stride, alibi_stride, k_descale_stride, v_descale_stride,
-     tree_stride) = strides  # fmt: skip
+    (q_ptr, _, _, out_ptr, lse_ptr, partial_ptr, _, _, alibi_slopes, sink_ptr, k_descale, v_descale,
+     tree_mask) = tensors  # fmt: skip
+    (q_stride_b, q_stride_s, q_stride_h, _, _, _, _, _, _, _, alibi_stride, _, _, tree_stride) = strides
     _, num_m, _, group_size, seqlen_q, _, _, _, _, _ = shape
     softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots = numbers
     start_q, len_q, len_k, num_rows = sequence_of_pair
@@ -69,42 +123,25 @@ def attend_item(
         mask=exists[:, None] & (columns < FEATURES.HEAD_DIM)[None, :],
         other=0.0,
     )
-    cache_row = b
-    if FEATURES.HAS_BATCH_IDX:
-        cache_row = tl.load(cache_batch_idx + b).to(tl.int64)
-        cache_row = tl.minimum(tl.maximum(cache_row, 0), num_blocks - 1)
-    # What the call does not have is some number that is not used: tuples of tensors hold no None.
-    table = b
-    k_scales = b
-    v_scales = b
     tree_rows = tokens
     slope = tl.zeros([], tl.float32)
     k_scale = tl.full([], 1.0, tl.float32)
     v_scale = k_scale
-    if FEATURES.PAGE_SIZE != 0:
-        table = block_table + b * table_stride
     if FEATURES.HAS_ALIBI:
         slope = tl.load(alibi_slopes + b * alibi_stride + heads, mask=exists, other=0.0)[:, None]
     if FEATURES.DESCALE == "head":
         k_scale = tl.load(k_descale + head_kv)
         v_scale = tl.load(v_descale + head_kv)
-    if FEATURES.DESCALE == "block":
-        k_scales = k_descale + head_kv
-        v_scales = v_descale + head_kv
     if FEATURES.HAS_TREE:
         tree_rows = tree_mask + b * tree_stride + tokens * seqlen_q
-
-    head64 = head_kv.to(tl.int64)
-    cache_strides = (k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale_stride, v_descale_stride)
-    cache = (
-        k_ptr + head64 * k_stride_h, v_ptr + head64 * v_stride_h, table, k_scales, v_scales, cache_strides,
-        num_blocks,
-    )  # fmt: skip
-    entries = (b, b)
-    if FEATURES.PAGE_SIZE != 0:
-        entries = (
-            table_entries(table, tile, keys_seen, LAYOUT, FEATURES),
-            table_entries(table, tile + 1, keys_seen, LAYOUT, FEATURES),
+    cache, cache_row, entries = cache_of_item(
+        pair, head_kv, tile, keys_seen, tensors, strides, shape, num_blocks, LAYOUT, FEATURES
+    )
+    next_pair, next_head, next_tile, next_seen, more = following
+    next_cache, next_row, next_entries = cache, cache_row, entries
+    if FEATURES.AHEAD != 0:
+        next_cache, next_row, next_entries = cache_of_item(
+            next_pair, next_head, next_tile, next_seen, tensors, strides, shape, num_blocks, LAYOUT, FEATURES
         )
     # All that an item begins with is on its way together: no load moves across a barrier, but each would move
     # down to where it is used, and one latency would follow another.
@@ -115,7 +152,8 @@ def attend_item(
         k_scale = (k_scale * q_scale)[:, None]
     rows = (tokens, len_k - len_q, slope, k_scale, tree_rows, len_q)
     acc, row_max, row_sum = attend_tiles(
-        q, cache, cache_row, entries, keys_seen, (tile, tile + count), rows, shape,
+        q, cache, cache_row, entries, keys_seen, (tile, tile + count),
+        (next_cache, next_row, next_entries, next_tile, next_seen, more), rows, shape,
         (softmax_scale, scale_log2, softcap), q_ptr.dtype.element_ty, LAYOUT, FEATURES,
     )  # fmt: skip
 
@@ -137,6 +175,34 @@ def attend_item(
         store_rows(partial_ptr, offsets, exists, out, FEATURES.HEAD_DIM_V, FEATURES.BLOCK_DV)
         partial_lse = partial_ptr + slots.to(tl.int64) * partial_rows * FEATURES.HEAD_DIM_V
         tl.store(partial_lse + partial_row, lse, mask=exists)
+
+
+@triton.jit
+def prefetch_first(
+    program, tensors, strides, lengths, shape, num_blocks, LAYOUT: tl.constexpr, FEATURES: tl.constexpr
+):
+    """Ask for the first tiles of a program by lengths and tables that somebody may still be writing.
+
+    A guess, which is not remembered: what is read here is within the tensors whatever they hold, and nothing
+    is done with it but to have some of the cache brought to the L2 cache, which all writes go through.
+    """
+    HEADS: tl.constexpr = LAYOUT.HEADS_IN_STEP
+    team = program // HEADS
+    teams = tl.num_programs(0) // HEADS
+    total, position, pair, pair_start = balanced_start(team, teams, lengths, shape, LAYOUT, True)
+    pair, head_kv, tile, _, _, keys_seen, _ = item_at(
+        program, position, pair, pair_start, lengths, shape, LAYOUT, True
+    )
+    tile = first_tile(tile, keys_seen, LAYOUT)
+    cache, cache_row, entries = cache_of_item(
+        pair, head_kv, tile, keys_seen, tensors, strides, shape, num_blocks, LAYOUT, FEATURES, True
+    )
+    if position < share_start(team + 1, teams, total):
+        for i in tl.static_range(2):
+            block = cache_row
+            if FEATURES.PAGE_SIZE != 0:
+                block = entries[i]
+            prefetch_tile(cache, block, tile + i, keys_seen, LAYOUT, FEATURES)
 
 
 RUNTIME_INTEGERS = (
@@ -228,11 +294,6 @@ def decode_kernel(
     seqlen_q) or (heads_q, total_q), contiguous; partial results float32, (slots, partial_rows, HEAD_DIM_V)
     and behind them (slots, partial_rows) log-sum-exps.
     """
-    if FEATURES.PDL:
-        # It may be here before the kernel that it follows has ended: nothing is read until then. Nor may what
-        # depends on this kernel start before: it reads lengths at once.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     tensors = (
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,
         sink_ptr, k_descale, v_descale, tree_mask,
@@ -248,6 +309,14 @@ def decode_kernel(
     )  # fmt: skip
     numbers = (softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots)
     program = tl.program_id(0)
+    if FEATURES.AHEAD != 0:
+        prefetch_first(program, tensors, strides, lengths, shape, num_blocks, LAYOUT, FEATURES)
+    if FEATURES.PDL:
+        # It may be here before the kernel that it follows has ended: nothing is read until then, but to guess
+        # what is worth fetching. Nor may what depends on this kernel start before: it reads lengths at once.
+        tl.extra.cuda.gdc_wait()
+        if FEATURES.AHEAD == 0:
+            tl.extra.cuda.gdc_launch_dependents()
     if FEATURES.BALANCED:
         HEADS: tl.constexpr = LAYOUT.HEADS_IN_STEP
         team = program // HEADS
@@ -258,31 +327,30 @@ def decode_kernel(
         # on their way.
         going = tl.full([], True, tl.int1)
         while going:
-            known = tl.minimum(pair, num_pairs - 1)
-            b, m = rows_of_pair(known, num_m, LAYOUT)
-            start_q, len_q, len_k, leftpad = sequence(b, True, lengths, shape, LAYOUT)
-            num_rows, low, high, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
-            tile = position - pair_start
-            pair_end = pair_start + tiles
-            head_kv = program % HEADS
-            if not LAYOUT.ONE_HEAD_BLOCK:
-                head_kv += tile // tl.maximum(tiles, 1) * HEADS
-                tile = tile % tl.maximum(tiles, 1)
-                pair_end = pair_start + tiles * (num_heads_kv // HEADS)
+            known, head_kv, tile, tiles, sequence_of_pair, keys_seen, pair_end = item_at(
+                program, position, pair, pair_start, lengths, shape, LAYOUT
+            )
             count = min(tiles - tile, end - position)
+            position += count
+            going = position < end
+            # With one block of heads, it is known at once which lengths the next item has.
+            finished = (position >= pair_end) | LAYOUT.ONE_HEAD_BLOCK
+            pair += finished.to(tl.int32)
+            pair_start = tl.where(finished, pair_end, pair_start)
+            following = (known, head_kv, tile, keys_seen, going)
+            if FEATURES.AHEAD != 0:
+                next_pair, next_head, next_tile, _, _, next_seen, _ = item_at(
+                    program, position, pair, pair_start, lengths, shape, LAYOUT
+                )
+                next_tile = first_tile(next_tile, next_seen, LAYOUT)
+                following = (next_pair, next_head, next_tile, next_seen, going)
             if count > 0:
                 # An item's first part is the last work of its program, any other part the first.
                 slot = 2 * program + (tile == 0).to(tl.int32)
                 attend_item(
-                    known, head_kv, low // LAYOUT.BLOCK_N + tile, count, slot,
-                    (start_q, len_q, len_k, num_rows), (low, high), count == tiles, tensors, strides, shape,
-                    numbers, LAYOUT, FEATURES,
+                    known, head_kv, first_tile(tile, keys_seen, LAYOUT), count, slot, sequence_of_pair,
+                    keys_seen, count == tiles, following, tensors, strides, shape, numbers, LAYOUT, FEATURES,
                 )  # fmt: skip
-                position += count
-            if position >= pair_end:
-                pair_start = position
-                pair += 1
-            going = position < end
     else:
         # The row blocks of an item run side by side and share the keys in the L2 cache; the last see the
         # most.
@@ -300,8 +368,9 @@ def decode_kernel(
             each = tiles
         tile = split * each
         if tile < tiles:
+            pair = b * num_m + m
             attend_item(
-                b * num_m + m, head_kv, low // LAYOUT.BLOCK_N + tile, min(each, tiles - tile), program,
-                (start_q, len_q, len_k, num_rows), (low, high), each >= tiles, tensors, strides, shape,
-                numbers, LAYOUT, FEATURES,
+                pair, head_kv, low // LAYOUT.BLOCK_N + tile, min(each, tiles - tile), program,
+                (start_q, len_q, len_k, num_rows), (low, high), each >= tiles,
+                (pair, head_kv, tile, (low, high), False), tensors, strides, shape, numbers, LAYOUT, FEATURES,
             )  # fmt: skip

@@ -36,6 +36,8 @@ beside two attention programs of a multiprocessor: it waits there for their end.
 LEAST_SPLITS = 8
 """Parts that it loads at a time at least: in a batch of unequal lengths, some items have many."""
 LEAST_PAIRED_WIDTH = 32
+TILES_AHEAD = 3
+"""One more than are on their way: what is prefetched then follows them without a gap."""
 MOST_KEYS = 256
 """Of a tile."""
 
@@ -145,6 +147,7 @@ def features(
     """What the attention kernel is compiled for."""
     balanced = is_balanced(problem, config)
     e4m3 = problem.cache_dtype == FP8
+    bound_by_bytes = balanced and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if pairs:  # halves of a row are still as wide as a product must be
         block_d, block_dv = max(block_d, LEAST_PAIRED_WIDTH), max(block_dv, LEAST_PAIRED_WIDTH)
@@ -170,6 +173,7 @@ def features(
         BLOCK_DV=block_dv,
         WIDE=wide,
         PDL=pdl,
+        AHEAD=TILES_AHEAD if pdl and bound_by_bytes else 0,
         PRECISION=config.precision,
     )
 

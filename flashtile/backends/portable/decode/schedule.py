@@ -75,13 +75,15 @@ def heads_of_rows(row, head_kv, group_size, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def sequence(b, exists, lengths, shape, LAYOUT: tl.constexpr):
+def sequence(b, exists, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False):
     """(first row of q, len_q, len_k, leftpad) of ``b``, a number or a vector; len_q is 0 where not
     ``exists``.
 
-    Within the tensors whatever the lengths say. Keys are the positions leftpad <= j < len_k of the cache, and
+    Within the tensors whatever the lengths say. EARLY: somebody may still write them, so nothing of them must
+    stay in the L1 cache. Keys are the positions leftpad <= j < len_k of the cache, and
     query token i stands at position i + len_k - len_q.
     """
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
     cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new = lengths
     _, _, _, _, seqlen_q, seqlen_new, total_q, capacity, _, _ = shape
     start_q = b * 0
@@ -89,19 +91,19 @@ def sequence(b, exists, lengths, shape, LAYOUT: tl.constexpr):
     len_q = tl.where(exists, seqlen_q, 0)
     len_k = b * 0 + capacity
     if LAYOUT.VARLEN:
-        start_q = tl.load(cu_seqlens_q + b, mask=exists, other=0)
+        start_q = tl.load(cu_seqlens_q + b, mask=exists, other=0, cache_modifier=CACHE)
         start_q = tl.minimum(tl.maximum(start_q, 0), total_q)
-        end_q = tl.minimum(tl.load(cu_seqlens_q + b + 1, mask=exists, other=0), total_q)
+        end_q = tl.minimum(tl.load(cu_seqlens_q + b + 1, mask=exists, other=0, cache_modifier=CACHE), total_q)
         len_q = tl.minimum(tl.maximum(end_q - start_q, 0), seqlen_q)
     if LAYOUT.HAS_LENGTHS:
-        len_k = tl.load(cache_seqlens + b, mask=exists, other=0) + seqlen_new
+        len_k = tl.load(cache_seqlens + b, mask=exists, other=0, cache_modifier=CACHE) + seqlen_new
     if LAYOUT.VARLEN_NEW:
-        len_k += tl.load(cu_seqlens_k_new + b + 1, mask=exists, other=0)
-        len_k -= tl.load(cu_seqlens_k_new + b, mask=exists, other=0)
+        len_k += tl.load(cu_seqlens_k_new + b + 1, mask=exists, other=0, cache_modifier=CACHE)
+        len_k -= tl.load(cu_seqlens_k_new + b, mask=exists, other=0, cache_modifier=CACHE)
     if LAYOUT.HAS_LENGTHS or LAYOUT.VARLEN_NEW:
         len_k = tl.minimum(tl.maximum(len_k, 0), capacity)
     if LAYOUT.HAS_LEFTPAD:
-        leftpad = tl.maximum(tl.load(cache_leftpad + b, mask=exists, other=0), 0)
+        leftpad = tl.maximum(tl.load(cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE), 0)
     return start_q, len_q, len_k, leftpad
 
 
@@ -128,12 +130,12 @@ def tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def tiles_of_pairs(start, lengths, shape, LAYOUT: tl.constexpr):
+def tiles_of_pairs(start, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False):
     """[BLOCK_PAIRS]: tiles of the pairs from ``start`` on, over all blocks of heads."""
     num_pairs, num_m, num_heads_kv, _, _, _, _, _, _, _ = shape
     pairs = start + tl.arange(0, LAYOUT.BLOCK_PAIRS)
     b, m = rows_of_pair(pairs, num_m, LAYOUT)
-    _, len_q, len_k, leftpad = sequence(b, pairs < num_pairs, lengths, shape, LAYOUT)
+    _, len_q, len_k, leftpad = sequence(b, pairs < num_pairs, lengths, shape, LAYOUT, EARLY)
     _, _, _, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
     if not LAYOUT.ONE_HEAD_BLOCK:
         tiles = tiles * (num_heads_kv // LAYOUT.HEADS_IN_STEP)
@@ -184,7 +186,7 @@ def locate(tiles, start, counted, position, pair, pair_start, num_pairs, LAYOUT:
 
 
 @triton.jit
-def balanced_start(team, teams, lengths, shape, LAYOUT: tl.constexpr):
+def balanced_start(team, teams, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False):
     """Where ``team`` begins: (all tiles, its first tile, the pair that holds it, that pair's first
     tile).
     """
@@ -192,18 +194,47 @@ def balanced_start(team, teams, lengths, shape, LAYOUT: tl.constexpr):
     pair = tl.zeros([], tl.int32)
     pair_start = tl.zeros([], tl.int32)
     if LAYOUT.ONE_BLOCK:
-        tiles = tiles_of_pairs(0, lengths, shape, LAYOUT)
+        tiles = tiles_of_pairs(0, lengths, shape, LAYOUT, EARLY)
         total = tl.sum(tiles)
         position = share_start(team, teams, total)
         pair, pair_start = locate(tiles, 0, 0, position, pair, pair_start, num_pairs, LAYOUT)
     else:
         total = tl.zeros([], tl.int32)
         for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
-            total += tl.sum(tiles_of_pairs(start, lengths, shape, LAYOUT))
+            total += tl.sum(tiles_of_pairs(start, lengths, shape, LAYOUT, EARLY))
         position = share_start(team, teams, total)
         counted = tl.zeros([], tl.int32)
         for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
-            tiles = tiles_of_pairs(start, lengths, shape, LAYOUT)
+            tiles = tiles_of_pairs(start, lengths, shape, LAYOUT, EARLY)
             pair, pair_start = locate(tiles, start, counted, position, pair, pair_start, num_pairs, LAYOUT)
             counted += tl.sum(tiles)
     return total, position, pair, pair_start
+
+
+@triton.jit
+def item_at(
+    program, position, pair, pair_start, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False
+):
+    """(pair, head_kv, its tile at ``position``, tiles, (first row of q, len_q, len_k, rows), keys that are
+    seen, end of the pair's tiles) of a program's item, whose pair's tiles begin at ``pair_start``.
+    """
+    num_pairs, num_m, num_heads_kv, _, _, _, _, _, _, _ = shape
+    HEADS: tl.constexpr = LAYOUT.HEADS_IN_STEP
+    pair = tl.minimum(pair, num_pairs - 1)
+    b, m = rows_of_pair(pair, num_m, LAYOUT)
+    start_q, len_q, len_k, leftpad = sequence(b, True, lengths, shape, LAYOUT, EARLY)
+    rows, low, high, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
+    tile = position - pair_start
+    pair_end = pair_start + tiles
+    head_kv = program % HEADS
+    if not LAYOUT.ONE_HEAD_BLOCK:
+        head_kv += tile // tl.maximum(tiles, 1) * HEADS
+        tile = tile % tl.maximum(tiles, 1)
+        pair_end = pair_start + tiles * (num_heads_kv // HEADS)
+    return pair, head_kv, tile, tiles, (start_q, len_q, len_k, rows), (low, high), pair_end
+
+
+@triton.jit
+def first_tile(tile, keys_seen, LAYOUT: tl.constexpr):
+    """Where ``tile`` of those that a pair sees stands in its cache."""
+    return keys_seen[0] // LAYOUT.BLOCK_N + tile

@@ -40,30 +40,37 @@ class Features(NamedTuple):
     """Whether offsets into the cache need 64 bits."""
     PDL: bool
     """Programmatic dependent launch: the combining kernel starts before this one has ended."""
+    AHEAD: int
+    """Tiles before the end of an item at which what comes after it is called for: the first tiles of the next
+    one, into the L2 cache, or after the last the kernels that depend on this one. 0: nothing is."""
     PRECISION: str
 
 
 @triton.jit
-def table_entries(table, n, keys_seen, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+def table_entries(
+    table, n, keys_seen, LAYOUT: tl.constexpr, FEATURES: tl.constexpr, EARLY: tl.constexpr = False
+):
     """The blocks of tile ``n``: one number where a tile lies within one block, else one for each block where
     blocks divide it, else one for each key.
 
-    Entries of keys that are not seen are not read.
+    Entries of keys that are not seen are not read. EARLY as for :func:`schedule.sequence`.
     """
     PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
     low, high = keys_seen
     start = n * LAYOUT.BLOCK_N
     if PAGE_SIZE % LAYOUT.BLOCK_N == 0:
-        return tl.load(table + start // PAGE_SIZE, mask=start < high, other=0)
+        return tl.load(table + start // PAGE_SIZE, mask=start < high, other=0, cache_modifier=CACHE)
     elif LAYOUT.BLOCK_N % PAGE_SIZE == 0:
         pages = n * (LAYOUT.BLOCK_N // PAGE_SIZE) + tl.arange(0, LAYOUT.BLOCK_N // PAGE_SIZE)
         held = pages * PAGE_SIZE < high
         if LAYOUT.HAS_LEFT or LAYOUT.HAS_LEFTPAD:
             held = held & ((pages + 1) * PAGE_SIZE > low)
-        return tl.load(table + pages, mask=held, other=0)
+        return tl.load(table + pages, mask=held, other=0, cache_modifier=CACHE)
     else:
         keys = start + tl.arange(0, LAYOUT.BLOCK_N)
-        return tl.load(table + keys // PAGE_SIZE, mask=is_seen(keys, keys_seen, LAYOUT), other=0)
+        seen = is_seen(keys, keys_seen, LAYOUT)
+        return tl.load(table + keys // PAGE_SIZE, mask=seen, other=0, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -83,13 +90,86 @@ def is_seen(keys, keys_seen, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def by_key(entries, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
-    """[BLOCK_N]: what :func:`table_entries` has of blocks that are shorter than a tile."""
-    if LAYOUT.BLOCK_N % FEATURES.PAGE_SIZE == 0:
-        PAGES: tl.constexpr = LAYOUT.BLOCK_N // FEATURES.PAGE_SIZE
-        entries = tl.broadcast_to(entries[:, None], [PAGES, FEATURES.PAGE_SIZE])
-        entries = tl.reshape(entries, [LAYOUT.BLOCK_N])
-    return entries
+def block_of_keys(block, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+    """What :func:`table_entries` has, as the block of the tile, or of each of its keys [BLOCK_N]."""
+    WHOLE_BLOCK: tl.constexpr = FEATURES.PAGE_SIZE % LAYOUT.BLOCK_N == 0
+    if FEATURES.PAGE_SIZE != 0:
+        if WHOLE_BLOCK or FEATURES.WIDE:
+            block = block.to(tl.int64)
+        if LAYOUT.BLOCK_N % FEATURES.PAGE_SIZE == 0 and not WHOLE_BLOCK:
+            PAGES: tl.constexpr = LAYOUT.BLOCK_N // FEATURES.PAGE_SIZE
+            block = tl.broadcast_to(block[:, None], [PAGES, FEATURES.PAGE_SIZE])
+            block = tl.reshape(block, [LAYOUT.BLOCK_N])
+    return block
+
+
+@triton.jit
+def rows_of_tile(cache, block, start, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+    """(pointers into k and v, offsets [BLOCK_N] of their rows) of the tile of keys from ``start`` on."""
+    k_at, v_at, _, _, _, strides, _ = cache
+    k_stride_b, k_stride_s, v_stride_b, v_stride_s, _, _ = strides
+    PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
+    position = tile_index(LAYOUT.BLOCK_N, FEATURES.WIDE)
+    if PAGE_SIZE == 0:
+        k_at += block * k_stride_b + start.to(tl.int64) * k_stride_s
+        v_at += block * v_stride_b + start.to(tl.int64) * v_stride_s
+        k_offsets = position * k_stride_s
+        v_offsets = position * v_stride_s
+    elif PAGE_SIZE % LAYOUT.BLOCK_N == 0:
+        within = (start % PAGE_SIZE).to(tl.int64)
+        k_at += block * k_stride_b + within * k_stride_s
+        v_at += block * v_stride_b + within * v_stride_s
+        k_offsets = position * k_stride_s
+        v_offsets = position * v_stride_s
+    else:
+        if LAYOUT.BLOCK_N % PAGE_SIZE != 0:
+            position += start
+        position = position % PAGE_SIZE
+        k_offsets = block * k_stride_b + position * k_stride_s
+        v_offsets = block * v_stride_b + position * v_stride_s
+    return k_at, v_at, k_offsets, v_offsets
+
+
+@triton.jit
+def prefetch_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Ask for the rows of a cache at ``offsets``, where ``seen``: they are on their way to the L2 cache."""
+    SECTOR: tl.constexpr = 256 // base.dtype.element_ty.primitive_bitwidth
+    SECTORS: tl.constexpr = max(BLOCK_D // SECTOR, 1)
+    columns = tl.arange(0, SECTORS) * SECTOR
+    inside = seen[:, None] & (columns < HEAD_DIM)[None, :]
+    addresses = (base + offsets[:, None] + columns[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred inside;
+        setp.ne.b32 inside, $2, 0;
+        @inside prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [addresses, inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def here(number):
+    """int32 as it is, known to the compiler from here on only: nothing made of it moves out of a loop, where
+    it would hold registers."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_tile(cache, block, tile, keys_seen, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
+    """Ask for the keys and values of ``tile``; ``block`` is its row of a dense cache, or as
+    :func:`table_entries` has it."""
+    PER_ELEMENT: tl.constexpr = 2 if FEATURES.PAIRS else 1
+    start = here(tile) * LAYOUT.BLOCK_N
+    seen = is_seen(start + tl.arange(0, LAYOUT.BLOCK_N), keys_seen, LAYOUT)
+    if FEATURES.PAGE_SIZE != 0:
+        block = block_of_keys(in_cache(here(block), cache[6]), LAYOUT, FEATURES)
+    k_at, v_at, k_offsets, v_offsets = rows_of_tile(cache, block, start, LAYOUT, FEATURES)
+    prefetch_rows(k_at, k_offsets, seen, FEATURES.HEAD_DIM // PER_ELEMENT, FEATURES.BLOCK_D // PER_ELEMENT)
+    prefetch_rows(v_at, v_offsets, seen, FEATURES.HEAD_DIM_V // PER_ELEMENT, FEATURES.BLOCK_DV // PER_ELEMENT)
 
 
 @triton.jit
@@ -217,6 +297,7 @@ def attend_tiles(
     entries,
     keys_seen,
     tiles,
+    following,
     rows,
     shape,
     numbers,
@@ -226,18 +307,18 @@ def attend_tiles(
 ):
     """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over the keys of ``tiles`` that are seen.
 
-    ``entries`` are those of the first two tiles. ``dtype``, that of the call's queries, is what values scaled
-    by their block are rounded to.
+    ``entries`` are those of the first two tiles. ``following`` is what comes after them: (cache, row,
+    entries, tile, keys that are seen) of the next item, and whether there is one. ``dtype``, that of the
+    call's queries, is what values scaled by their block are rounded to.
     """
-    k_base, v_base, table, k_scales, v_scales, strides, num_blocks = cache
-    k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale_stride, v_descale_stride = strides
+    _, _, table, k_scales, v_scales, strides, num_blocks = cache
+    _, _, _, _, k_descale_stride, v_descale_stride = strides
     first, last = tiles
     PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
     BLOCK_M: tl.constexpr = LAYOUT.BLOCK_M
     BLOCK_N: tl.constexpr = LAYOUT.BLOCK_N
     BLOCK_DV: tl.constexpr = FEATURES.BLOCK_DV
     WHOLE_BLOCK: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
-    WHOLE_BLOCKS: tl.constexpr = PAGE_SIZE != 0 and BLOCK_N % max(PAGE_SIZE, 1) == 0
     operand: tl.constexpr = q.dtype
     q_odd = tl.zeros([], tl.float32)
     acc_odd = q_odd
@@ -255,47 +336,32 @@ def attend_tiles(
         row_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row = tile_index(BLOCK_N, FEATURES.WIDE)
-    if WHOLE_BLOCKS:
-        row = row % PAGE_SIZE
-    k_rows = row * k_stride_s
-    v_rows = row * v_stride_s
     # Entries are on their way while the keys of two tiles are: tiles then follow each other without a chain
     # of two latencies.
     current, upcoming = entries
     if PAGE_SIZE != 0:
         current = in_cache(current, num_blocks)
+    next_cache, next_row, next_entries, next_tile, next_seen, more = following
     for n in range(first, last):
+        if FEATURES.AHEAD != 0:
+            i = n - tl.maximum(first, last - FEATURES.AHEAD)
+            if (i == 0) | (i == 1):
+                if more:
+                    block = next_row
+                    if PAGE_SIZE != 0:
+                        block = tl.where(i == 0, next_entries[0], next_entries[1])
+                    prefetch_tile(next_cache, block, next_tile + i, next_seen, LAYOUT, FEATURES)
+                else:
+                    tl.extra.cuda.gdc_launch_dependents()
         start = n * BLOCK_N
         keys = start + tl.arange(0, BLOCK_N)
         seen = is_seen(keys, keys_seen, LAYOUT)
-        k_at = k_base
-        v_at = v_base
-        k_offsets = k_rows
-        v_offsets = v_rows
-        if PAGE_SIZE == 0:
-            block = cache_row
-            k_at += block * k_stride_b + start.to(tl.int64) * k_stride_s
-            v_at += block * v_stride_b + start.to(tl.int64) * v_stride_s
-        else:
-            block = current
-            if WHOLE_BLOCK or FEATURES.WIDE:
-                block = block.to(tl.int64)
-            if not WHOLE_BLOCK:
-                block = by_key(block, LAYOUT, FEATURES)
+        block = cache_row
+        if PAGE_SIZE != 0:
+            block = block_of_keys(current, LAYOUT, FEATURES)
             current = in_cache(upcoming, num_blocks)
             upcoming = table_entries(table, n + 2, keys_seen, LAYOUT, FEATURES)
-            if WHOLE_BLOCK:
-                within = (start % PAGE_SIZE).to(tl.int64)
-                k_at += block * k_stride_b + within * k_stride_s
-                v_at += block * v_stride_b + within * v_stride_s
-            else:
-                if not WHOLE_BLOCKS:
-                    position = (start + row) % PAGE_SIZE
-                    k_offsets = position * k_stride_s
-                    v_offsets = position * v_stride_s
-                k_offsets = block * k_stride_b + k_offsets
-                v_offsets = block * v_stride_b + v_offsets
+        k_at, v_at, k_offsets, v_offsets = rows_of_tile(cache, block, start, LAYOUT, FEATURES)
         products = multiply_keys(q, q_odd, k_at, k_offsets, seen, FEATURES)  # [BLOCK_M, BLOCK_N]
         block_v_scale = 1.0
         if FEATURES.DESCALE == "block":

@@ -1,8 +1,8 @@
 """The Hopper kernels with another release of Triton than the environment's: ``make test-newest-triton``.
 
 Gluon is experimental and changes with each release, so the newest one compiles a part of the configurations:
-of each kernel and pair of head sizes the last with sequences of one length and the last with variable ones,
-which have the most features.
+of each kernel and head size, equal for q and v, the last with sequences of one length and the last with
+variable ones, which have the most features.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import pytest
 import triton
 
-from flashtile.backends.hopper.compile_cases import compile_cases
+from flashtile.backends.hopper import compile_cases as hopper
+from flashtile.backends.hopper.fp8 import compile_cases as hopper_fp8
 from flashtile.compile_report import CompileCase, report
 
 pytestmark = pytest.mark.compile
@@ -23,10 +24,14 @@ MORE_SPILLS = 1024
 
 def representative_cases() -> list[CompileCase]:
     chosen = {}
-    for case in compile_cases(HOPPER):
+    for case in (*hopper.compile_cases(HOPPER), *hopper_fp8.compile_cases(HOPPER)):
         variant = case.constants.get("C")
-        sizes = (getattr(variant, name, None) for name in ("BLOCK_D", "BLOCK_DV", "VARLEN", "PACK"))
-        chosen[(case.kernel.fn.__name__, *sizes)] = case
+        block_d, block_dv, *others = (
+            getattr(variant, name, None)
+            for name in ("BLOCK_D", "BLOCK_DV", "VARLEN", "PACK", "V_TRANSPOSED", "AHEAD")
+        )
+        if block_d == block_dv:
+            chosen[(case.kernel.fn.__module__, case.kernel.fn.__name__, block_d, *others)] = case
     return list(chosen.values())
 
 

@@ -14,7 +14,7 @@ from flashtile.backends.portable.fp8.attend import attend_kernel
 from flashtile.backends.portable.fp8.launch import constants as attend_constants
 from flashtile.backends.portable.fp8.quantize import LARGEST_GIVEN, LARGEST_ONLY, ONE_PASS, quantize_kernel
 from flashtile.backends.portable.fp8.quantize_launch import constants as quantize_constants
-from flashtile.backends.portable.fp8.quantize_launch import num_warps
+from flashtile.backends.portable.fp8.quantize_launch import num_warps, spill_budget
 from flashtile.compile_report import CompileCase, architecture
 from flashtile.fp8.layout import E4M3
 from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
@@ -33,18 +33,14 @@ _QUERIES = QuantizeProblem(
 )
 _VALUES = replace(_QUERIES, role="v", transformed=False)
 _QUANTIZED: dict[str, QuantizeProblem] = {
-    "q head_dim 64": replace(_QUERIES, head_dim=64),
     "q head_dim 128": _QUERIES,
-    "q head_dim 256": replace(_QUERIES, head_dim=256),
     "q head_dim 80 features": replace(
         _QUERIES, head_dim=80, varlen=True, seqused=True, rotary_dim=40, rotary_interleaved=True
     ),
-    "k head_dim 128 rotary": replace(_QUERIES, role="k", rotary_dim=128),
+    "k head_dim 128 rotary by head": replace(_QUERIES, role="k", rotary_dim=128, method="head"),
     "k head_dim 256": replace(_QUERIES, role="k", head_dim=256),
     "v head_dim 64": replace(_VALUES, head_dim=64),
-    "v head_dim 128 varlen": replace(_VALUES, varlen=True),
-    "v head_dim 256": replace(_VALUES, head_dim=256),
-    "q head_dim 128 by head": replace(_QUERIES, method="head"),
+    "v head_dim 256 varlen": replace(_VALUES, head_dim=256, varlen=True),
 }
 
 _PLAIN = Fp8Problem(
@@ -63,21 +59,22 @@ _PLAIN = Fp8Problem(
     v_transposed=True,
     block_scales=True,
 )
-_ATTENDED: dict[str, Fp8Problem] = {
-    "full": _PLAIN,
-    "causal": replace(_PLAIN, window_right=0),
-    "rows": replace(_PLAIN, v_transposed=False, block_scales=False),
-    "features": replace(
-        _PLAIN,
-        varlen=True,
-        seqused_k=True,
-        window_left=64,
-        window_right=64,
-        softcap=1.0,
-        alibi=True,
-        sink=True,
-    ),
+_FEATURES = replace(
+    _PLAIN,
+    varlen=True,
+    seqused_k=True,
+    window_left=64,
+    window_right=64,
+    softcap=1.0,
+    alibi=True,
+    sink=True,
+)
+_ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
+    "full": (_PLAIN, configurations.HEAD_DIMS),
+    "rows causal": (replace(_PLAIN, v_transposed=False, block_scales=False, window_right=0), (64,)),
+    "features": (_FEATURES, (128,)),
 }
+"""Problems, and the head sizes that each is compiled for."""
 
 _FLOAT_ROWS = (
     "scales_ptr", "largest_ptr", "cos_ptr", "sin_ptr", "lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr",
@@ -99,34 +96,33 @@ _TYPES = {
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Quantisation of each role, and attention with each row of the table that serves ``arch``."""
     native = divmod(architecture(arch).capability, 10) >= NATIVE_CAPABILITY
-    for name, problem in _QUANTIZED.items():
+    for name, quantized in _QUANTIZED.items():
         passes = (
             {"": ONE_PASS}
-            if problem.method == "block"
+            if quantized.method == "block"
             else {" pass 1": LARGEST_ONLY, " pass 2": LARGEST_GIVEN}
         )
         for suffix, number in passes.items():
             yield CompileCase(
                 name=f"fp8 quantize {name}{suffix}",
                 kernel=quantize_kernel,
-                **_quantize_arguments(problem, number.value, native),
-                num_warps=num_warps(problem),
+                **_quantize_arguments(quantized, number.value, native),
+                num_warps=num_warps(quantized),
+                spill_budget=spill_budget(quantized),
                 options={"enable_fp_fusion": False},
                 tensor_cores=False,
             )
-    for head_dim in configurations.HEAD_DIMS:
-        config = configurations.row(native, head_dim)
-        for name, any_head_dim in _ATTENDED.items():
-            attended = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
+    for name, (problem, head_dims) in _ATTENDED.items():
+        for head_dim in head_dims:
+            config = configurations.row(native, head_dim)
+            attended = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
             yield CompileCase(
                 name=f"fp8 attend head_dim {head_dim} {name}",
                 kernel=attend_kernel,
                 **_attend_arguments(attended, config),
                 num_warps=config.tile.num_warps,
                 num_stages=config.tile.num_stages,
-                spill_budget=config.tile.features_spill_budget
-                if name == "features"
-                else config.tile.spill_budget,
+                spill_budget=config.tile.spill_budget,
             )
 
 

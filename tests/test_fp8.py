@@ -272,7 +272,7 @@ def calls(draw: st.DrawFn, target: Target, varlen: bool) -> tuple[Case, str, boo
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_any_call(target: Target, varlen: bool) -> None:
-    @settings(max_examples=6 if INTERPRETING else 40)
+    @settings(max_examples=target.examples)
     @given(calls(replace(target, longest=150), varlen))
     def meets_the_error_rule(call: tuple[Case, str, bool]) -> None:
         case, method, hadamard = call

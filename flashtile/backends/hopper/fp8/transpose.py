@@ -9,6 +9,7 @@ that V^T's keys come in P's order (``fp8.layout.key_order``) without a further s
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import reinterpret
 from flashtile.fp8 import layout
 
 GROUP = gl.constexpr(layout.KEY_GROUP)
@@ -52,8 +53,8 @@ def transpose_tile(rows, transposed):
     N: gl.constexpr = rows.shape[0]
     D: gl.constexpr = rows.shape[1]
     loaded: gl.constexpr = pair_layout(D // 2, gl.num_warps())
-    source = rows._reinterpret(gl.int16, [N, D // 2], words(D))
-    target = transposed._reinterpret(gl.int16, [D, N // 2], words(N))
+    source = reinterpret(rows, gl.int16, [N, D // 2], words(D))
+    target = reinterpret(transposed, gl.int16, [D, N // 2], words(N))
     for group in gl.static_range(N // GROUP):
         # Key 16 a + 8 b + 2 t + c of the group. Bytes: columns 2 d and 2 d + 1.
         x = source.slice(group * GROUP, GROUP, dim=0).permute((1, 0)).load(loaded)

@@ -66,6 +66,13 @@ def prepare_forward(problem: Problem, config):
 
 
 def prepare_backward(problem: Problem, config):
-    from flashtile.backends import portable
+    from flashtile.backends.hopper.config import WideBackwardConfig, choose_backward
 
-    return portable.prepare_backward(problem, portable.configure(problem))
+    chosen = choose_backward(problem)
+    if isinstance(chosen, WideBackwardConfig):
+        from flashtile.backends.hopper.backward_wide_launch import WideBackwardLaunch
+
+        return WideBackwardLaunch(problem, chosen)
+    from flashtile.backends.hopper.backward_launch import BackwardLaunch
+
+    return BackwardLaunch(problem, chosen)

@@ -28,23 +28,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.hopper import config
-from flashtile.backends.hopper.backward import (
-    Numbers,
+from flashtile.backends.hopper.backward import store_gradient
+from flashtile.backends.hopper.backward_schedule import (
     Pointers,
     Schedule,
-    bend,
     find_keys,
     head_of_batch,
     item_count,
-    key_coordinates,
+    load_keys,
     load_rows,
-    mask,
-    narrow,
     padded_row,
     row_blocks,
+)
+from flashtile.backends.hopper.backward_scores import (
+    Numbers,
+    bend,
+    mask,
+    narrow,
     row_of,
     slope_of,
-    store_gradient,
     widen,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
@@ -119,13 +121,11 @@ def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, stati
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, turn, work, desc, ring):
+def load_resident(C: gl.constexpr, turn, work, desc, ring):
     """The program's block of k or v, for its ``turn``."""
     slot = ring.acquire(turn)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    async_load(
-        desc, key_coordinates(C, work, work.place * C.BLOCK_N), ring.full.index(slot), ring.tiles.index(slot)
-    )
+    load_keys(C, desc, work, ring.full.index(slot), ring.tiles.index(slot))
 
 
 @gluon.jit
@@ -145,9 +145,9 @@ def producer(
         if begin < end:
             # The first rows may come before the tiles of keys are free.
             load_step(C, i, begin, 0, work, q_desc, shift_desc, q, statistics.shift, schedule)
-            load_keys(C, turn, work, k_desc, k)
+            load_resident(C, turn, work, k_desc, k)
             load_step(C, i, begin, 0, work, do_desc, dp_shift_desc, do, statistics.dp_shift, schedule)
-            load_keys(C, turn, work, v_desc, v)
+            load_resident(C, turn, work, v_desc, v)
             i += 1
             count = end - begin
             for j in range(1, count * C.GROUP):
@@ -302,7 +302,9 @@ def dkv_kernel(
     statistics = Statistics(shift, dp_shift)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
     pointers = Pointers(table, seqused_k, alibi_slopes, table, next_item)
-    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, blocks)
+    schedule = Schedule(
+        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, blocks, 1
+    )
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(
         [

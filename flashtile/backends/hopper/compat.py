@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
@@ -10,6 +12,17 @@ from triton.language import core
 aggregate = getattr(gluon, "aggregate", None) or core._aggregate
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@builtin
+def _async_add(desc, coord, src, _semantic=None):
+    """TMA addition of a tile in shared memory to global memory, which Triton 3.6 and 3.7 have unnamed."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 
 @builtin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashtile.problem import UNLIMITED, Problem
 
@@ -13,6 +13,8 @@ RAGGED_ROWS = 2**30
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """By number of consumer warpgroups; with a producer's 24 they fill the 64 K registers of a multiprocessor."""
+O_PART = 64
+"""Columns of the output that leave together with ``O_IN_PARTS``."""
 LAUNCH_REGISTERS = {2: 168, 3: 128}
 """What each thread starts with, before the partitions trade: 65536 over all threads, in steps of 8."""
 
@@ -27,7 +29,12 @@ class ForwardConfig:
         STAGES, Q_STAGES: blocks of keys and values, and blocks of queries, in shared memory.
         PING_PONG: consumers take turns on the tensor cores.
         Q_HOLDS_O: the output leaves through the queries' shared memory, where there is no room for its own.
+        O_IN_PARTS: the output leaves ``O_PART`` columns at a time, through two small tiles of each consumer, so
+            that the queries' shared memory is free for the next ones at once.
         Q_IN_REGISTERS: columns of q that stay in registers, which spares shared memory a part of its reads.
+        LAZY_RESCALE: the running maximum of a row may lag behind by a factor of 2 ** 8, so that most blocks of
+            keys leave O as it is; a warp multiplies it only where one of its rows has a new maximum.
+        PIN_WAIT: the wait for P V stays behind the exponentials, where the assembler would move it in front.
         paired_below: under a mask with a right edge, sequences of fewer keys take their blocks of queries in
             pairs (``schedule.blocks_of``), longer ones the dearest of all heads first.
         spill_budget: bytes of register spills that were measured and accepted, none of them in the loop over
@@ -40,7 +47,10 @@ class ForwardConfig:
     Q_STAGES: int = 1
     PING_PONG: bool = False
     Q_HOLDS_O: bool = False
+    O_IN_PARTS: bool = False
     Q_IN_REGISTERS: int = 0
+    LAZY_RESCALE: bool = False
+    PIN_WAIT: bool = False
     paired_below: int = 8192
     spill_budget: int = 0
     features_spill_budget: int = 0
@@ -82,6 +92,76 @@ class Variant:
     Q_HOLDS_O: bool
     Q_IN_REGISTERS: int
     """Columns of q that stay in registers, 0 or half of BLOCK_D."""
+    O_IN_PARTS: bool
+    LAZY_RESCALE: bool
+    PIN_WAIT: bool
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tile and pipeline of the backward kernel: two consumers of 64 keys each.
+
+    Args:
+        BLOCK_M: query rows of a step, 64 or 128.
+        STAGES: blocks of queries and output gradients in shared memory.
+        spill_budget, features_spill_budget: as in :class:`ForwardConfig`; causal_spill_budget: under a mask.
+    """
+
+    BLOCK_M: int
+    STAGES: int = 2
+    spill_budget: int = 0
+    causal_spill_budget: int = 0
+    features_spill_budget: int = 0
+
+    @property
+    def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernel
+        return 2 * WARPGROUP_ROWS
+
+
+@dataclass(frozen=True)
+class WideBackwardConfig(BackwardConfig):
+    """Of the two kernels for head sizes over 128: a consumer of 64 keys each for dK and dV, two of 64 rows
+    for dQ.
+
+    Args:
+        paired_below: of the kernel of dQ, as in :class:`ForwardConfig`.
+    """
+
+    BLOCK_M: int = WARPGROUP_ROWS
+    paired_below: int = 8192
+
+    @property
+    def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernels
+        return WARPGROUP_ROWS
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """Everything that the backward kernel is compiled for: one constant of the kernel."""
+
+    VARLEN: bool
+    SEQUSED: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    BENT: bool
+    """Scores are more than raw products times a positive scale."""
+    EVEN_N: bool
+    """No block has keys behind the last, in any sequence."""
+    MASKED: bool
+    """Some block has pairs of row and key that must not count."""
+    DETERMINISTIC: bool
+    """Blocks of keys add to dQ in one order."""
+    GROUP: int
+    """Query heads to a key head."""
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
@@ -91,25 +171,24 @@ _TWO = F(2, 128, features_spill_budget=56)
 _NARROW = F(2, 64, spill_budget=28, features_spill_budget=52)
 _THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=216, features_spill_budget=532)
 _TWO_Q = F(2, 128, Q_IN_REGISTERS=128, spill_budget=76, features_spill_budget=180)
-_WIDE = F(2, 64, Q_HOLDS_O=True)
-_WIDE_Q = F(
-    2, 64, Q_HOLDS_O=True, Q_IN_REGISTERS=128, paired_below=4096, spill_budget=60, features_spill_budget=416
-)
+_SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
+_SHORT_TURNS = replace(_SHORT, PING_PONG=True)
+_WIDE_SHORT = F(2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096)
+_WIDE = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
+_WIDE_Q = replace(_WIDE, Q_IN_REGISTERS=128, PING_PONG=True)
+_WIDE_CAUSAL = F(2, 64, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, paired_below=4096)
 ANY_LENGTH = 2**31
 
-# (padded head_dim, padded head_dim_v, windowed) -> (keys, config) for sequences of fewer keys; causal is a
+# (padded head_dim, padded head_dim_v, windowed) -> (keys, config) where no row sees as many keys; causal is a
 # window.
 # H100, S = 512 to 16384: docs/measured.md. Rows of unequal head sizes have the tiles that fit; not timed.
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (64, 64, False): ((ANY_LENGTH, _THREE),),
     (64, 64, True): ((4096, F(2, 128, Q_STAGES=2)), (ANY_LENGTH, _THREE)),
-    (128, 128, False): ((4096, _TWO), (ANY_LENGTH, _TWO_Q)),
-    (128, 128, True): ((8192, _TWO), (ANY_LENGTH, _TWO_Q)),
-    (256, 256, False): (
-        (8192, _WIDE),
-        (ANY_LENGTH, F(2, 64, Q_HOLDS_O=True, Q_IN_REGISTERS=128, PING_PONG=True)),
-    ),
-    (256, 256, True): ((ANY_LENGTH, _WIDE_Q),),
+    (128, 128, False): ((2048, _SHORT), (4096, _TWO), (ANY_LENGTH, _TWO_Q)),
+    (128, 128, True): ((2048, _SHORT_TURNS), (8192, _TWO), (ANY_LENGTH, _TWO_Q)),
+    (256, 256, False): ((1024, _WIDE_SHORT), (8192, _WIDE), (ANY_LENGTH, _WIDE_Q)),
+    (256, 256, True): ((1024, _WIDE_SHORT), (ANY_LENGTH, _WIDE_CAUSAL)),
     (64, 128, False): ((ANY_LENGTH, _TWO),),
     (64, 128, True): ((ANY_LENGTH, _TWO),),
     (128, 64, False): ((ANY_LENGTH, _TWO),),
@@ -133,20 +212,36 @@ def padded(head_dim: int) -> int:
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed = left != UNLIMITED or right != UNLIMITED
+    seen = problem.seqlen_k
+    if left != UNLIMITED and right != UNLIMITED:
+        seen = min(seen, left + 1 + right)
     rows = _TABLE[padded(problem.head_dim), padded(problem.head_dim_v), windowed]
-    return next(config for keys, config in rows if problem.seqlen_k < keys)
+    return next(config for keys, config in rows if seen < keys)
 
 
-def every_row() -> Iterator[tuple[int, int, bool, ForwardConfig]]:
-    """(padded head_dim, padded head_dim_v, windowed, config) of the whole table."""
+_BACKWARD: dict[tuple[int, int], BackwardConfig] = {
+    (64, 64): BackwardConfig(128),
+    (128, 128): BackwardConfig(64),
+    (64, 128): BackwardConfig(64),
+    (128, 64): BackwardConfig(64),
+}
+
+
+def choose_backward(problem: Problem) -> BackwardConfig:
+    """:class:`WideBackwardConfig` where either head size is over 128."""
+    return _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)), WideBackwardConfig())
+
+
+def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
+    """(padded head_dim, padded head_dim_v, windowed, more keys than a row sees, config) of the whole table."""
     for (block_d, block_dv, windowed), rows in _TABLE.items():
-        for _, config in rows:
-            yield block_d, block_dv, windowed, config
+        for keys, config in rows:
+            yield block_d, block_dv, windowed, keys, config
 
 
 def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:
     """Shared memory of the tiles, in bytes, as the kernel allocates them (barriers take a few dozen more)."""
     q = config.Q_STAGES * config.BLOCK_M * block_d
     kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
-    o = 0 if config.Q_HOLDS_O else config.BLOCK_M * block_dv
+    o = 0 if config.Q_HOLDS_O else config.BLOCK_M * (2 * O_PART if config.O_IN_PARTS else block_dv)
     return 2 * (q + kv + o)

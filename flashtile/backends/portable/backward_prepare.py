@@ -1,6 +1,7 @@
 """What the backward pass needs of each row, computed once (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4).
 
-``shift`` is minus lse in log2 units: added to the scores it makes their exponential the probability.
+``shift`` is minus lse in the units of the scores that it is added to, which makes their exponential the
+probability: ``shift_factor`` is log2(e) where they are in log2 units, 1 / softmax_scale for raw products.
 ``dp_shift`` is ``dlse - rowsum(dO * O)``, which is added to dP (``dlse`` is the gradient into lse: d lse / d
 s is the probability, so it joins there). Both lie in rows padded to whole blocks, so that loading them needs
 no mask. The sink has no value: the gradient of its score is its probability times ``dp_shift``, summed over a
@@ -43,8 +44,11 @@ def prepare_kernel(
     shift_ptr,
     dp_shift_ptr,
     dsink_ptr,
+    accumulator_ptr,
+    next_item,
     cu_seqlens_q,
     sink,
+    shift_factor,
     num_heads_q,
     seqlen_q,
     total_q,
@@ -55,11 +59,17 @@ def prepare_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROW_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets shift
-    -inf (its probabilities are 0) and dp_shift 0. dsink [programs] gets a term of each, heads fastest."""
+    -inf (its probabilities are 0) and dp_shift 0. dsink [programs] gets a term of each, heads fastest.
+    Kernels that add dQ up in memory have an accumulator of COLUMNS floats a padded row; it is zeroed, and so
+    is the counter of the items that their programs take.
+    """
     num_blocks = tl.cdiv(seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
     pid = tl.program_id(0)
+    if next_item is not None and pid == 0:
+        tl.store(next_item, 0)
     # Heads vary fastest: neighbouring programs read neighbouring memory.
     head = pid % num_heads_q
     row_start = (pid // num_heads_q) % num_blocks * BLOCK_M
@@ -91,9 +101,12 @@ def prepare_kernel(
     lse = tl.load(lse_ptr + lse_offset + rows, mask=inside, other=-float("inf"))
     empty = lse == -float("inf")
     offset = statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN, ROW_PAD) + row_start
-    tl.store(shift_ptr + offset + rows, tl.where(empty, lse, -lse * LOG2_E))
+    tl.store(shift_ptr + offset + rows, tl.where(empty, lse, -lse * shift_factor))
     dp_shift = tl.where(empty, 0.0, dp_shift)
     tl.store(dp_shift_ptr + offset + rows, dp_shift)
+    if COLUMNS > 0:
+        cells = tl.arange(0, BLOCK_M * COLUMNS)
+        tl.store(accumulator_ptr + offset.to(tl.int64) * COLUMNS + cells, tl.zeros_like(cells).to(tl.float32))
     if sink is not None:
         score = tl.load(sink + head).to(tl.float32)
         p = tl.exp2((score - tl.where(empty, float("inf"), lse)) * LOG2_E)

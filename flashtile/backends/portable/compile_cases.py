@@ -56,7 +56,7 @@ _VARIANTS: dict[str, Problem] = {
 
 _FLOAT_ROWS = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "alibi_slopes", "sink")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_FLOATS = ("softmax_scale", "scale_log2", "softcap")
+_FLOATS = ("softmax_scale", "scale_log2", "softcap", "shift_factor")
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -101,8 +101,11 @@ def _prepare_case(dtype: str, head_dim: int) -> CompileCase:
         "BLOCK_DV": head_dim,
         "BLOCK_M": PREPARE_BLOCK_M,
         "ROW_PAD": ROW_PAD,
+        "COLUMNS": 0,
         "dlse_ptr": None,
         "dsink_ptr": None,
+        "accumulator_ptr": None,
+        "next_item": None,
     }
     return CompileCase(
         name=f"prepare {dtype} head_dim {head_dim}",

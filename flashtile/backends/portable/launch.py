@@ -198,6 +198,27 @@ class ForwardLaunch:
         return out, lse
 
 
+def prepare_launch(problem: Problem, has_dlse: bool, shift_factor: float, columns: int = 0) -> KeptKernel:
+    """``prepare_kernel`` for one signature; ``columns`` of an accumulator of dQ, 0 without one."""
+    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPARE_BLOCK_M)
+    rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+    return KeptKernel(
+        prepare_kernel,
+        blocks * problem.num_heads_q * problem.batch,
+        (shift_factor, problem.num_heads_q, problem.seqlen_q, problem.total_q, rows),
+        (
+            problem.varlen,
+            has_dlse,
+            problem.head_dim_v,
+            padded(problem.head_dim_v),
+            PREPARE_BLOCK_M,
+            ROW_PAD,
+            columns,
+        ),
+        None,
+    )
+
+
 class BackwardLaunch:
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
 
@@ -239,7 +260,7 @@ class BackwardLaunch:
         if sink is not None:
             heads = problem.num_heads_q
             terms = q.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
-        prepare(device, out, dout, lse, dlse, shift, dp_shift, terms, extras.cu_seqlens_q, sink)
+        prepare(device, out, dout, lse, dlse, shift, dp_shift, terms, None, None, extras.cu_seqlens_q, sink)
         if sink is not None and terms is not None:
             dsink = terms.sum(0).to(sink.dtype)
         if no_keys:
@@ -254,21 +275,7 @@ class BackwardLaunch:
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
         heads = problem.num_heads_q * problem.batch
-        blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPARE_BLOCK_M)
-        prepare = KeptKernel(
-            prepare_kernel,
-            blocks * heads,
-            (problem.num_heads_q, problem.seqlen_q, problem.total_q, self._padded_rows),
-            (
-                problem.varlen,
-                dlse is not None,
-                problem.head_dim_v,
-                padded(problem.head_dim_v),
-                PREPARE_BLOCK_M,
-                ROW_PAD,
-            ),
-            None,
-        )
+        prepare = prepare_launch(problem, dlse is not None, LOG2_E)
         common = (problem, config.precision, q, k, v, extras)
         blocks = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N)
         dkdv = _attention_kernel(

@@ -1,0 +1,245 @@
+"""From tensors to the Hopper backward's three kernels: prepare, the five products, finish."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.hopper import tile_table
+from flashtile.backends.hopper.backward import backward_kernel
+from flashtile.backends.hopper.backward_finish import TILE_ROWS, finish_kernel
+from flashtile.backends.hopper.config import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    WARPGROUP_ROWS,
+    BackwardConfig,
+    BackwardVariant,
+    padded,
+)
+from flashtile.backends.hopper.launch import View, dense_view, ragged_view, rows_apart
+from flashtile.backends.hopper.schedule import TABLE_WIDTH
+from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
+from flashtile.backends.portable.launch import KeptKernel, bent, prepare_launch
+from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
+
+SMALLEST_SCALE = 1e-6
+"""Below it, lse in units of raw products would lose its digits, or overflow."""
+
+
+def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
+    return BackwardVariant(
+        VARLEN=problem.varlen,
+        SEQUSED=problem.seqused_k,
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        SOFTCAP=problem.softcap > 0,
+        ALIBI=problem.alibi,
+        BENT=bent(problem) or problem.softmax_scale < SMALLEST_SCALE,
+        EVEN_N=even,
+        MASKED=left != UNLIMITED or right != UNLIMITED or not even,
+        DETERMINISTIC=problem.deterministic,
+        GROUP=problem.group_size,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.head_dim_v),
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        STAGES=config.STAGES,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[2],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+
+
+def part_columns(variant: BackwardVariant) -> int:
+    """Columns of the 64 rows of dQ that a warpgroup makes in a step: of 64 rows half, of 128 all."""
+    return variant.BLOCK_D // (2 * WARPGROUP_ROWS // variant.BLOCK_M)
+
+
+def chunk_of(problem: Problem, variant: BackwardVariant, blocks: int, items: int, programs: int) -> int:
+    """Items that a program takes at once: in a deterministic sum, blocks of keys of one head.
+
+    They add to dQ one after the other anyway; in one program none waits. Not where too few items would be
+    left, nor some of the blocks of a head where a mask makes them cost differently.
+    """
+    if not problem.deterministic:
+        return 1
+    masked = variant.HAS_LEFT or variant.HAS_RIGHT
+    sizes = (blocks,) if masked else (8, 4, 2)
+    enough = (size for size in sizes if blocks % size == 0 and items >= 3 * size * programs)
+    return 1 if problem.varlen else next(enough, 1)
+
+
+class BackwardLaunch:
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
+
+    def __init__(self, problem: Problem, config: BackwardConfig) -> None:
+        self._problem = problem
+        self._variant = variant_of(problem, config)
+        sequences = 1 if problem.varlen else problem.batch
+        rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+        self._statistics_shape = (sequences * problem.num_heads_q, rows)
+        self._some_unwritten = problem.varlen or problem.seqused_k
+        self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+        if dout.data_ptr() % 16:
+            dout = dout.clone()
+        # Tokens that no sequence has or uses are written by no program.
+        allocate = torch.zeros if self._some_unwritten else torch.empty
+        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        if self._kernels is None:
+            self._kernels = self._prepare(dlse, q, k, v, dout, alibi_slopes)
+        prepare, products, finish = self._kernels
+        device = q.device
+        shift, dp_shift = q.new_empty((2, *self._statistics_shape), dtype=torch.float32).unbind()
+        accumulator = q.new_empty(self._accumulator_shape, dtype=torch.float32)
+        next_item = q.new_empty(1, dtype=torch.int32)
+        turns = next_item
+        if self._problem.deterministic:
+            turns = q.new_zeros(self._turns_shape, dtype=torch.int32)
+        dsink = terms = None
+        if sink is not None:
+            heads = self._problem.num_heads_q
+            terms = q.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
+        prepare(
+            device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, next_item, cu_seqlens_q, sink
+        )
+        if sink is not None and terms is not None:
+            dsink = terms.sum(0).to(sink.dtype)
+        table = lse
+        if self._table_kernel is not None:
+            table = q.new_empty(self._table_shape, dtype=torch.int32)
+            self._table_kernel(device, table, cu_seqlens_k, cu_seqlens_q, lse)
+        tensors = (q, k, v, dout, shift, dp_shift, accumulator, dk, dv)
+        products(
+            device,
+            *[view.of(tensor) for view, tensor in zip(self._views, tensors, strict=True)],
+            table,
+            lse if seqused_k is None else seqused_k,
+            lse if alibi_slopes is None else alibi_slopes,
+            turns,
+            next_item,
+        )
+        finish(device, accumulator, dq, cu_seqlens_q)
+        return dq, dk, dv, dsink
+
+    def _prepare(
+        self,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        alibi_slopes: Tensor | None,
+    ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
+        problem, variant = self._problem, self._variant
+        rows = self._statistics_shape[1]
+        factor = LOG2_E if variant.BENT else 1 / problem.softmax_scale
+        prepare = prepare_launch(problem, dlse is not None, factor, variant.BLOCK_D)
+        blocks = math.ceil(problem.seqlen_k / variant.BLOCK_N)
+        items = problem.batch * blocks
+        self._table_kernel: KeptKernel | None = None
+        if problem.varlen:
+            items = tile_table.capacity(problem.total_k, problem.batch, variant.BLOCK_N)
+            self._table_shape = (1 + items, TABLE_WIDTH.value)
+            self._table_kernel = KeptKernel(
+                tile_table.tile_table_kernel,
+                problem.batch,
+                (problem.batch, blocks, problem.total_k, problem.total_q, items),
+                (False, False, variant.BLOCK_N, TABLE_WIDTH.value, tile_table.CHUNK),
+                None,
+            )
+        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        chunk = chunk_of(problem, variant, blocks, items * problem.num_heads_kv, multiprocessors)
+        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        q_blocks = rows // variant.BLOCK_M
+        self._turns_shape = (self._statistics_shape[0] * q_blocks,)
+        scalars = (
+            items * problem.num_heads_kv,
+            blocks,
+            problem.num_heads_kv,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            rows_apart(k),
+            left,
+            right,
+            alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+            q_blocks,
+            chunk,
+            problem.softmax_scale,
+            problem.softmax_scale * LOG2_E,
+            2 * LOG2_E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+            problem.softcap * LOG2_E,
+            0.0,
+        )
+        self._views = views(problem, variant, q, k, v, rows)
+        self._accumulator_shape = self._statistics_shape + (variant.BLOCK_D,)
+        programs = min(multiprocessors, items * problem.num_heads_kv)
+        products = KeptKernel(
+            backward_kernel, programs, scalars, (variant,), None, maxnreg=LAUNCH_REGISTERS[2]
+        )
+        finish = KeptKernel(
+            finish_kernel,
+            math.ceil(problem.seqlen_q / TILE_ROWS) * problem.num_heads_q * problem.batch,
+            (problem.softmax_scale, problem.num_heads_q, problem.seqlen_q, problem.total_q, rows),
+            (
+                problem.varlen,
+                problem.head_dim,
+                variant.BLOCK_D,
+                part_columns(variant),
+                TILE_ROWS,
+                ROW_PAD,
+            ),
+            None,
+        )
+        return prepare, products, finish
+
+
+def views(
+    problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, rows: int
+) -> tuple[View, ...]:
+    """Of q, k, v, dout, shift, dp_shift, the accumulator of dq, dk and dv."""
+    dtype = problem.dtype
+    d, dv = variant.BLOCK_D, variant.BLOCK_DV
+    block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
+    heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
+
+    def contiguous(rows: int, heads: int, size: int) -> tuple[int, ...]:
+        return rows * heads * size, heads * size, size, 1
+
+    dout = (problem.out_shape, contiguous(problem.seqlen_q, heads_q, problem.head_dim_v))
+    dk = (k.shape, contiguous(problem.seqlen_k, heads_kv, problem.head_dim))
+    d_v = (v.shape, contiguous(problem.seqlen_k, heads_kv, problem.head_dim_v))
+    view_q = ragged_view if problem.varlen else dense_view
+    view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
+    sequences = 1 if problem.varlen else problem.batch
+    statistics = View([sequences * heads_q, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
+    part = part_columns(variant) // 4
+    accumulator_rows = sequences * heads_q * rows * d // 256
+    accumulator = View([accumulator_rows, 256], [256, 1], [part, 256], torch.float32, swizzled=False)
+    return (
+        view_q(q.shape, q.stride(), block_m, d, dtype),
+        view_k(k.shape, k.stride(), block_n, d, dtype),
+        view_k(v.shape, v.stride(), block_n, dv, dtype),
+        view_q(*dout, block_m, dv, dtype),
+        statistics,
+        statistics,
+        accumulator,
+        view_k(*dk, WARPGROUP_ROWS, d, dtype),
+        view_k(*d_v, WARPGROUP_ROWS, dv, dtype),
+    )

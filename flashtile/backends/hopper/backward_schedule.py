@@ -1,0 +1,243 @@
+"""Which blocks of keys a program of the Hopper backward takes, and which query rows they meet, in what order.
+
+The functions on integers are the kernel's own; Python calls them through ``.fn``.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashtile.backends.hopper import config
+from flashtile.backends.hopper.compat import aggregate, async_load
+from flashtile.backends.hopper.schedule import TABLE_WIDTH, Work, key_range
+from flashtile.backends.portable import backward_prepare
+
+RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
+ROW_PAD = gl.constexpr(backward_prepare.ROW_PAD)
+
+
+class Pointers(NamedTuple):
+    """Those of the kernel. What a call has not is never followed."""
+
+    table: Any
+    seqused_k: Any
+    alibi_slopes: Any
+    turns: Any
+    next_item: Any
+    """The first item that no program has taken yet; 0 at the start."""
+
+
+class Schedule(NamedTuple):
+    """Integers of the kernel."""
+
+    items: Any
+    """Of the launch; a variable-length batch has them in its table."""
+    blocks: Any
+    """Blocks of keys of the longest sequence."""
+    heads: Any
+    """Of k."""
+    seqlen_q: Any
+    seqlen_k: Any
+    rows_k: Any
+    """From one sequence of k to the next; used where ``seqused_k`` ends them early."""
+    left: Any
+    right: Any
+    alibi_stride: Any
+    q_blocks: Any
+    """Blocks of padded query rows of a head."""
+    chunk: Any
+    """Items that a program takes at once."""
+
+
+@gluon.jit
+def item_count(C: gl.constexpr, pointers, schedule):
+    """All items of the launch: blocks of keys of a key head."""
+    items = schedule.items
+    if C.VARLEN:
+        items = gl.load(pointers.table) * schedule.heads
+    return items
+
+
+@gluon.jit
+def find_keys(C: gl.constexpr, item, pointers, schedule):
+    """The block of keys (``place``) and key head of an item: from a table, or by arithmetic.
+
+    Heads one after the other: programs at work read the same rows. Of a head the first blocks first, which
+    cost most under a causal mask. But in a deterministic sum later items wait for earlier ones, and there
+    block n meets its first rows ``BLOCK_N`` rows after block n - 1 has: last blocks first, none waits long.
+    """
+    if C.VARLEN:
+        rows = gl.load(pointers.table)
+        row = pointers.table + (1 + item % rows) * TABLE_WIDTH
+        sequence = gl.load(row)
+        head = item // rows
+        place = gl.load(row + 1)
+        start_k = gl.load(row + 2)
+        start_q = gl.load(row + 3)
+        seqlen_k = gl.load(row + 4)
+        seqlen_q = gl.load(row + 5)
+        blocks = min((seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N, schedule.blocks)
+    else:
+        sequence = item // schedule.blocks // schedule.heads
+        head = item // schedule.blocks % schedule.heads
+        place = item % schedule.blocks
+        start_q = item * 0
+        start_k = sequence * schedule.rows_k
+        seqlen_q = schedule.seqlen_q + start_q
+        seqlen_k = schedule.seqlen_k + start_q
+        blocks = schedule.blocks
+    if C.DETERMINISTIC:
+        place = blocks - 1 - place
+    if C.SEQUSED:
+        seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
+    return Work(sequence, head, place, start_q, start_k, seqlen_q, seqlen_k)
+
+
+@gluon.jit
+def item_after(item, pointers, schedule):
+    """The next item of the program that has taken ``item``."""
+    following = item + 1
+    if following % schedule.chunk == 0:
+        following = gl.atomic_add(pointers.next_item, schedule.chunk)
+    return following
+
+
+@gluon.jit
+def row_blocks(C: gl.constexpr, work, left, right):
+    """Blocks [begin, end) of query rows that see some key of the block, and [full_begin, full_end) of rows
+    that all see all of them. The mirror image of ``schedule.key_blocks``."""
+    first = work.place * C.BLOCK_N
+    last = min(first + C.BLOCK_N, work.seqlen_k) - 1
+    begin, end, full_begin, full_end = key_range(
+        first, last, work.seqlen_k, work.seqlen_q, right, left, C.HAS_RIGHT, C.HAS_LEFT
+    )
+    none = (begin >= end) | (first > last)
+    begin = begin // C.BLOCK_M
+    end = (end + C.BLOCK_M - 1) // C.BLOCK_M
+    full_begin = (full_begin + C.BLOCK_M - 1) // C.BLOCK_M
+    # Rows behind the last have probability 0 anyway: the last block of rows needs no mask for them.
+    full_end = (full_end + C.BLOCK_M - 1) // C.BLOCK_M if full_end == work.seqlen_q else full_end // C.BLOCK_M
+    partial = first + C.BLOCK_N > work.seqlen_k
+    return begin, begin if none else end, full_begin, full_begin if partial else full_end
+
+
+@gluon.jit
+def step_order(begin, end, full_begin, full_end):
+    """(cut, count, left, full): of ``count`` blocks of rows the ``cut`` that a mask cuts come first, of these
+    ``left`` from ``begin`` on; whole blocks begin at ``full``. See :func:`block_of_step`."""
+    full = min(max(full_begin, begin), end)
+    full_end = min(max(full_end, full), end)
+    left = full - begin
+    return left + end - full_end, end - begin, left, full
+
+
+@gluon.jit
+def block_of_step(j, begin, end, cut, left, full):
+    """The block of rows of step ``j``."""
+    before = begin + j
+    behind = end - cut + j
+    whole = full - cut + j
+    return whole if j >= cut else (before if j < left else behind)
+
+
+@gluon.jit
+def turn_of(C: gl.constexpr, work, m, schedule):
+    """How many blocks of keys add to block ``m`` of dQ before this one: the later ones that it sees."""
+    first = m * C.BLOCK_M
+    last = min(first + C.BLOCK_M, work.seqlen_q) - 1
+    _, end, _, _ = key_range(
+        first, last, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right, C.HAS_LEFT, C.HAS_RIGHT
+    )
+    return (end - 1) // C.BLOCK_N - work.place
+
+
+@gluon.jit
+def head_of_batch(C: gl.constexpr, work, g, heads):
+    """The query head ``g`` of those that share the key head, counted through the batch when dense."""
+    head = work.head * C.GROUP + g
+    if not C.VARLEN:
+        head += work.sequence * (heads * C.GROUP)
+    return head
+
+
+@gluon.jit
+def padded_row(C: gl.constexpr, work, row):
+    """Where ``row`` of a sequence lies among the padded rows of its head (``backward_prepare``)."""
+    if C.VARLEN:
+        row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
+    return row
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
+    """TMA load of BLOCK_M rows of q or dO; rows behind the last query arrive as zeros."""
+    if C.VARLEN:
+        end = work.start_q + work.seqlen_q
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, 0], barrier, tile)
+    else:
+        async_load(desc, [work.sequence, row, head, 0], barrier, tile)
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, desc, work, barrier, tile):
+    """TMA load of the block of keys or values; rows behind the last key arrive as zeros."""
+    row = work.place * C.BLOCK_N
+    if C.VARLEN or C.SEQUSED:
+        end = work.start_k + work.seqlen_k
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, work.head, 0], barrier, tile)
+    else:
+        async_load(desc, [work.sequence, row, work.head, 0], barrier, tile)
+
+
+@aggregate
+class Queue:
+    """Items, handed from the producer, which takes them one by one, to three other partitions."""
+
+    items: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, items, full, empty):
+        self.items = items
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def give(self, turn, item):
+        """Producer: ``item`` is the program's number ``turn``."""
+        slot = turn % 2
+        mbarrier.wait(self.empty.index(slot), ((turn // 2) & 1) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        self.items.index(slot).store(gl.full([1], 0, gl.int32, layout) + item)
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
+    def wait(self, turn, WARPS: gl.constexpr):
+        """Item number ``turn`` of the program, for a partition of so many warps."""
+        mbarrier.wait(self.full.index(turn % 2), (turn // 2) & 1)
+        return self.read(turn, WARPS)
+
+    @gluon.jit
+    def read(self, turn, WARPS: gl.constexpr):
+        """The same, once it has been waited for: what follows from it need not stay in registers."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        return gl.max(self.items.index(turn % 2).load(layout), 0)
+
+    @gluon.jit
+    def release(self, turn):
+        mbarrier.arrive(self.empty.index(turn % 2), count=1)
+
+
+@gluon.jit
+def make_queue():
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    items = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=3)
+    return Queue(items, full, empty)

@@ -1,7 +1,7 @@
 """Decoding of sequences that share a prefix: the prefix is read once for all of them (cascade inference).
 
 All queries of a group attend together to the pages of its prefix, as if they were one sequence's; each
-sequence attends to what follows; the two partial results are combined as in Flash-Decoding (cascade
+sequence goes on with what follows, its softmax taking up where that of the prefix ended (cascade
 inference: FlashInfer, 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
 """
 
@@ -73,56 +73,47 @@ def flash_attn_with_shared_prefix(
     if torch._C._is_any_autocast_enabled():
         (q,) = cast_for_autocast(k_cache, q)
     _check(q, block_table, cache_seqlens)
-    prefix_seqlens, cu_prefix_groups = _groups(q, prefix_seqlens, cu_prefix_groups)
-    given = (q, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups)
-    if operators.is_plain(*given, inference=True) and wanted(q, debug_checks):
-        check_prefix_values(q, k_cache, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups, causal)
-
     batch, seqlen_q, heads, _ = q.shape
+    of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
+    given = (q, block_table, cache_seqlens, of_groups, cu_prefix_groups)
+    if operators.is_plain(*given, inference=True) and wanted(q, debug_checks):
+        check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
+
     options = DecodeOptions(
         softmax_scale=masking.softmax_scale,
+        causal=masking.causal,
         softcap=masking.softcap,
         num_splits=num_splits,
         split_size=split_size,
-        partial=True,
         backend=backend,
         debug_checks=debug_checks,
     )
-    leftpad, out_prefix, lse_prefix = None, None, None
+    own = CacheTensors(
+        cache_seqlens=cache_seqlens, block_table=block_table, sink=sink, k_descale=k_descale,
+        v_descale=v_descale,
+    )  # fmt: skip
     if batch > 0:
+        of_prefix = options._replace(causal=False, partial=True)
         if cu_prefix_groups is None:
-            leftpad = prefix_seqlens.expand(batch).contiguous()
             rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, -1), block_table[:1], None
-            of_prefix = options
         else:
-            repeats = cu_prefix_groups.diff()
-            leftpad = prefix_seqlens.repeat_interleave(repeats, output_size=batch)
             rows, table = q.reshape(batch * seqlen_q, heads, -1), block_table[cu_prefix_groups[:-1]]
             offsets = cu_prefix_groups * seqlen_q
-            of_prefix = options._replace(max_seqlen_q=batch * seqlen_q)
+            of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
         tensors = CacheTensors(
-            cache_seqlens=prefix_seqlens,
-            block_table=table,
-            cu_seqlens_q=offsets,
-            k_descale=k_descale,
+            cache_seqlens=of_groups, block_table=table, cu_seqlens_q=offsets, k_descale=k_descale,
             v_descale=v_descale,
+        )  # fmt: skip
+        out, lse = operators.decode(rows, k_cache, v_cache, tensors, of_prefix)
+        if of_sequences is None:
+            assert cu_prefix_groups is not None
+            of_sequences = of_groups.repeat_interleave(cu_prefix_groups.diff(), output_size=batch)
+        own = own._replace(
+            cache_leftpad=of_sequences,  # keys of the prefix do not exist here, others keep their positions
+            prior_out=out.view(batch * seqlen_q, heads, -1),
+            prior_lse=lse.view(heads, batch * seqlen_q),
         )
-        out_prefix, lse_prefix = operators.decode(rows, k_cache, v_cache, tensors, of_prefix)
-    tensors = CacheTensors(
-        cache_seqlens=cache_seqlens,
-        cache_leftpad=leftpad,  # keys of the prefix do not exist here, and all others keep their positions
-        block_table=block_table,
-        sink=sink,
-        k_descale=k_descale,
-        v_descale=v_descale,
-    )
-    out_own, lse_own = operators.decode(q, k_cache, v_cache, tensors, options._replace(causal=masking.causal))
-    if out_prefix is None or lse_prefix is None:
-        return (out_own.to(q.dtype), lse_own) if return_softmax_lse else out_own.to(q.dtype)
-    out_partial = torch.stack([out_prefix.view(out_own.shape), out_own])
-    by_row = lse_prefix.view(heads, batch, seqlen_q).permute(1, 2, 0)
-    lse_partial = torch.stack([by_row, lse_own.transpose(1, 2)])
-    out, lse = operators.combine(out_partial, lse_partial, q.dtype, backend)
+    out, lse = operators.decode(q, k_cache, v_cache, own, options, bool(return_softmax_lse))
     return (out, lse) if return_softmax_lse else out
 
 
@@ -139,9 +130,11 @@ def _check(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
     check_dense("cache_seqlens", cache_seqlens)
 
 
-def _groups(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tensor, Tensor | None]:
-    """prefix_seqlens as (num_groups,) int32, and the offsets of the groups unless there is only one."""
-    groups = 1
+def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tensor, Tensor | None]:
+    """Length of its prefix for each group, (num_groups,), and for each sequence, (batch,), if that is known
+    without looking at the groups; int32.
+    """
+    groups, batch = 1, q.shape[0]
     if cu_prefix_groups is not None:
         check_dense("cu_prefix_groups", cu_prefix_groups)
         if cu_prefix_groups.dtype != torch.int32:
@@ -160,7 +153,8 @@ def _groups(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tens
         length = as_int("prefix_seqlens", prefix_seqlens)
         if not 0 <= length <= MAX_LENGTH:
             raise ValueError(f"prefix_seqlens must be from 0 to {MAX_LENGTH}, got {length}")
-        return torch.full((groups,), length, dtype=torch.int32, device=q.device), cu_prefix_groups
+        lengths = torch.full((max(groups, batch),), length, dtype=torch.int32, device=q.device)
+        return lengths[:groups], lengths[:batch]
     check_dense("prefix_seqlens", prefix_seqlens)
     if prefix_seqlens.dtype != torch.int32:
         raise TypeError(f"prefix_seqlens must be int32, got {prefix_seqlens.dtype}")
@@ -172,4 +166,6 @@ def _groups(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tens
         raise ValueError(
             f"prefix_seqlens is on {prefix_seqlens.device}, not on {q.device}: all must be on one device"
         )
-    return prefix_seqlens, cu_prefix_groups
+    if cu_prefix_groups is None:
+        return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
+    return prefix_seqlens, None

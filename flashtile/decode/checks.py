@@ -69,10 +69,21 @@ def check_decode(
     )
     check_floats("sink", tensors.sink, ((heads_q,),), "(heads,)", q, dtypes=(torch.float32, q.dtype))
     check_descales(k_cache, tensors.k_descale, tensors.v_descale)
+    check_pair("prior_out", tensors.prior_out, "prior_lse", tensors.prior_lse)
+    if tensors.prior_out is not None:
+        _check_prior(q, v_cache, tensors)
     _check_options(options)
     if tensors.tree_mask is not None:
         seqlen_q = options.max_seqlen_q if varlen else q.shape[1]
         _check_tree(tensors, batch, seqlen_q, options, q)
+
+
+def _check_prior(q: Tensor, v_cache: Tensor, tensors: CacheTensors) -> None:
+    tokens, heads = q.shape[:-2].numel(), q.shape[-2]
+    dtypes = (torch.float64 if q.dtype == torch.float64 else torch.float32,)
+    shape = (tokens, heads, v_cache.shape[-1])
+    check_floats("prior_out", tensors.prior_out, (shape,), "(tokens, heads, head_dim_v)", q, dtypes)
+    check_floats("prior_lse", tensors.prior_lse, ((heads, tokens),), "(heads, tokens)", q, dtypes)
 
 
 def check_append(

@@ -19,7 +19,7 @@ _library.define(
     "decode(Tensor q, Tensor k_cache, Tensor v_cache, "
     "Tensor? cache_seqlens, Tensor? cache_leftpad, Tensor? cache_batch_idx, Tensor? block_table, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, Tensor? alibi_slopes, Tensor? sink, "
-    "Tensor? k_descale, Tensor? v_descale, Tensor? tree_mask, "
+    "Tensor? k_descale, Tensor? v_descale, Tensor? tree_mask, Tensor? prior_out, Tensor? prior_lse, "
     "SymInt? max_seqlen_q, SymInt seqlen_new, float? softmax_scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, int num_splits, int split_size, bool partial, "
     "str? backend, bool debug_checks) -> (Tensor, Tensor)"

@@ -34,6 +34,11 @@ class CacheTensors(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     tree_mask: Tensor | None = None
+    prior_out: Tensor | None = None
+    """(tokens, heads_q, head_dim_v), in the dtype of lse: attention over other keys, which the result is to
+    cover, too."""
+    prior_lse: Tensor | None = None
+    """(heads_q, tokens)."""
 
 
 class DecodeOptions(NamedTuple):
@@ -117,6 +122,7 @@ class DecodeProblem(Results):
     leftpad: bool = False
     batch_idx: bool = False
     tree: bool = False
+    prior: bool = False
     varlen: bool = False
     varlen_new: bool = False
     lengths: bool = False  # whether cache_seqlens says how long sequences are; else all fill the capacity
@@ -162,6 +168,7 @@ class DecodeProblem(Results):
             leftpad=tensors.cache_leftpad is not None,
             batch_idx=tensors.cache_batch_idx is not None,
             tree=tensors.tree_mask is not None,
+            prior=tensors.prior_out is not None,
             varlen=varlen,
             varlen_new=tensors.cu_seqlens_k_new is not None,
             lengths=tensors.cache_seqlens is not None,

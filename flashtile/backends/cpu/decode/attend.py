@@ -73,6 +73,11 @@ class _Sequence:
         slopes = given.alibi_slopes
         self.slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
         self.sink = given.sink
+        self.prior = None
+        if given.prior_out is not None and given.prior_lse is not None:
+            first = b * self.seqlen_q if given.cu_seqlens_q is None else int(given.cu_seqlens_q[b])
+            tokens = slice(first, first + self.seqlen_q)
+            self.prior = given.prior_out[tokens].transpose(0, 1), given.prior_lse[:, tokens].unsqueeze(-1)
         self.tree = None if given.tree_mask is None else given.tree_mask[min(b, given.tree_mask.shape[0] - 1)]
 
     def attend(self, rows: range) -> tuple[Tensor, Tensor]:
@@ -80,8 +85,7 @@ class _Sequence:
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         q = self.q[rows.start : rows.stop].to(self.dtype) * self.problem.softmax_scale
         q = q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)
-        row_max, row_sum = self._start(len(rows))
-        acc = q.new_zeros((*q.shape[:2], self.problem.head_dim_v))
+        row_max, row_sum, acc = self._start(rows)
         window = self.problem.window_left, self.problem.window_right
         seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
         seen = range(max(seen.start, self.first_key), seen.stop)
@@ -100,18 +104,30 @@ class _Sequence:
         lse = (row_max + row_sum.log()).view(heads_kv * group, len(rows))
         return out.transpose(0, 1), lse
 
-    def _start(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """(max, sum) before the first key, (heads_kv, group * rows, 1): those of the sink, if any."""
+    def _start(self, rows: range) -> tuple[Tensor, Tensor, Tensor]:
+        """(max, sum, acc) before the first key, (heads_kv, group * rows, 1 or head_dim_v): those of the sink
+        and of attention over other keys, if any.
+        """
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
+        size = (heads_kv, group * len(rows))
         # The lowest finite number, not -inf: a row whose first keys are hidden gets exp(-inf - lowest) = 0.
         lowest = torch.finfo(self.dtype).min
-        if self.sink is None:
-            row_max = torch.full((heads_kv, group * num_rows, 1), lowest, dtype=self.dtype)
-            return row_max, torch.zeros_like(row_max)
-        sink = self.sink.to(self.dtype).view(heads_kv, group, 1).expand(-1, -1, num_rows)
-        sink = sink.reshape(heads_kv, group * num_rows, 1)
-        row_max = sink.clamp(min=lowest)
-        return row_max, torch.exp(sink - row_max)
+        row_max = torch.full((*size, 1), lowest, dtype=self.dtype)
+        row_sum = torch.zeros_like(row_max)
+        acc = torch.zeros((*size, self.problem.head_dim_v), dtype=self.dtype)
+        if self.prior is not None:
+            out, lse = (part[:, rows.start : rows.stop].reshape(*size, -1) for part in self.prior)
+            row_max = lse.clamp(min=lowest)
+            row_sum = torch.exp(lse - row_max)
+            acc = out.masked_fill(row_sum == 0, 0.0)
+        if self.sink is not None:
+            sink = self.sink.to(self.dtype).view(heads_kv, group, 1).expand(-1, -1, len(rows))
+            sink = sink.reshape(*size, 1)
+            new_max = torch.maximum(row_max, sink)
+            correction = torch.exp(row_max - new_max)
+            row_sum = row_sum * correction + torch.exp(sink - new_max)
+            row_max, acc = new_max, acc * correction
+        return row_max, row_sum, acc
 
     def _gather(self, cache: Tensor, descale: Tensor | None, keys: range) -> Tensor:
         """(keys, heads_kv, head_dim) in compute dtype, scaled back."""

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.kernel_cache import kernel
-from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
+from flashtile.backends.portable.decode.results import (
+    normalised,
+    store_results,
+    store_rows,
+    with_prior,
+    with_sink,
+)
 from flashtile.backends.portable.decode.schedule import (
     balanced_start,
     first_tile,
@@ -49,7 +55,7 @@ def cache_of_item(
     EARLY: tl.constexpr = False,
 ):
     """(cache of an item, its row of a dense one, blocks of the two tiles from ``tile`` on)."""
-    (_, k_ptr, v_ptr, _, _, _, cache_batch_idx, block_table, _, _, k_descale, v_descale, _) = tensors
+    (_, k_ptr, v_ptr, _, _, _, cache_batch_idx, block_table, _, _, k_descale, v_descale, _, _) = tensors
     (_, _, _, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride, _,
      k_descale_stride, v_descale_stride, _) = strides  # fmt: skip
     b, _ = rows_of_pair(pair, shape[1], LAYOUT)
@@ -103,7 +109,7 @@ def attend_item(
     and whether there is one.
     """
     (q_ptr, _, _, out_ptr, lse_ptr, partial_ptr, _, _, alibi_slopes, sink_ptr, k_descale, v_descale,
-     tree_mask) = tensors  # fmt: skip
+     tree_mask, prior) = tensors  # fmt: skip
     (q_stride_b, q_stride_s, q_stride_h, _, _, _, _, _, _, _, alibi_stride, _, _, tree_stride) = strides
     _, num_m, _, group_size, seqlen_q, _, _, _, _, _ = shape
     softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots = numbers
@@ -157,13 +163,20 @@ def attend_item(
         (softmax_scale, scale_log2, softcap), q_ptr.dtype.element_ty, LAYOUT, FEATURES,
     )  # fmt: skip
 
-    if FEATURES.HAS_SINK:  # noqa: SIM102 - one is known to the compiler, the other is not
-        if whole:  # else it enters once, where the parts are combined
+    if FEATURES.DESCALE == "head":
+        acc = acc * v_scale
+    # What is not among the keys enters once: here, or where parts are combined.
+    if FEATURES.HAS_PRIOR:  # noqa: SIM102 - one is known to the compiler, the other is not
+        if whole:
+            acc, row_max, row_sum = with_prior(
+                acc, row_max, row_sum, prior, b, start_q, tokens, heads, exists, shape, LAYOUT.VARLEN,
+                FEATURES.HEAD_DIM_V, FEATURES.BLOCK_DV,
+            )  # fmt: skip
+    if FEATURES.HAS_SINK:  # noqa: SIM102
+        if whole:
             sink = tl.load(sink_ptr + heads, mask=exists, other=0.0)
             acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
     out, lse = normalised(acc, row_max, row_sum)
-    if FEATURES.DESCALE == "head":
-        out = out * v_scale
     if whole:
         store_results(
             out_ptr, lse_ptr, out, lse, b, start_q, tokens, heads, exists, shape, LAYOUT.VARLEN,
@@ -252,6 +265,8 @@ def decode_kernel(
     k_descale,
     v_descale,
     tree_mask,
+    prior_out,
+    prior_lse,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -296,7 +311,7 @@ def decode_kernel(
     """
     tensors = (
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,
-        sink_ptr, k_descale, v_descale, tree_mask,
+        sink_ptr, k_descale, v_descale, tree_mask, (prior_out, prior_lse),
     )  # fmt: skip
     strides = (
         q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,

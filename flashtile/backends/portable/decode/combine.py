@@ -8,7 +8,13 @@ import triton.language as tl
 
 from flashtile.backends.kernel_cache import kernel
 from flashtile.backends.portable.decode.attend import RUNTIME_INTEGERS
-from flashtile.backends.portable.decode.results import normalised, store_results, store_rows, with_sink
+from flashtile.backends.portable.decode.results import (
+    normalised,
+    store_results,
+    store_rows,
+    with_prior,
+    with_sink,
+)
 from flashtile.backends.portable.decode.schedule import (
     balanced_pair,
     balanced_start,
@@ -73,6 +79,8 @@ def combine_kernel(
     out_ptr,
     lse_ptr,
     sink_ptr,
+    prior_out,
+    prior_lse,
     cache_seqlens,
     cache_leftpad,
     cu_seqlens_q,
@@ -97,6 +105,7 @@ def combine_kernel(
     BALANCED: tl.constexpr,
     BY_ITEM: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    HAS_PRIOR: tl.constexpr,
     PDL: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -171,6 +180,11 @@ def combine_kernel(
             (start, step, first_extra, partial_rows * HEAD_DIM_V, partial_rows), False, HEAD_DIM_V, BLOCK_DV,
             ROWS, SPLITS,
         )  # fmt: skip
+        if HAS_PRIOR:
+            acc, row_max, row_sum = with_prior(
+                acc, row_max, row_sum, (prior_out, prior_lse), b, start_q, tokens, heads, exists, shape,
+                LAYOUT.VARLEN, HEAD_DIM_V, BLOCK_DV,
+            )  # fmt: skip
         if HAS_SINK:
             sink = tl.load(sink_ptr + heads, mask=exists, other=0.0)
             acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)

@@ -57,6 +57,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"page_size": 0},
     "splits": {"num_splits": 4},
     "tree": {"tree": True, "seqlen_q": 4},
+    "prior": {"prior": True},
     "features": _FEATURES,
 }
 """Every tile is compiled for pages of 16, those of 16-bit heads of 128 for the rest, too."""
@@ -132,6 +133,8 @@ def _attention_case(
         "k_descale": problem.descale != "none",
         "v_descale": problem.descale != "none",
         "tree_mask": problem.tree,
+        "prior_out": problem.prior,
+        "prior_lse": problem.prior,
     }
     tensors = {"q_ptr": problem.dtype, "out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
     constants: dict[str, Any] = {"LAYOUT": launch.layout(problem, chosen), "FEATURES": features}
@@ -158,12 +161,15 @@ def _combine_case(
         "BALANCED": balanced,
         "BY_ITEM": by_item,
         "HAS_SINK": False,
+        "HAS_PRIOR": False,
         "PDL": capability >= 90,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": padded(problem.head_dim_v),
         "ROWS": tile.rows,
         "SPLITS": tile.splits,
         "sink_ptr": None,
+        "prior_out": None,
+        "prior_lse": None,
         "cache_leftpad": None,
         "cu_seqlens_q": None,
         "cu_seqlens_k_new": None,
@@ -257,7 +263,7 @@ def _arguments(
             signature[name] = "*i32"
         elif name == "tree_mask":
             signature[name] = "*i1"
-        elif name.endswith(("_ptr", "_slopes", "_descale")) or name in ("rotary_cos", "rotary_sin"):
+        elif name.endswith(("_ptr", "_slopes", "_descale")) or name.startswith(("rotary_", "prior_")):
             signature[name] = "*fp32"
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"

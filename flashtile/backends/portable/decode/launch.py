@@ -160,6 +160,7 @@ def features(
         HAS_ALIBI=problem.alibi,
         HAS_SINK=problem.sink,
         HAS_TREE=problem.tree,
+        HAS_PRIOR=problem.prior,
         BENT=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
         DESCALE=problem.descale,
         E4M3=e4m3,
@@ -241,6 +242,8 @@ class DecodeLaunch:
         k_descale: Tensor | None,
         v_descale: Tensor | None,
         tree_mask: Tensor | None,
+        prior_out: Tensor | None,
+        prior_lse: Tensor | None,
         *,
         return_lse: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
@@ -270,11 +273,12 @@ class DecodeLaunch:
         attend(
             device, q, k_cache, v_cache, out, lse_to, scratch, cache_seqlens, cache_leftpad, cache_batch_idx,
             block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, k_descale, v_descale, tree_mask,
+            prior_out, prior_lse,
         )  # fmt: skip
         if combine is not None:
             combine(
-                device, scratch, out, lse_to, sink, cache_seqlens, cache_leftpad, cu_seqlens_q,
-                cu_seqlens_k_new,
+                device, scratch, out, lse_to, sink, prior_out, prior_lse, cache_seqlens, cache_leftpad,
+                cu_seqlens_q, cu_seqlens_k_new,
             )  # fmt: skip
         if self._attend is None and attend.takes_addresses:
             self._attend, self._combine = attend, combine
@@ -357,8 +361,8 @@ class DecodeLaunch:
             units * blocks,
             (*lengths, *splits, teams, blocks),
             (
-                static_layout, balanced, by_item, static.HAS_SINK, static.PDL, problem.head_dim_v,
-                padded(problem.head_dim_v), combined.rows, combined.splits,
+                static_layout, balanced, by_item, static.HAS_SINK, static.HAS_PRIOR, static.PDL,
+                problem.head_dim_v, padded(problem.head_dim_v), combined.rows, combined.splits,
             ),
             None,
             num_warps=combined.num_warps,

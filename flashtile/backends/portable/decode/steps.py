@@ -19,6 +19,7 @@ class Features(NamedTuple):
     HAS_ALIBI: bool
     HAS_SINK: bool
     HAS_TREE: bool
+    HAS_PRIOR: bool
     BENT: bool
     """Whether scores are more than raw products times a positive scale (which keeps their maximum)."""
     DESCALE: str

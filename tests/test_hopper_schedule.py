@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.hopper import schedule
-from flashtile.backends.hopper.config import every_row, smem_bytes
+from flashtile.backends.hopper.config import choose, every_row, smem_bytes
 from flashtile.compile_report import ARCHITECTURES
+from flashtile.problem import Problem
 
 KIB = 1024
 
@@ -112,5 +115,29 @@ def keys_of(row: int, seqlen_q: int, seqlen_k: int, left: int, right: int) -> se
 
 def test_tiles_fit_shared_memory() -> None:
     barriers = KIB
-    for block_d, block_dv, _, config in every_row():
+    for block_d, block_dv, _, _, config in every_row():
         assert smem_bytes(config, block_d, block_dv) + barriers <= ARCHITECTURES["sm_90a"].shared_limit
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
+    """A tile's work is what its rows see, whatever lies outside of their window."""
+    problem = Problem(
+        batch=1,
+        seqlen_q=2**17,
+        seqlen_k=2**17,
+        total_q=2**17,
+        total_k=2**17,
+        num_heads_q=4,
+        num_heads_kv=4,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        softmax_scale=1.0,
+        window_right=0,
+    )
+    for keys in (512, 1024, 4096, 2**16):
+        short = replace(problem, seqlen_q=keys, seqlen_k=keys)
+        assert choose(replace(problem, window_left=keys - 1)) == choose(short)
+    assert choose(replace(problem, window_left=511)) != choose(problem)

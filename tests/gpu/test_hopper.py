@@ -88,6 +88,16 @@ def test_groups_in_one_tile(heads_q: int, seqlen_q: int) -> None:
     everything.inputs("cuda").check(backend="hopper", gradients=False)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "length"), [(128, 1024), (256, 700), (256, 2048), (256, 8192)])
+def test_scores_that_grow(head_dim: int, length: int, causal: bool) -> None:
+    """Lazy rescaling where it is not at rest: the maximum of a row goes on growing to its first key."""
+    call = replace(LLAMA, name="growing", head_dim=head_dim, seqlen_q=length, seqlen_k=length, causal=causal)
+    inputs = replace(call, heads_q=2, heads_kv=1).inputs("cuda")
+    growing = inputs.k * torch.linspace(8, 0.2, length, device="cuda")[:, None, None]
+    inputs._replace(k=growing.to(inputs.k.dtype)).check(backend="hopper", gradients=False)
+
+
 def test_lengths_that_lie() -> None:
     """Offsets beyond the tensors reach no memory that is not theirs."""
     inputs = replace(LLAMA, name="lying", lengths=((300, 300), (200, 200))).inputs("cuda")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.hopper.config import LAUNCH_REGISTERS, ForwardConfig, Variant, every_row
+from flashtile.backends.hopper.config import LAUNCH_REGISTERS, ForwardConfig, Variant, choose, every_row
 from flashtile.backends.hopper.forward import forward_kernel
 from flashtile.backends.hopper.launch import variant_of, views
 from flashtile.backends.hopper.schedule import Numbers, Pointers, Schedule
@@ -38,8 +38,15 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Each row of the table with a plain or causal problem, and with every feature at once."""
     if arch != HOPPER:
         return
-    for block_d, block_dv, windowed, config in every_row():
-        plain = replace(_CAUSAL if windowed else _PLAIN, head_dim=block_d, head_dim_v=block_dv)
+    for block_d, block_dv, windowed, keys, config in every_row():
+        length = min(keys // 2, _PLAIN.seqlen_k)
+        plain = replace(
+            _CAUSAL if windowed else _PLAIN,
+            head_dim=block_d,
+            head_dim_v=block_dv,
+            seqlen_q=length,
+            seqlen_k=length,
+        )
         yield _forward_case(plain, config, config.spill_budget)
         if windowed:
             everything = replace(
@@ -53,6 +60,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 sink=True,
             )
             yield _forward_case(everything, config, config.features_spill_budget)
+    window = replace(_CAUSAL, head_dim=128, head_dim_v=128, window_left=1023, seqlen_q=16384, seqlen_k=16384)
+    config = choose(window)
+    yield _forward_case(window, config, config.features_spill_budget)
     packed = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=4, total_q=8)
     yield _forward_case(packed, ForwardConfig(2, 128), 0)
     yield _table_case()
@@ -84,12 +94,15 @@ def _forward_case(problem: Problem, config: ForwardConfig, spill_budget: int) ->
 
 def _name(problem: Problem, variant: Variant) -> str:
     tile = f"{variant.BLOCK_M}x{variant.BLOCK_N}"
-    features = "features" if variant.SOFTCAP else "causal" if variant.HAS_RIGHT else "full"
+    mask = "window" if variant.HAS_LEFT else "causal" if variant.HAS_RIGHT else "full"
+    features = "features" if variant.SOFTCAP else mask
     more = [
         word
         for word, present in (
             ("ping-pong", variant.PING_PONG),
             ("q in registers", variant.Q_IN_REGISTERS),
+            ("o in parts", variant.O_IN_PARTS),
+            ("lazy", variant.LAZY_RESCALE),
             ("packed", variant.PACK > 1),
             ("pairs", variant.PAIRED),
         )

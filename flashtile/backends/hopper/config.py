@@ -29,11 +29,11 @@ class ForwardConfig:
         STAGES, Q_STAGES: blocks of keys and values, and blocks of queries, in shared memory.
         PING_PONG: consumers take turns on the tensor cores.
         Q_HOLDS_O: the output leaves through the queries' shared memory, where there is no room for its own.
-        O_IN_PARTS: the output leaves ``O_PART`` columns at a time, through two small tiles of each consumer, so
-            that the queries' shared memory is free for the next ones at once.
+        O_IN_PARTS: the output leaves ``O_PART`` columns at a time, through two small tiles of each consumer,
+            so that the queries' shared memory is free for the next ones at once.
         Q_IN_REGISTERS: columns of q that stay in registers, which spares shared memory a part of its reads.
-        LAZY_RESCALE: the running maximum of a row may lag behind by a factor of 2 ** 8, so that most blocks of
-            keys leave O as it is; a warp multiplies it only where one of its rows has a new maximum.
+        LAZY_RESCALE: the running maximum of a row may lag behind by a factor of 2 ** 8, so that most blocks
+            of keys leave O as it is; a warp multiplies it only where one of its rows has a new maximum.
         PIN_WAIT: the wait for P V stays behind the exponentials, where the assembler would move it in front.
         paired_below: under a mask with a right edge, sequences of fewer keys take their blocks of queries in
             pairs (``schedule.blocks_of``), longer ones the dearest of all heads first.
@@ -172,11 +172,22 @@ _NARROW = F(2, 64, spill_budget=28, features_spill_budget=52)
 _THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=216, features_spill_budget=532)
 _TWO_Q = F(2, 128, Q_IN_REGISTERS=128, spill_budget=76, features_spill_budget=180)
 _SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
-_SHORT_TURNS = replace(_SHORT, PING_PONG=True)
-_WIDE_SHORT = F(2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096)
+_SHORT_TURNS = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=136)
+_WIDE_SHORT = F(
+    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=140
+)
 _WIDE = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
-_WIDE_Q = replace(_WIDE, Q_IN_REGISTERS=128, PING_PONG=True)
-_WIDE_CAUSAL = F(2, 64, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, paired_below=4096)
+_WIDE_Q = replace(_WIDE, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
+_WIDE_CAUSAL = F(
+    2,
+    64,
+    Q_HOLDS_O=True,
+    Q_IN_REGISTERS=128,
+    LAZY_RESCALE=True,
+    paired_below=4096,
+    spill_budget=64,
+    features_spill_budget=316,
+)
 ANY_LENGTH = 2**31
 
 # (padded head_dim, padded head_dim_v, windowed) -> (keys, config) where no row sees as many keys; causal is a
@@ -233,7 +244,7 @@ def choose_backward(problem: Problem) -> BackwardConfig:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
-    """(padded head_dim, padded head_dim_v, windowed, more keys than a row sees, config) of the whole table."""
+    """(padded head_dim, padded head_dim_v, windowed, keys, config) of the whole table."""
     for (block_d, block_dv, windowed), rows in _TABLE.items():
         for keys, config in rows:
             yield block_d, block_dv, windowed, keys, config

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.hopper import config
 from flashtile.backends.hopper.channels import make_channel, make_turn
 from flashtile.backends.hopper.compat import async_load, async_store
+from flashtile.backends.hopper.opaque import pin, rescale, settle
 from flashtile.backends.hopper.schedule import (
     Numbers,
     Pointers,
@@ -49,6 +50,8 @@ from flashtile.backends.kernel_cache import gluon_kernel
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LN_2 = gl.constexpr(0.6931471805599453)
 RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
+LAG_LOG2 = gl.constexpr(8.0)
+"""With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
 
 
 @gluon.jit
@@ -76,15 +79,16 @@ def load_queries(C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, p
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, desc, work, row, part):
-    """TMA store of a warpgroup's rows of the output; rows behind the last query are not written."""
+def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0):
+    """TMA store of a warpgroup's rows of the output, from ``column`` on; rows behind the last query are not
+    written."""
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
-        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, 0], part)
+        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, column], part)
     elif C.PACK > 1:
-        async_store(desc, [work.sequence, row, work.head, 0, 0], part)
+        async_store(desc, [work.sequence, row, work.head, 0, column], part)
     else:
-        async_store(desc, [work.sequence, row, work.head, 0], part)
+        async_store(desc, [work.sequence, row, work.head, column], part)
 
 
 @gluon.jit
@@ -153,11 +157,18 @@ def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
 
 @gluon.jit
 def online_softmax(C: gl.constexpr, s, m, scale_log2):
-    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive."""
-    if C.BENT:
-        m_new = gl.maximum(m, gl.max(s, 1))
+    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive.
+
+    With LAZY_RESCALE (FlashAttention-4, Dao et al. 2026) the maximum stays what it was until a score exceeds
+    it by LAG_LOG2. P and the sums are in units of 2 ** m whatever m is, so that out and lse are the same.
+    """
+    top = gl.max(s, 1)
+    if not C.BENT:
+        top = top * scale_log2
+    if C.LAZY_RESCALE:
+        m_new = gl.where(top > m + LAG_LOG2, top, m)
     else:
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        m_new = gl.maximum(m, top)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
     if C.BENT:
         p = gl.exp2(s - shift[:, None])
@@ -199,10 +210,16 @@ def attend_uncut(
         s = bend(C, s, n, rows, numbers, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
+        if C.PIN_WAIT:
+            l = pin(l)
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
-        o = scale_rows(o, alpha)
+        if C.LAZY_RESCALE:
+            p = settle(p)
+            o = rescale(o, alpha)
+        else:
+            o = scale_rows(o, alpha)
         i += 1
     return o, l, m, p, i
 
@@ -270,6 +287,26 @@ def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
         v.release(i)
         i += 1
     return i
+
+
+@gluon.jit
+def store_parts(C: gl.constexpr, W: gl.constexpr, o, COLUMN: gl.constexpr, o_tiles, o_desc, work, row):
+    """Columns ``COLUMN`` and on of the output, as many at a time as ``o_desc`` has, through the warpgroup's
+    two tiles in turn."""
+    ROWS: gl.constexpr = o.shape[0]
+    WIDTH: gl.constexpr = o.shape[1]
+    PART: gl.constexpr = o_desc.block_type.shape[-1]
+    if WIDTH > PART:
+        left, right = gl.split(o.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)))
+        store_parts(C, W, left, COLUMN, o_tiles, o_desc, work, row)
+        store_parts(C, W, right, COLUMN + WIDTH // 2, o_tiles, o_desc, work, row)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+        tile = o_tiles.index(2 * W + COLUMN // PART % 2)
+        tma.store_wait(1)  # of the part before the last
+        tile.reshape([ROWS, PART]).store(gl.convert_layout(o, layout, assert_trivial=True))
+        fence_async_shared()
+        store_rows(C, o_desc, work, row, tile, COLUMN)
 
 
 @gluon.jit
@@ -384,14 +421,17 @@ def attend_tile(
         v.release(i - 1)
     i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
-    if C.Q_HOLDS_O:
-        o_tile = q.tiles.index(q_part)
+    if C.O_IN_PARTS:
+        store_parts(C, W, o, 0, o_tiles, o_desc, work, first_position)
     else:
-        o_tile = o_tiles.index(W)
-        tma.store_wait(0)  # of the tile before
-    o_tile.reshape([ROWS, C.BLOCK_DV]).store(o)
-    fence_async_shared()
-    store_rows(C, o_desc, work, first_position, o_tile)
+        if C.Q_HOLDS_O:
+            o_tile = q.tiles.index(q_part)
+        else:
+            o_tile = o_tiles.index(W)
+            tma.store_wait(0)  # of the tile before
+        o_tile.reshape([ROWS, C.BLOCK_DV]).store(o)
+        fence_async_shared()
+        store_rows(C, o_desc, work, first_position, o_tile)
     if C.Q_HOLDS_O:
         tma.store_wait(0)
         q.release(j)
@@ -455,7 +495,7 @@ def producer(C: gl.constexpr, q, k, v, q_desc, k_desc, v_desc, pointers, schedul
             j += 1
 
 
-@gluon_kernel()
+@gluon_kernel(do_not_specialize=Schedule._fields)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, alibi_slopes, sink,
     items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
@@ -472,9 +512,8 @@ def forward_kernel(
     if C.Q_HOLDS_O:
         o_tiles = q.tiles
     else:
-        o_tiles = gl.allocate_shared_memory(
-            o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout
-        )
+        O_TILES: gl.constexpr = 2 * C.WARPGROUPS if C.O_IN_PARTS else C.WARPGROUPS
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [O_TILES] + o_desc.block_type.shape, o_desc.layout)
     pointers = Pointers(lse, table, seqused_k, alibi_slopes, sink)
     schedule = Schedule(
         items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride

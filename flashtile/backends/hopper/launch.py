@@ -13,6 +13,7 @@ from flashtile.backends.hopper import tile_table
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
+    O_PART,
     PRODUCER_REGISTERS,
     RAGGED_ROWS,
     WARPGROUP_ROWS,
@@ -150,6 +151,9 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
         PING_PONG=config.PING_PONG,
         Q_HOLDS_O=config.Q_HOLDS_O,
         Q_IN_REGISTERS=config.Q_IN_REGISTERS,
+        O_IN_PARTS=config.O_IN_PARTS,
+        LAZY_RESCALE=config.LAZY_RESCALE,
+        PIN_WAIT=config.PIN_WAIT,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.warpgroups],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
@@ -242,17 +246,18 @@ def views(
     out_dtype = problem.dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
+    part = O_PART if variant.O_IN_PARTS else dv
     heads, head_dim_v = problem.num_heads_q, problem.head_dim_v
     out_strides = (problem.seqlen_q * heads * head_dim_v, heads * head_dim_v, head_dim_v, 1)
     if problem.varlen:
         view_q = ragged_view(q.shape, q.stride(), rows, d, dtype)
-        view_o = ragged_view(problem.out_shape, out_strides, rows, dv, out_dtype)
+        view_o = ragged_view(problem.out_shape, out_strides, rows, part, out_dtype)
     elif variant.PACK > 1:
         view_q = packed_view(q.shape, q.stride(), variant.PACK, rows, d, dtype)
-        view_o = packed_view(problem.out_shape, out_strides, variant.PACK, rows, dv, out_dtype)
+        view_o = packed_view(problem.out_shape, out_strides, variant.PACK, rows, part, out_dtype)
     else:
         view_q = dense_view(q.shape, q.stride(), rows, d, dtype)
-        view_o = dense_view(problem.out_shape, out_strides, rows, dv, out_dtype)
+        view_o = dense_view(problem.out_shape, out_strides, rows, part, out_dtype)
     if problem.varlen or problem.seqused_k:
         view_k, view_v = (
             ragged_view(t.shape, t.stride(), variant.BLOCK_N, block, dtype)

@@ -46,12 +46,10 @@ from flashtile.backends.hopper.fp8.softmax import (
     exponentials,
     log2,
     pack,
-    pin,
-    rescale,
-    settle,
     sums_of,
 )
 from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_layout
+from flashtile.backends.hopper.opaque import pin, rescale, settle
 from flashtile.backends.hopper.schedule import (
     Numbers,
     Pointers,

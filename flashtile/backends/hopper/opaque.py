@@ -1,0 +1,92 @@
+"""Steps of a softmax in inline assembly, because the compiler would move or rewrite them."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def pin(x):
+    """x [rows], or the [rows, 4] of sums: computed here, and what is computed of it not earlier.
+
+    The assembler moves arithmetic over waits and over products that it does not depend on, so that they would
+    follow one another. It moves nothing over an instruction that may sleep; this one never does for x >= 0.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred never;
+        .reg .f32 both;
+        mov.b32 $0, $2;
+        mov.b32 $1, $3;
+        add.f32 both, $2, $3;
+        setp.lt.f32 never, both, 0f00000000;
+        @never nanosleep.u32 0;
+        }
+        """,
+        "=f,=f,f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def settle(p):
+    """P, in 16 or 32 bits, copied to the registers that the product before has read until now."""
+    IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=IN_REGISTER
+    )
+
+
+RESCALED_TOGETHER = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def rescale_asm(count):
+    """``count`` numbers times their factors, unless the flag, the last operand, is 0 for the whole warp."""
+    flag = 3 * count
+    products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]
+    head = "{ .reg .pred same; setp.eq.b32 same, $" + str(flag) + ", 0; @same bra.uni done; "
+    return head + " ".join(products) + " done: }"
+
+
+@gluon.constexpr_function
+def rescale_constraints(count):
+    return ",".join(["=f"] * count + [str(n) for n in range(count)] + ["f"] * count + ["r"] * count)
+
+
+@gluon.jit
+def rescale(o, alpha):
+    """o [rows, n] times alpha [rows], skipped by each warp whose rows all have a factor of 1.
+
+    That is most of them once some blocks of keys are done: 1 row in j finds a new maximum in block j. P has
+    to be settled before, or the assembler moves its packing behind the branches.
+    """
+    changed = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred other;
+        setp.neu.f32 other, $2, 0f3F800000;
+        setp.neu.or.f32 other, $3, 0f3F800000, other;
+        vote.sync.any.pred other, other, 0xffffffff;
+        selp.b32 $0, 1, 0, other;
+        mov.b32 $1, $0;
+        }
+        """,
+        "=r,=r,f,f",
+        [alpha],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+    o_row: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    return gl.inline_asm_elementwise(
+        rescale_asm(RESCALED_TOGETHER),
+        rescale_constraints(RESCALED_TOGETHER),
+        [o, gl.convert_layout(alpha, o_row)[:, None], gl.convert_layout(changed, o_row)[:, None]],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=RESCALED_TOGETHER,
+    )

@@ -3,13 +3,15 @@
 The rule is :mod:`flashtile.testing`'s. The reference is standard attention in float32 (float64 for float32
 inputs), computed on whole heads in chunks of query rows, so that 16384 tokens fit; where all heads would
 take too long it is a sample of them, spread over the batch. Every other element must at least be finite.
+
+In e4m3, plain PyTorch is exact attention over q, k and v quantised with a scale for each tensor.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -50,7 +52,13 @@ class Oracle:
         """The heads that are compared."""
         wide = torch.float32 if workload.torch_dtype.itemsize < 4 else torch.float64
         self._exact = self._compute(inputs, wide, gradients)
-        self._plain = self._compute(inputs, workload.torch_dtype, gradients)
+        if workload.fp8:
+            rounded = replace(
+                inputs, q=through_e4m3(inputs.q), k=through_e4m3(inputs.k), v=through_e4m3(inputs.v)
+            )
+            self._plain = self._compute(rounded, wide, gradients)
+        else:
+            self._plain = self._compute(inputs, workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
         """Compare results, by their names in ``RESULTS``, in the layout and shape of the inputs.
@@ -77,7 +85,7 @@ class Oracle:
 
         That of a score, and backward that of lse, is a relative error of all that is made of P.
         """
-        eps = torch.finfo(torch.promote_types(self._workload.torch_dtype, torch.float32)).eps
+        eps = torch.finfo(torch.promote_types(self._workload.source_dtype, torch.float32)).eps
         lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
         relative = testing.SCORE_UNITS * eps * (LARGEST_SCORE + lse)
         values = exact.double()
@@ -104,6 +112,12 @@ class Oracle:
             ):
                 parts[name].append(result.flatten())
         return {name: torch.cat(results) for name, results in parts.items()}
+
+
+def through_e4m3(x: Tensor) -> Tensor:
+    """float32: x, rounded to e4m3 with one scale for all of it."""
+    scale = x.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def sample_heads(workload: Workload, device_type: str) -> list[Head]:

@@ -96,7 +96,7 @@ class Flashtile:
         }
         if not workload.varlen:
             return Call(partial(functional.flash_attn_func, **options))
-        return Call(partial(functional.flash_attn_varlen_func, **_offsets(workload, inputs), **options))
+        return Call(partial(functional.flash_attn_varlen_func, **offsets(workload, inputs), **options))
 
 
 class Standard:
@@ -273,6 +273,11 @@ class FlashAttention:
         return None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
+        attend = self.function(workload, inputs)
+        return Call(lambda q, k, v: first_of(attend(q, k, v)))
+
+    def function(self, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
+        """The package's function with the workload's options."""
         module = importlib.import_module(self._module)
         options: dict[str, Any] = {"causal": workload.causal}
         if workload.window_left != UNLIMITED:
@@ -281,10 +286,8 @@ class FlashAttention:
         if workload.softcap:
             options["softcap"] = workload.softcap
         if workload.varlen:
-            attend = partial(module.flash_attn_varlen_func, **_offsets(workload, inputs), **options)
-        else:
-            attend = partial(module.flash_attn_func, **options)
-        return Call(lambda q, k, v: _first(attend(q, k, v)))
+            return partial(module.flash_attn_varlen_func, **offsets(workload, inputs), **options)
+        return partial(module.flash_attn_func, **options)
 
 
 def peers() -> tuple[Peer, ...]:
@@ -303,19 +306,28 @@ def peers() -> tuple[Peer, ...]:
     )
 
 
-def contestants(names: Sequence[str], backends: Sequence[str], device: torch.device) -> list[Peer]:
+def contestants(
+    names: Sequence[str],
+    backends: Sequence[str],
+    device: torch.device,
+    *,
+    ours: Callable[[str | None], Sequence[Peer]] = lambda backend: [Flashtile(backend)],
+    others: Callable[[], Sequence[Peer]] = peers,
+) -> list[Peer]:
     """flashtile (or each of its backends that is named), then the peers.
 
     Args:
         names: of peers; empty takes all that are available on ``device``, ``["none"]`` none.
         backends: of flashtile; empty lets dispatch choose for each call.
+        ours: flashtile with a backend.
+        others: the peers.
 
     Raises:
         ValueError: a name that no peer or backend has, or a named peer that cannot run here.
     """
     from flashtile.dispatch import PREFERENCE
 
-    known = {peer.name: peer for peer in peers()} if list(names) != ["none"] else {}
+    known = {peer.name: peer for peer in others()} if list(names) != ["none"] else {}
     for name in names if known else ():
         if name not in known:
             raise ValueError(f"peer must be one of {', '.join(known)}, got {name!r}")
@@ -325,13 +337,12 @@ def contestants(names: Sequence[str], backends: Sequence[str], device: torch.dev
     for backend in backends:
         if backend not in PREFERENCE:
             raise ValueError(f"backend must be one of {', '.join(PREFERENCE)}, got {backend!r}")
-    ours: list[Peer] = [Flashtile(backend) for backend in backends] or [Flashtile()]
-    return ours + [
+    return [contestant for backend in backends or (None,) for contestant in ours(backend)] + [
         peer for name, peer in known.items() if (name in names if names else peer.unavailable(device) is None)
     ]
 
 
-def _offsets(workload: Workload, inputs: Inputs) -> dict[str, Any]:
+def offsets(workload: Workload, inputs: Inputs) -> dict[str, Any]:
     """The variable-length arguments that all FlashAttention functions share."""
     return {
         "cu_seqlens_q": inputs.cu_seqlens_q,
@@ -341,7 +352,7 @@ def _offsets(workload: Workload, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _first(result: Any) -> Tensor:
+def first_of(result: Any) -> Tensor:
     return result[0] if isinstance(result, (tuple, list)) else result
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from flashtile import machine, testing
 from flashtile.bench.gate import Oracle
 from flashtile.bench.peers import Call, Peer
-from flashtile.bench.workloads import SMALL_CALL, Inputs, Workload, make_inputs
+from flashtile.bench.workloads import FP8, SMALL_CALL, Inputs, Workload, make_inputs
 
 SCHEMA = 1
 MIN_CALLS = 3
@@ -81,7 +82,8 @@ def run(
         "copy_gbps": copy_ceiling(settings),
     }
     if settings.host_time:
-        document["host_time_us"] = {peer.name: host_time(peer, settings.device) for peer in contestants}
+        fp8 = any(workload.fp8 for workload in workloads)
+        document["host_time_us"] = {peer.name: host_time(peer, settings.device, fp8) for peer in contestants}
     document["cells"] = []
     after_cell(document)
     for workload in workloads:
@@ -206,12 +208,12 @@ def time_call(function: Callable[[], Any], rep: float, device: torch.device) -> 
     return statistics.median(times)
 
 
-def host_time(peer: Peer, device: torch.device) -> dict[str, Any]:
+def host_time(peer: Peer, device: torch.device, fp8: bool = False) -> dict[str, Any]:
     """Microseconds of host time of a forward call without gradients, issued without waiting for the GPU.
 
     On the CPU there is no difference between issuing and computing, so it is the time of a small call.
     """
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = FP8 if fp8 else "bfloat16" if device.type == "cuda" else "float32"
     workload = replace(SMALL_CALL, dtype=dtype)
     entry, microseconds = Entry(peer), None
     with _contained(entry, device):
@@ -240,11 +242,14 @@ def _issue_time(function: Callable[[], Any], device: torch.device) -> float:
 def matmul_ceiling(dtype: str, settings: Settings) -> float:
     """Measured TFLOP/s of a square matrix product in ``dtype``: what attention's products could reach."""
     size = CEILING_SIZE[settings.device.type]
-    a, b = (
-        testing.random_tensor((size, size), getattr(torch, dtype), settings.device, seed=seed)
-        for seed in (0, 1)
-    )
-    best = min(time_call(lambda: a @ b, settings.rep, settings.device) for _ in range(settings.rounds))
+    made_in = torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)
+    a, b = (testing.random_tensor((size, size), made_in, settings.device, seed=seed) for seed in (0, 1))
+    multiply: Callable[[], Tensor] = partial(torch.matmul, a, b)
+    if dtype == FP8 and settings.device.type == "cuda":  # a CPU emulates it in bfloat16 at best
+        one = torch.ones((), device=settings.device)
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        multiply = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=made_in)
+    best = min(time_call(multiply, settings.rep, settings.device) for _ in range(settings.rounds))
     return 2 * size**3 / best * 1e-9
 
 

@@ -19,7 +19,9 @@ from flashtile.problem import UNLIMITED
 from flashtile.testing import cu_seqlens, random_tensor
 
 PASSES = ("forward", "backward", "both")
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+FP8 = "float8_e4m3fn"
+"""Inputs are bfloat16, and attention is over what a contestant quantises them to; so is the output."""
+DTYPES = ("float16", "bfloat16", "float32", "float64", FP8)
 
 PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
@@ -58,6 +60,15 @@ class Workload:
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype == FP8
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        """Of the inputs as they are made, and of the output."""
+        return torch.bfloat16 if self.fp8 else self.torch_dtype
 
     @property
     def group_size(self) -> int:
@@ -114,7 +125,8 @@ class Workload:
         rows_kv = sum(seqlen_k for _, seqlen_k in self.sequences) * self.num_heads_kv
         q, kv = (rows * self.head_dim * self.torch_dtype.itemsize for rows in (rows_q, rows_kv))
         lse = rows_q * 4
-        forward = 2 * q + 2 * kv + lse
+        out = rows_q * self.head_dim * self.source_dtype.itemsize
+        forward = q + out + 2 * kv + lse
         backward = 4 * q + 4 * kv + lse  # q, k, v, out, dout, lse in; dq, dk, dv out
         return {"forward": forward, "backward": backward, "both": forward + backward}[which]
 
@@ -143,7 +155,7 @@ def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -
             (sum(pair[side] for pair in workload.sequences),) if workload.varlen else (workload.batch, seqlen)
         )
         return random_tensor(
-            (*rows, heads, workload.head_dim), workload.torch_dtype, device, seed=4 * seed + number
+            (*rows, heads, workload.head_dim), workload.source_dtype, device, seed=4 * seed + number
         )
 
     offsets = [cu_seqlens([pair[side] for pair in workload.sequences], device) for side in (0, 1)]
@@ -336,6 +348,24 @@ def _dtypes() -> list[Workload]:
     ]
 
 
+def _fp8() -> list[Workload]:
+    """The FlashAttention-3 paper's grid in e4m3."""
+    return [
+        workload
+        for head_dim in PAPER_HEAD_DIMS
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in _dense(
+            f"fp8-d{head_dim}{suffix}",
+            (4096, 8192, 16384),
+            PAPER_TOKENS,
+            "fp8",
+            (PAPER_HIDDEN // head_dim, PAPER_HIDDEN // head_dim, head_dim),
+            causal=causal,
+            dtype=FP8,
+        )
+    ]
+
+
 def _cpu() -> list[Workload]:
     """Sized for two cores."""
     float32 = {"dtype": "float32"}
@@ -358,6 +388,8 @@ def _ci() -> list[Workload]:
         *_dense("ci-softcap", (100,), 0, "ci", (2, 2, 64), softcap=5.0, **float32),
         Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
         _varlen("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **float32),
+        *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
+        _varlen("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
     ]
 
 
@@ -367,6 +399,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_windows(),
     *_ragged(),
     *_dtypes(),
+    *_fp8(),
     *_cpu(),
     *_ci(),
 )

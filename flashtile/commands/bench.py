@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashtile.bench import peers, report, report_page, runner, workloads
+from flashtile.bench import fp8_peers, peers, report, report_page, runner, workloads
 from flashtile.bench.summary import summarize
 from flashtile.commands.devices import parse_device
 
@@ -84,7 +85,9 @@ def bench(
             head_dims=_numbers(head_dims),
             dtype=dtype,
         )
-        contestants = peers.contestants(_split(peer_names), _split(backends), chosen_device)
+        fp8 = _all_or_none_fp8(chosen, settings.passes)
+        find = fp8_peers.contestants if fp8 else peers.contestants
+        contestants = find(_split(peer_names), _split(backends), chosen_device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not chosen:
@@ -145,6 +148,16 @@ def _passes(values: Names | None) -> tuple[str, ...]:
         if which not in workloads.PASSES:
             raise ValueError(f"pass must be one of {', '.join(workloads.PASSES)}, got {which!r}")
     return chosen
+
+
+def _all_or_none_fp8(chosen: Sequence[workloads.Workload], passes: tuple[str, ...]) -> bool:
+    """Whether the run is of e4m3, which has contestants of its own."""
+    kinds = {workload.fp8 for workload in chosen}
+    if len(kinds) > 1:
+        raise ValueError(f"workloads in {workloads.FP8} need a run of their own")
+    if True in kinds and passes != ("forward",):
+        raise ValueError(f"pass must be forward in {workloads.FP8}, got {', '.join(passes)}")
+    return True in kinds
 
 
 def _numbers(values: Names | None) -> list[int]:

@@ -174,6 +174,14 @@ def test_measured_speeds_are_those_of_the_linked_run(name):
     assert shown <= known
 
 
+def test_fp8_errors_are_those_of_the_linked_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    import fp8_tables
+
+    text = fp8_tables.PAGE.read_text()
+    assert fp8_tables.with_tables(text) == text
+
+
 def test_the_chinese_readme_says_what_the_english_one_says():
     """Its code, commands and numbers are the same, and it has as many sections and points."""
     english, chinese = (ROOT / name for name in ("README.md", "README.zh-CN.md"))

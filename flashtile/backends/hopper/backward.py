@@ -153,24 +153,36 @@ def producer(
 
 
 @gluon.jit
-def pass_turn(counter):
-    """Let the next block of keys add, once the additions are done, not only read from shared memory."""
-    one = gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+def pass_turn(counter, LATER: gl.constexpr):
+    """Let the next block of keys add, once all additions but the last LATER, 2 or 0, are done: not only read
+    from shared memory."""
+    if LATER == 2:
+        one = gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 2; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        one = gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
     partition_barrier()
     gl.atomic_add(counter, one, sem="release", scope="gpu")
 
 
 @gluon.jit
 def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
-    """Adds both halves of dQ of each step to global memory, in a deterministic sum when it is their turn."""
+    """Adds both halves of dQ of each step to global memory.
+
+    In a deterministic sum, a step's turn is passed on after the additions of the step behind it are issued,
+    so that it has had their time to be done. But nobody waits for a turn without having passed on his own.
+    """
     DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
     items = item_count(C, pointers, schedule)
     i = 0
     turn = 0
     item = queue.wait(turn, 1)
+    before = item * 0 - 1  # the block of dQ whose turn is still to be passed on
     while item < items:
         work = find_keys(C, item, pointers, schedule)
         begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
@@ -183,21 +195,30 @@ def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
                 if C.DETERMINISTIC:
                     my_turn = turn_of(C, work, m, schedule)
                     seen = gl.load(pointers.turns + block, volatile=True)
-                    while seen != my_turn:
-                        seen = gl.load(pointers.turns + block, volatile=True)
+                    if seen != my_turn:
+                        if before >= 0:
+                            pass_turn(pointers.turns + before, 0)
+                        before = block * 0 - 1
+                        while seen != my_turn:
+                            seen = gl.load(pointers.turns + block, volatile=True)
                 for w in gl.static_range(2):
                     mbarrier.wait(s.dq_full.index(w), i & 1)
                     async_add(dq_desc, [(block * 2 + w) * (DQ_COLUMNS // 4), 0], s.dq.index(w))
+                if C.DETERMINISTIC:
+                    if before >= 0:
+                        pass_turn(pointers.turns + before, 2)
+                    before = block
                 tma.store_wait(1)
                 mbarrier.arrive(s.dq_empty.index(0), count=1)
                 tma.store_wait(0)
                 mbarrier.arrive(s.dq_empty.index(1), count=1)
-                if C.DETERMINISTIC:
-                    pass_turn(pointers.turns + block)
                 i += 1
         queue.release(turn)
         turn += 1
         item = queue.wait(turn, 1)
+    if C.DETERMINISTIC:  # noqa: SIM102 - constants decide first, in an if of their own
+        if before >= 0:
+            pass_turn(pointers.turns + before, 0)
 
 
 @gluon.jit

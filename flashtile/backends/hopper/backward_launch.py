@@ -59,18 +59,16 @@ def part_columns(variant: BackwardVariant) -> int:
     return variant.BLOCK_D // (2 * WARPGROUP_ROWS // variant.BLOCK_M)
 
 
-def chunk_of(problem: Problem, variant: BackwardVariant, blocks: int, items: int, programs: int) -> int:
-    """Items that a program takes at once: in a deterministic sum, blocks of keys of one head.
+def chunk_of(problem: Problem, blocks: int, programs: int) -> int:
+    """Items that a program takes at once.
 
-    They add to dQ one after the other anyway; in one program none waits. Not where too few items would be
-    left, nor some of the blocks of a head where a mask makes them cost differently.
+    In a deterministic sum all blocks of keys of a head, which add to dQ one after the other anyway, if there
+    are heads enough to keep nearly all programs at work until the end.
     """
-    if not problem.deterministic:
-        return 1
-    masked = variant.HAS_LEFT or variant.HAS_RIGHT
-    sizes = (blocks,) if masked else (8, 4, 2)
-    enough = (size for size in sizes if blocks % size == 0 and items >= 3 * size * programs)
-    return 1 if problem.varlen else next(enough, 1)
+    heads = problem.batch * problem.num_heads_kv
+    rounds = math.ceil(heads / programs)
+    even = rounds * programs <= 1.1 * heads
+    return blocks if problem.deterministic and not problem.varlen and even else 1
 
 
 class BackwardLaunch:
@@ -165,7 +163,7 @@ class BackwardLaunch:
                 None,
             )
         multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        chunk = chunk_of(problem, variant, blocks, items * problem.num_heads_kv, multiprocessors)
+        chunk = chunk_of(problem, blocks, multiprocessors)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         q_blocks = rows // variant.BLOCK_M
         self._turns_shape = (self._statistics_shape[0] * q_blocks,)

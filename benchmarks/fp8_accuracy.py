@@ -2,11 +2,11 @@
 
     python benchmarks/fp8_accuracy.py        # four minutes on one core; prints, and writes JSON
 
-Normal numbers; FlashAttention-3's outliers (Shah et al. 2024, arXiv:2407.08608, section 4.3: N(0, 1) +
-N(0, 100) Bernoulli(0.001)); and q, k and v of the small GPT of examples/train_gpt.py, trained here on the
-standard library of Python, whose loss with each method in place of its attention is measured, too. Errors are against
-float64 on the bfloat16 numbers that all methods get. It runs on the CPU, whose numbers are those of the GPU
-kernels.
+Normal numbers; FlashAttention-3's outliers (Shah et al. 2024, arXiv:2407.08608, section 4.3: N(0, 1) + N(0,
+100) Bernoulli(0.001)); and q, k and v of the small GPT of examples/train_gpt.py, trained here on the
+standard library of Python, whose loss with each method in place of its attention is measured, too. Errors
+are against float64 on the bfloat16 numbers that all methods get. It runs on the CPU, whose numbers are
+those of the GPU kernels.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "package", ["flashtile", "flashtile.algorithms", "flashtile.io_model", "flashtile.kv_cache"]
+    "package",
+    ["flashtile", "flashtile.algorithms", "flashtile.fp8", "flashtile.io_model", "flashtile.kv_cache"],
 )
 def test_every_public_name_is_in_the_reference(site, package):
     ids = set().union(*(Elements(page).ids for page in (site / "reference").glob("*.html")))

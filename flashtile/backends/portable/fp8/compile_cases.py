@@ -13,8 +13,8 @@ from flashtile.backends.portable.fp8 import config as configurations
 from flashtile.backends.portable.fp8.attend import attend_kernel
 from flashtile.backends.portable.fp8.launch import constants as attend_constants
 from flashtile.backends.portable.fp8.quantize import LARGEST_GIVEN, LARGEST_ONLY, ONE_PASS, quantize_kernel
+from flashtile.backends.portable.fp8.quantize_launch import compile_options, spill_budget
 from flashtile.backends.portable.fp8.quantize_launch import constants as quantize_constants
-from flashtile.backends.portable.fp8.quantize_launch import num_warps, spill_budget
 from flashtile.compile_report import CompileCase, architecture
 from flashtile.fp8.layout import E4M3
 from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
@@ -102,14 +102,15 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             if quantized.method == "block"
             else {" pass 1": LARGEST_ONLY, " pass 2": LARGEST_GIVEN}
         )
+        options = compile_options(quantized)
         for suffix, number in passes.items():
             yield CompileCase(
                 name=f"fp8 quantize {name}{suffix}",
                 kernel=quantize_kernel,
                 **_quantize_arguments(quantized, number.value, native),
-                num_warps=num_warps(quantized),
                 spill_budget=spill_budget(quantized),
-                options={"enable_fp_fusion": False},
+                num_warps=options["num_warps"],
+                options={name: option for name, option in options.items() if name != "num_warps"},
                 tensor_cores=False,
             )
     for name, (problem, head_dims) in _ATTENDED.items():

@@ -55,6 +55,11 @@ def spill_budget(problem: QuantizeProblem) -> int:
     return 20 if num_warps(problem) == 16 and problem.role == "k" else 0
 
 
+def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
+    """What a launch says to the compiler: bits are the CPU's, so that no product joins a sum."""
+    return {"num_warps": num_warps(problem), "enable_fp_fusion": False}
+
+
 class QuantizeLaunch:
     """``(x, tensors, seed) -> (values, scales)`` for tensors of one signature."""
 
@@ -113,8 +118,7 @@ class QuantizeLaunch:
                 scalars,
                 (number.value, *fixed),
                 None,
-                num_warps=num_warps(problem),
-                enable_fp_fusion=False,
+                **compile_options(problem),
             )
             for number in passes
         ]

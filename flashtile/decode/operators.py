@@ -144,12 +144,12 @@ def is_plain(*tensors: Tensor | None, inference: bool = False) -> bool:
         return False
     grad = torch.is_grad_enabled() and not inference
     for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) is not Tensor or tensor.is_meta or (grad and tensor.requires_grad)
-        ):
+        if tensor is not None and (type(tensor) is not Tensor or (grad and tensor.requires_grad)):
             return False
+    first = tensors[0]  # whose device the others must share
     return (
-        torch._C._len_torch_dispatch_stack() == 0
+        (first is None or not first.is_meta)
+        and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
     )

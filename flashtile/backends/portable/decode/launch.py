@@ -223,6 +223,8 @@ class DecodeLaunch:
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Floats of partial results, rounded up to keep what follows them aligned."""
+        self._out_is_as_q = False
+        """Whether torch's fastest way to allocate gives what is wanted."""
         self._attend: KeptKernel | None = None
         self._combine: KeptKernel | None = None
 
@@ -256,10 +258,16 @@ class DecodeLaunch:
                 q, k_cache, v_cache, block_table, alibi_slopes, k_descale, v_descale, tree_mask
             )
             return_lse = True  # the first call compiles, for which Triton wants tensors
+            self._out_is_as_q = (q.shape, q.stride(), q.dtype) == (
+                self._out_shape, self._out_strides, self._out_dtype
+            )  # fmt: skip
         if self._varlen:
             out, lse = self._cleared(q)
-        else:  # with strides, which is the fastest of torch's ways to allocate
-            out = q.new_empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype)
+        else:
+            if self._out_is_as_q:
+                out = torch.empty_like(q)
+            else:
+                out = q.new_empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype)
             lse = None
             if return_lse:
                 lse = q.new_empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32)

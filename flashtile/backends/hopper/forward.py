@@ -159,8 +159,9 @@ def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
 def online_softmax(C: gl.constexpr, s, m, scale_log2):
     """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive.
 
-    With LAZY_RESCALE (FlashAttention-4, Dao et al. 2026) the maximum stays what it was until a score exceeds
-    it by LAG_LOG2. P and the sums are in units of 2 ** m whatever m is, so that out and lse are the same.
+    With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451) the maximum stays what it was
+    until a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m whatever m is, so that out and
+    lse are the same.
     """
     top = gl.max(s, 1)
     if not C.BENT:

@@ -29,9 +29,9 @@ MASKS = (
 )  # fmt: skip
 TINY = [
     *(f"tiny-{mask}" for mask in ("full", *MASKS)),
-    *(f"tiny-more-queries-{mask}" for mask in ("causal", "window")),
-    *(f"tiny-varlen-{mask}" for mask in ("causal", "everything")),
-    *(f"tiny-varlen-tail-{mask}" for mask in ("full", "window")),
+    *(f"tiny-more-queries-{mask}" for mask in ("window", "causal")),
+    *(f"tiny-varlen-{mask}" for mask in ("everything", "causal")),
+    *(f"tiny-varlen-tail-{mask}" for mask in ("window", "full")),
     "tiny-varlen-empty-everything",
     "tiny-varlen-no-keys-full",
     "tiny-varlen-no-sequence-full",
@@ -46,6 +46,7 @@ TINY = [
     "tiny-offset-causal",
     "tiny-varlen-transposed-causal",
 ]
+"""Of these the interpreter, which is slow, takes every other."""
 MEDIUM = [
     *(f"medium-{mask}" for mask in ("full", *MASKS)),
     *(f"medium-varlen-{mask}" for mask in ("full", *MASKS)),
@@ -67,7 +68,7 @@ def inputs_for(target: Target, name: str) -> Inputs:
     return case.inputs(target.device)
 
 
-@pytest.mark.parametrize("name", TINY if INTERPRETING else [*TINY, *MEDIUM])
+@pytest.mark.parametrize("name", TINY[::2] if INTERPRETING else [*TINY, *MEDIUM])
 def test_quantised_by_block(target: Target, name: str) -> None:
     inputs = inputs_for(target, name)
     testing.check(*inputs.qkv, backend=target.backend, **inputs.arguments)

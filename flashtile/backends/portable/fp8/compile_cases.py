@@ -72,7 +72,7 @@ _FEATURES = replace(
 _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
     "full": (_PLAIN, configurations.HEAD_DIMS),
     "rows causal": (replace(_PLAIN, v_transposed=False, block_scales=False, window_right=0), (64,)),
-    "features": (_FEATURES, (128,)),
+    "features": (_FEATURES, (32,)),
 }
 """Problems, and the head sizes that each is compiled for."""
 

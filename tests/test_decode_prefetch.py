@@ -1,0 +1,100 @@
+"""What a decoding program asks for ahead of its turn, in Triton's interpreter: what its items begin with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime.interpreter import interpreter_builder
+
+import flashtile
+from flashtile.backends.portable.decode import attend, launch, steps
+
+pytestmark = pytest.mark.interpreter
+
+D = 32
+TILES = 2
+"""Of an item, asked for ahead."""
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """(program, what, addresses of rows) in their order; what a GPU is told in assembly is noted instead."""
+    seen_so_far = []
+
+    def note(what, base, offsets, seen):
+        rows = (base + offsets).handle.data[seen.handle.data].tolist()
+        seen_so_far.append((interpreter_builder.grid_idx[0], what, rows))
+
+    load_rows, attend_tiles = steps.load_rows, attend.attend_tiles
+
+    def noted_load(base, offsets, seen, *widths):
+        note("load", base, offsets, seen)
+        return load_rows(base, offsets, seen, *widths)
+
+    def noted_item(*arguments):
+        seen_so_far.append((interpreter_builder.grid_idx[0], "item", []))
+        return attend_tiles(*arguments)
+
+    monkeypatch.setattr(steps, "load_rows", noted_load)
+    monkeypatch.setattr(steps, "prefetch_rows", lambda base, at, seen, *_: note("ask", base, at, seen))
+    monkeypatch.setattr(steps, "here", lambda number: number)
+    monkeypatch.setattr(attend, "attend_tiles", noted_item)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda name=name: seen_so_far.append(
+            (interpreter_builder.grid_idx[0], name, [])
+        ))  # fmt: skip
+    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
+    return seen_so_far
+
+
+RAGGED = (10, 300, 0, 129, 64, 5, 500)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "heads_kv"),
+    [((700,), 16, 2), (RAGGED, 0, 2), (RAGGED, 3, 2), (RAGGED, 16, 2), (RAGGED, 128, 2), (RAGGED, 16, 9)],
+    ids=str,
+)
+def test_items_begin_with_what_was_asked_for(events, lengths, page_size, heads_kv):
+    batch, capacity = len(lengths), 768
+    torch.manual_seed(0)
+    q = torch.randn(batch, 1, heads_kv, D, dtype=torch.float16)
+    tensors, shape = {}, (batch, capacity, heads_kv, D)
+    if page_size:
+        pages = capacity // page_size
+        shape = (batch * pages, page_size, heads_kv, D)
+        tensors["block_table"] = torch.randperm(batch * pages).view(batch, pages).int()
+    cache = torch.randn(2, *shape, dtype=torch.float16)
+    flashtile.flash_attn_with_kvcache(
+        q, *cache, cache_seqlens=torch.tensor(lengths).int(), backend="portable", **tensors
+    )
+    programs = {program for program, *_ in events}
+    assert len(programs) > 1
+    for program in programs:
+        mine = [(what, rows) for p, what, rows in events if p == program]
+        names = [what for what, _ in mine]
+        assert set(names[: names.index("gdc_wait")]) <= {"ask"}
+        starts = [i for i, what in enumerate(names) if what == "item"]
+        if not starts:
+            continue
+        tiles, begun_with = TILES, set()
+        for start, end in itertools.pairwise([*starts, len(mine)]):
+            asked = {row for what, rows in mine[:start] if what == "ask" for row in rows}
+            loads = [rows for what, rows in mine[start:end] if what == "load"]
+            # A tile of keys and one of values; each tile of the item before asks for one.
+            first = {row for rows in loads[: 2 * min(tiles, TILES)] for row in rows}
+            assert first <= asked
+            begun_with |= first
+            tiles = len(loads) // 2
+        assert {row for what, rows in mine if what == "ask" for row in rows} == begun_with
+        assert "gdc_launch_dependents" in names[starts[-1] :]
+        assert "gdc_launch_dependents" not in names[: starts[-1]]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compile
 HOPPER = "sm_90a"
 MORE_SPILLS = 1024
 """Bytes of register spills beyond the budget, which is what the releases of the measurements spill. Triton
-3.9.0 spills up to 864 more, at the ends of tiles."""
+3.9.0 spills up to 988 more, at the ends of tiles."""
 
 
 def representative_cases() -> list[CompileCase]:

@@ -72,6 +72,7 @@ _TYPES = {
     FP8: "fp8e4nv",
 }
 _INT32_TENSORS = ("cache_seqlens", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "block_table")
+_FLOAT_TENSORS = ("rotary_cos", "rotary_sin", "prior_out", "prior_lse")
 _FLOATS = ("softmax_scale", "scale_log2", "softcap")
 
 
@@ -263,7 +264,7 @@ def _arguments(
             signature[name] = "*i32"
         elif name == "tree_mask":
             signature[name] = "*i1"
-        elif name.endswith(("_ptr", "_slopes", "_descale")) or name.startswith(("rotary_", "prior_")):
+        elif name.endswith(("_ptr", "_slopes", "_descale")) or name in _FLOAT_TENSORS:
             signature[name] = "*fp32"
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"

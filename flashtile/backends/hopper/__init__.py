@@ -1,6 +1,6 @@
 """Gluon kernels for NVIDIA's Hopper GPUs (compute capability 9.0): TMA, wgmma, warp specialisation.
 
-The forward only: gradients come from the portable kernels.
+Forward, and backward for all that the forward serves.
 """
 
 from __future__ import annotations

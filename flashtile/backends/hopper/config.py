@@ -256,3 +256,26 @@ def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:
     kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
     o = 0 if config.Q_HOLDS_O else config.BLOCK_M * (2 * O_PART if config.O_IN_PARTS else block_dv)
     return 2 * (q + kv + o)
+
+
+def backward_smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
+    """The same of the backward kernel of five products."""
+    both = block_d + block_dv
+    tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
+    ds = 2 * config.BLOCK_N * config.BLOCK_M
+    gradients = config.BLOCK_N * (block_d if block_d == block_dv else both)
+    statistics = 2 * config.STAGES * config.BLOCK_M
+    dq = config.BLOCK_M * block_d
+    return 2 * (tiles + ds + gradients) + 4 * (statistics + dq)
+
+
+def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
+    """The same of the two kernels for head sizes over 128: of dK and dV, and of dQ."""
+    both = block_d + block_dv
+    rows = config.STAGES * config.BLOCK_M
+    weights = 2 * config.BLOCK_M * config.BLOCK_N
+    gradients = 0 if block_d == block_dv else config.BLOCK_N * both
+    dkv = 2 * ((rows + config.BLOCK_N) * both + weights + gradients) + 4 * 2 * rows
+    v_stages = 1 if block_d == block_dv else 2
+    dq = 2 * (2 * WARPGROUP_ROWS * both + config.BLOCK_N * (config.STAGES * block_d + v_stages * block_dv))
+    return dkv, dq

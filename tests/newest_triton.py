@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import triton
 
+from flashtile.backends.hopper import backward_compile_cases as hopper_backward
 from flashtile.backends.hopper import compile_cases as hopper
 from flashtile.backends.hopper.fp8 import compile_cases as hopper_fp8
 from flashtile.compile_report import CompileCase, report
@@ -24,7 +25,10 @@ MORE_SPILLS = 1024
 
 def representative_cases() -> list[CompileCase]:
     chosen = {}
-    for case in (*hopper.compile_cases(HOPPER), *hopper_fp8.compile_cases(HOPPER)):
+    cases: list[CompileCase] = []
+    for module in (hopper, hopper_backward, hopper_fp8):
+        cases += module.compile_cases(HOPPER)
+    for case in cases:
         variant = case.constants.get("C")
         block_d, block_dv, *others = (
             getattr(variant, name, None)

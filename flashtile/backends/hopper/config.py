@@ -130,6 +130,8 @@ class WideBackwardConfig(BackwardConfig):
     """
 
     BLOCK_M: int = WARPGROUP_ROWS
+    causal_spill_budget: int = 88
+    features_spill_budget: int = 480
     paired_below: int = 8192
 
     @property
@@ -231,10 +233,10 @@ def choose(problem: Problem) -> ForwardConfig:
 
 
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(128),
-    (128, 128): BackwardConfig(64),
-    (64, 128): BackwardConfig(64),
-    (128, 64): BackwardConfig(64),
+    (64, 64): BackwardConfig(128, causal_spill_budget=16, features_spill_budget=1716),
+    (128, 128): BackwardConfig(64, spill_budget=8, causal_spill_budget=12, features_spill_budget=252),
+    (64, 128): BackwardConfig(64, features_spill_budget=24),
+    (128, 64): BackwardConfig(64, features_spill_budget=52),
 }
 
 

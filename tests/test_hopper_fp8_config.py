@@ -5,35 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.hopper.compile_cases import HOPPER
-from flashtile.backends.hopper.fp8.compile_cases import compile_cases
+from flashtile.backends.hopper.fp8.compile_cases import PLAIN, compile_cases
 from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
 from flashtile.compile_report import ARCHITECTURES, KIB, report
 from flashtile.fp8.layout import KEY_BLOCK
-from flashtile.fp8.problem import Fp8Problem
 
 BARRIERS = KIB
-PROBLEM = Fp8Problem(
-    batch=1,
-    seqlen_q=8192,
-    seqlen_k=8192,
-    total_q=8192,
-    total_k=8192,
-    num_heads_q=4,
-    num_heads_kv=2,
-    head_dim=128,
-    head_dim_v=128,
-    dtype=torch.float8_e4m3fn,
-    device=torch.device("meta"),
-    softmax_scale=1.0,
-    v_transposed=True,
-    block_scales=True,
-)
+PROBLEM = replace(PLAIN, head_dim=128, head_dim_v=128)
 
 
 def test_every_row_fits_shared_memory() -> None:

@@ -23,20 +23,8 @@ E4M3 = torch.float8_e4m3fn
 FROM_BF16 = "flashtile-from-bf16"
 
 
-class Quantized:
+class Quantized(Flashtile):
     """flashtile's attention over tensors that were quantised before, by block, with the transform."""
-
-    ours = True
-
-    def __init__(self, backend: str | None = None) -> None:
-        self.name = "flashtile" if backend is None else f"flashtile:{backend}"
-        self._backend = backend
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return None
-
-    def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        return None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         done = [
@@ -56,7 +44,7 @@ class Quantized:
         return Call(lambda q, k, v: attend())
 
 
-class Quantizing(Quantized):
+class Quantizing(Flashtile):
     """The same from bfloat16, all of it timed."""
 
     def __init__(self, backend: str | None = None) -> None:

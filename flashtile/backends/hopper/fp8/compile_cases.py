@@ -17,7 +17,7 @@ from flashtile.compile_report import CompileCase
 from flashtile.fp8.layout import KEY_BLOCK, num_blocks, num_blocks_varlen
 from flashtile.fp8.problem import Fp8Problem
 
-_PLAIN = Fp8Problem(
+PLAIN = Fp8Problem(
     batch=2,
     seqlen_q=4096,
     seqlen_k=4096,
@@ -41,7 +41,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if arch != HOPPER:
         return
     for block_d, block_dv, windowed, v_transposed, config in every_row():
-        plain = replace(_PLAIN, head_dim=block_d, head_dim_v=block_dv, v_transposed=v_transposed)
+        plain = replace(PLAIN, head_dim=block_d, head_dim_v=block_dv, v_transposed=v_transposed)
         if not windowed:
             yield _case(plain, config, config.spill_budget)
             continue
@@ -50,7 +50,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         everything = replace(plain, varlen=True, window_left=64, window_right=64, softcap=1.0)
         everything = replace(everything, seqused_k=not v_transposed)
         yield _case(everything, config, config.features_spill_budget)
-    square = replace(_PLAIN, head_dim=128, head_dim_v=128)
+    square = replace(PLAIN, head_dim=128, head_dim_v=128)
     yield _case(square, Fp8Config(2, 128, STAGES=4, AHEAD=True), 64)
     yield _case(replace(square, window_right=0, seqlen_q=4, total_q=8), Fp8Config(2, 128), 0)
 

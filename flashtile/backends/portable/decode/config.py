@@ -44,7 +44,7 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("hopper", 2, NARROW, 256): _row(32, 4, 3, 2),
     ("hopper", 2, NARROW, 512): _row(16, 4, 3, 2, 56),
     ("hopper", 2, WIDE, 64): _row(64, 4, 3, 2),
-    ("hopper", 2, WIDE, 128): _row(64, 8, 3, 1, 0, 4),
+    ("hopper", 2, WIDE, 128): _row(64, 8, 3, 1, 0, 16),
     ("hopper", 2, WIDE, 256): _row(32, 8, 3, 1, 4),
     ("hopper", 2, WIDE, 512): _row(32, 8, 2, 1, 576),
     ("hopper", 2, TALL, 64): _row(64, 8, 3, 1),

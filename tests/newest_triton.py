@@ -18,9 +18,9 @@ from flashtile.compile_report import CompileCase, report
 pytestmark = pytest.mark.compile
 
 HOPPER = "sm_90a"
-MORE_SPILLS = 1024
+MORE_SPILLS = 1152
 """Bytes of register spills beyond the budget, which is what the releases of the measurements spill. Triton
-3.9.0 spills up to 988 more, at the ends of tiles."""
+3.9.0 spills up to 1144 more."""
 
 
 def representative_cases() -> list[CompileCase]:

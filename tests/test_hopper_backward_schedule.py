@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.hopper import backward, backward_finish, backward_schedule, backward_wide_dkv
+from flashtile.backends.hopper.backward_compile_cases import compile_cases
 from flashtile.backends.hopper.backward_launch import chunk_of, variant_of
 from flashtile.backends.hopper.config import (
     BackwardConfig,
@@ -26,7 +28,7 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
 from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
-from flashtile.compile_report import ARCHITECTURES
+from flashtile.compile_report import ARCHITECTURES, report
 from flashtile.problem import Problem
 
 KIB = 1024
@@ -373,6 +375,22 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
             assert max(head_dim, head_dim_v) <= 128
             assert backward_smem_bytes(config, *sizes) <= limit
         assert ROW_PAD % config.BLOCK_M == 0
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("sizes", [(64, 128), (256, 128)])
+def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
+    """Tiles as the table has them, barriers beside."""
+    config = choose_backward(replace(PLAIN, head_dim=sizes[0], head_dim_v=sizes[1]))
+    if isinstance(config, WideBackwardConfig):
+        tiles = wide_smem_bytes(config, *sizes)
+    else:
+        tiles = (backward_smem_bytes(config, *sizes),)
+    name = f"head_dim {sizes[0]}/{sizes[1]} "
+    compiled = [report(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
+    for ours, theirs in zip(tiles, compiled, strict=True):
+        assert ours < theirs < ours + BARRIERS
 
 
 def test_larger_tiles_would_not_fit() -> None:

@@ -36,6 +36,15 @@ SANITIZED = (
     Case(name="unused keys", unused_keys=40, sink="float32", window_size=(33, 5), dtype=BF16),
     Case(name="varlen, unused keys", lengths=RAGGED, unused_keys=5, sink="float32", unused_tail=9),
 )
+DETERMINISTIC = (
+    Case(name="deterministic", causal=True, dtype=BF16, seqlen_q=200, seqlen_k=300),
+    Case(
+        name="deterministic, head_dim 128", head_dim=128, head_dim_v=64, window_size=(90, 40), unused_keys=9
+    ),
+    Case(name="deterministic, varlen", head_dim=128, lengths=RAGGED, unused_tail=9, sink="own"),
+    Case(name="deterministic, head_dim 256", head_dim=256, head_dim_v=128, lengths=RAGGED, causal=True),
+)
+"""Kernels that add blocks of keys up in one order wait for each other in memory."""
 
 
 def main() -> None:
@@ -43,10 +52,16 @@ def main() -> None:
     parser.add_argument("--backend", help="Default: what dispatch chooses.")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    for case in SANITIZED:
+    for case in (*SANITIZED, *DETERMINISTIC):
         inputs = case.inputs(options.device)
         leaves = [t.detach().requires_grad_() for t in inputs.qkv]
-        results = flashtile.attention(*leaves, return_lse=True, backend=options.backend, **inputs.arguments)
+        results = flashtile.attention(
+            *leaves,
+            return_lse=True,
+            backend=options.backend,
+            deterministic=case in DETERMINISTIC,
+            **inputs.arguments,
+        )
         torch.autograd.grad(results, leaves, (inputs.dout, inputs.dlse))
         if options.device == "cuda":
             torch.cuda.synchronize()

@@ -1,0 +1,259 @@
+"""The Hopper backward where the common suite does not reach: many items, groups, order of sums, streams."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import flashtile
+from cases import BF16, FP16, Case, Inputs
+from flashtile import testing
+from flashtile.demo.corpus import python_library
+from flashtile.demo.model import GPT, PRESETS
+from flashtile.demo.training import TrainingConfig, fit
+from targets import CUDA
+
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]
+
+SMALL = Case(
+    name="small", batch=2, seqlen_q=300, seqlen_k=420, heads_q=4, heads_kv=4, head_dim=128, dtype=BF16
+)
+CAUSAL = replace(SMALL, causal=True)
+EVERYTHING = replace(
+    SMALL, softcap=3.0, alibi="batch", window_size=(150, 70), sink="float32", unused_keys=90, dtype=FP16
+)
+EMPTY = ((300, 420), (0, 90), (129, 0), (0, 0), (64, 128), (1, 300), (130, 65))
+# More blocks of keys than multiprocessors, so that programs take several.
+MANY_ITEMS = replace(
+    CAUSAL, name="many items", batch=1, seqlen_q=2300, seqlen_k=2100, heads_q=12, heads_kv=12
+)
+
+GRADIENT_CASES = {
+    "group-8": replace(CAUSAL, heads_q=16, heads_kv=2),
+    "group-8-everything": replace(EVERYTHING, heads_q=8, heads_kv=1, head_dim=64),
+    "group-8-wide": replace(CAUSAL, heads_q=8, heads_kv=1, head_dim=256),
+    "group-8-varlen-empty": replace(
+        CAUSAL, heads_q=8, heads_kv=1, head_dim=64, lengths=EMPTY, unused_tail=70, slack=200
+    ),
+    "d72-128": replace(CAUSAL, head_dim=72, head_dim_v=128),
+    "d40-96": replace(CAUSAL, head_dim=40, head_dim_v=96),
+    "d96-40": replace(CAUSAL, head_dim=96, head_dim_v=40, dtype=FP16),
+    "d128-72-left": replace(SMALL, head_dim_v=72, window_size=(100, -1)),
+    "d96-right": replace(SMALL, head_dim=96, window_size=(-1, 50), dtype=FP16),
+    "d40-136": replace(CAUSAL, head_dim=40, head_dim_v=136),
+    "d200-64": replace(CAUSAL, head_dim=200, head_dim_v=64),
+    "wide-everything": replace(EVERYTHING, head_dim=256, heads_kv=2),
+    "wide-varlen-empty": replace(CAUSAL, head_dim=256, lengths=EMPTY, unused_tail=70, slack=200),
+    "softcap-alibi": replace(CAUSAL, softcap=2.0, alibi="head", dtype=FP16),
+    "packed-sum": replace(SMALL, layout="packed", upstream="sum", heads_kv=2),
+    "transposed": replace(SMALL, layout="transposed", upstream="transposed", heads_kv=2),
+    "many-items": replace(MANY_ITEMS, head_dim=64),
+    "many-items-gqa": replace(MANY_ITEMS, seqlen_q=1100, heads_q=24),
+    "many-items-wide": replace(MANY_ITEMS, seqlen_q=2100, heads_q=8, heads_kv=8, head_dim=256),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradients(name: str) -> None:
+    """In memory full of NaN, as every check."""
+    replace(GRADIENT_CASES[name], name=name).inputs("cuda").check(backend="hopper")
+
+
+DETERMINISTIC_CASES = ("group-8-varlen-empty", "many-items", "many-items-gqa", "many-items-wide")
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC_CASES)
+def test_deterministic_gradients(name: str) -> None:
+    """Held to the same rule as those added up in any order."""
+    case = replace(GRADIENT_CASES[name], name=name)
+    case.inputs("cuda").check(backend="hopper", deterministic=True)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_gradient_that_is_not_aligned(head_dim: int) -> None:
+    """TMA loads from multiples of 16 bytes only; autograd may hand over a part of another tensor."""
+    inputs = replace(CAUSAL, name="unaligned", head_dim=head_dim).inputs("cuda")
+    assert inputs.dout is not None
+    storage = inputs.dout.new_full((inputs.dout.numel() + 1,), torch.nan)
+    dout = storage[1:].view(inputs.dout.shape).copy_(inputs.dout)
+    assert dout.data_ptr() % 16
+    inputs._replace(dout=dout).check(backend="hopper")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_and_keys_that_nobody_sees(head_dim: int) -> None:
+    """More queries than keys under a causal mask: the first rows see nothing. A window: so do the keys."""
+    case = replace(CAUSAL, name="unseen", seqlen_q=600, seqlen_k=250, head_dim=head_dim)
+    inputs = case.inputs("cuda")
+    dq, *_ = gradients(inputs, deterministic=False)
+    assert not dq[:, :350].any()
+    assert dq[:, 350:].any()
+    inputs = replace(case, seqlen_q=100, seqlen_k=900, window_size=(50, 0)).inputs("cuda")
+    for gradient in gradients(inputs, deterministic=False)[1:]:
+        assert not gradient[:, : 900 - 150].any()
+        assert gradient[:, 900 - 100 :].any()
+
+
+def leaves_of(inputs: Inputs) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in inputs.qkv]
+
+
+def forward_and_backward(inputs: Inputs, leaves: list[Tensor], deterministic: bool) -> tuple[Tensor, ...]:
+    results = flashtile.attention(
+        *leaves, return_lse=True, deterministic=deterministic, backend="hopper", **inputs.arguments
+    )
+    return torch.autograd.grad(results, leaves, (inputs.dout, inputs.dlse))
+
+
+def gradients(inputs: Inputs, deterministic: bool) -> tuple[Tensor, ...]:
+    with testing.poisoned_memory():
+        return forward_and_backward(inputs, leaves_of(inputs), deterministic)
+
+
+def repeated(heads: int, length: int, head_dim: int, causal: bool, **more: int) -> Case:
+    return replace(
+        SMALL, name="repeated", batch=1, seqlen_q=length, seqlen_k=length, heads_q=heads, heads_kv=heads,
+        head_dim=head_dim, causal=causal, **more,
+    )  # fmt: skip
+
+
+REPEATED = {
+    "d64-causal": (1000, repeated(24, 1024, 64, True)),
+    "d64-full": (1000, repeated(24, 1024, 64, False)),
+    "d128-causal": (1000, repeated(24, 1024, 128, True)),
+    "d128-full": (1000, repeated(24, 1024, 128, False)),
+    "d128-whole-heads": (1000, repeated(132, 512, 128, True)),
+    "d256-causal": (100, repeated(12, 1024, 256, True)),
+}
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
+@pytest.mark.parametrize("name", REPEATED)
+def test_repetitions_give_the_same_bits(name: str, busy: bool) -> None:
+    """With more items than programs, and beside another stream that takes multiprocessors away."""
+    runs, case = REPEATED[name]
+    inputs = case.inputs("cuda")
+    leaves = leaves_of(inputs)
+    results = flashtile.attention(
+        *leaves, return_lse=True, deterministic=True, backend="hopper", **inputs.arguments
+    )
+    backward = partial(torch.autograd.grad, results, leaves, (inputs.dout, inputs.dlse), retain_graph=True)
+    expected = backward()
+    differing = torch.zeros(3, dtype=torch.int64, device="cuda")
+    other, operand = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda", dtype=BF16)
+    torch.cuda.synchronize()
+    for i in range(runs):
+        if busy:
+            with torch.cuda.stream(other):
+                torch.mm(operand[: 128 * (1 + i % 8)], operand)
+        again = backward()
+        differing += torch.stack([(a != b).any() for a, b in zip(again, expected, strict=True)])
+    assert differing.tolist() == [0, 0, 0]
+
+
+def test_two_streams_at_once() -> None:
+    """Programs that wait for turns must not keep away those that they wait for, whoever else is there."""
+    calls = [
+        replace(MANY_ITEMS, name=f"stream {i}", head_dim=head_dim).inputs("cuda")
+        for i, head_dim in enumerate((64, 128))
+    ]
+    expected = [gradients(inputs, deterministic=True) for inputs in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for inputs, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(gradients(inputs, deterministic=True))
+    done = [torch.cuda.Event() for _ in streams]
+    for event, stream in zip(done, streams, strict=True):
+        event.record(stream)
+    deadline = time.monotonic() + 20
+    while not all(event.query() for event in done):
+        assert time.monotonic() < deadline, "the programs wait for each other"
+        time.sleep(0.01)
+    for i, each in enumerate(found):
+        torch.testing.assert_close(each, expected[i % 2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_graph_of_forward_and_backward(head_dim: int) -> None:
+    """Replayed with other data: counters and sums start anew each time."""
+    inputs = repeated(24, 1024, head_dim, True).inputs("cuda")
+    leaves = leaves_of(inputs)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward_and_backward(inputs, leaves, deterministic=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_and_backward(inputs, leaves, deterministic=True)
+    for _ in range(3):
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.normal_()
+        graph.replay()
+        expected = forward_and_backward(inputs, leaves, deterministic=True)
+        torch.testing.assert_close(captured, expected, rtol=0, atol=0)
+
+
+class Block(nn.Module):
+    """Packed projection, attention, projection: gradients arrive and leave as parts of other tensors."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        width = heads * head_dim
+        self.shape = (3, heads, head_dim)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, self.shape).unbind(2)
+        out = flashtile.attention(q, k, v, causal=True, deterministic=True, backend="hopper")
+        return x + self.out(out.flatten(2))
+
+
+def test_a_compiled_training_step() -> None:
+    torch.manual_seed(0)
+    block = Block(heads=4, head_dim=64).to("cuda", BF16)
+    x = torch.randn(2, 384, 256, device="cuda", dtype=BF16)
+
+    def loss(model: nn.Module) -> Tensor:
+        return F.mse_loss(model(x).float(), x.float().roll(1, 1))
+
+    def step(model: nn.Module) -> list[Tensor]:
+        return list(torch.autograd.grad(loss(model), list(block.parameters())))
+
+    expected = step(block)
+    found = step(torch.compile(block, fullgraph=True))
+    for ours, eager in zip(found, expected, strict=True):
+        difference = (ours.float() - eager.float()).norm()
+        assert difference <= 5e-2 * eager.float().norm()
+
+
+def losses(backend: str, seed: int, config: TrainingConfig) -> Tensor:
+    """Of each step of a training; ``seed`` is that of the weights, the batches are always the same."""
+    torch.manual_seed(seed)
+    model = GPT(config.model, partial(flashtile.attention, causal=True, backend=backend))
+    return torch.tensor(fit(model.to(config.device), config, python_library()).losses)
+
+
+def test_training_takes_the_same_course() -> None:
+    """As near to the portable kernels' as other initial weights are to each other."""
+    config = TrainingConfig(
+        PRESETS["small"], steps=300, batch=8, seqlen=512, learning_rate=6e-4, device="cuda", dtype="bfloat16"
+    )
+    ours, portable, other = (
+        losses(backend, seed, config) for backend, seed in (("hopper", 0), ("portable", 0), ("hopper", 1))
+    )
+    assert ours[-20:].mean() < 0.6 * ours[0]
+    smooth = partial(F.avg_pool1d, kernel_size=10)
+    noise = (smooth(ours[None]) - smooth(other[None])).square().mean().sqrt()
+    assert (smooth(ours[None]) - smooth(portable[None])).square().mean().sqrt() <= noise

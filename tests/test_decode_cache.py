@@ -65,6 +65,7 @@ def test_slots_say_where_tokens_go(on):
 
 
 def test_slots_of_scaled_pages(on):
+    torch.manual_seed(0)
     k_cache, v_cache = (t.to(FP8) for t in pool(3, 2))
     k_descale, v_descale = torch.rand(3, HEADS_KV) + 0.5, torch.rand(3, HEADS_KV) + 0.5
     k, v = 100 * torch.randn(2, HEADS_KV, D), 2000 * torch.randn(2, HEADS_KV, D_V)

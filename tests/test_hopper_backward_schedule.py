@@ -18,6 +18,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 from flashtile.backends.hopper import backward, backward_finish, backward_schedule, backward_wide_dkv
 from flashtile.backends.hopper.backward_compile_cases import compile_cases
 from flashtile.backends.hopper.backward_launch import chunk_of, variant_of
+from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import (
     BackwardConfig,
     WideBackwardConfig,
@@ -29,25 +30,11 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
 from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
 from flashtile.compile_report import ARCHITECTURES, report
-from flashtile.problem import Problem
 
 KIB = 1024
 BARRIERS = KIB
 """More than barriers, and what partitions are handed at the start, take of shared memory."""
-PLAIN = Problem(
-    batch=2,
-    seqlen_q=512,
-    seqlen_k=512,
-    total_q=1024,
-    total_k=1024,
-    num_heads_q=4,
-    num_heads_kv=4,
-    head_dim=128,
-    head_dim_v=128,
-    dtype=torch.bfloat16,
-    device=torch.device("meta"),
-    softmax_scale=1.0,
-)
+PROBLEM = replace(PLAIN, seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128)
 
 
 class Memory:
@@ -180,7 +167,7 @@ def test_without_a_mask_nothing_is_cut(block_m: int, block_n: int) -> None:
 @pytest.mark.parametrize("change", [{}, {"seqlen_k": 500}, {"window_right": 0}, {"window_left": 5}])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_variants_are_masked_where_something_is_cut(change: dict[str, int], head_dim: int) -> None:
-    problem = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, **change)
+    problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, **change)
     C = variant_of(problem, choose_backward(problem))
     window = (problem.window_left, problem.window_right)
     some = False
@@ -244,7 +231,7 @@ def test_every_item_of_equal_lengths(deterministic: bool, batch: int, heads: int
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("seqused_k", [False, True])
 def test_every_item_of_variable_lengths(deterministic: bool, seqused_k: bool) -> None:
-    lengths, heads, block_n = [(7, 33), (0, 5), (20, 16), (9, 48)], 3, 16
+    lengths, heads, block_n = [(7, 33), (0, 5), (20, 16), (9, 48)], 4, 16
     C = variant(8, block_n, DETERMINISTIC=deterministic, VARLEN=True, SEQUSED=seqused_k)
     rows: list[list[int]] = []
     start_q = start_k = 0
@@ -263,6 +250,7 @@ def test_every_item_of_variable_lengths(deterministic: bool, seqused_k: bool) ->
     found = [find_keys(C, item, pointers, schedule) for item in range(items)]
     expected = [(row[0], head, row[1]) for head in range(heads) for row in rows]
     assert sorted((w.sequence, w.head, w.place) for w in found) == sorted(expected)
+    assert [w.head for w in found] == [head for _, head, _ in expected]
     for w in found:
         seqlen_q, seqlen_k = lengths[w.sequence]
         assert w.seqlen_q == seqlen_q
@@ -302,7 +290,7 @@ def test_every_item_is_taken_once(programs: int, items: int, chunk: int) -> None
 )
 def test_whole_heads_where_they_keep_all_programs_at_work(heads: int, whole_heads: bool) -> None:
     blocks, programs = 8, 132
-    problem = replace(PLAIN, batch=1, num_heads_kv=heads, num_heads_q=heads, deterministic=True)
+    problem = replace(PROBLEM, batch=1, num_heads_kv=heads, num_heads_q=heads, deterministic=True)
     assert chunk_of(problem, blocks, programs) == (blocks if whole_heads else 1)
     assert chunk_of(replace(problem, deterministic=False), blocks, programs) == 1
     assert chunk_of(replace(problem, varlen=True), blocks, programs) == 1
@@ -366,7 +354,7 @@ HEAD_SIZES = range(8, 257, 8)
 def test_every_head_size_has_a_configuration_that_fits() -> None:
     limit = ARCHITECTURES["sm_90a"].shared_limit - BARRIERS
     for head_dim, head_dim_v in itertools.product(HEAD_SIZES, HEAD_SIZES):
-        config = choose_backward(replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v))
+        config = choose_backward(replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v))
         sizes = padded(head_dim), padded(head_dim_v)
         if isinstance(config, WideBackwardConfig):
             assert max(head_dim, head_dim_v) > 128
@@ -382,7 +370,7 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
 @pytest.mark.parametrize("sizes", [(64, 128), (256, 128)])
 def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     """Tiles as the table has them, barriers beside."""
-    config = choose_backward(replace(PLAIN, head_dim=sizes[0], head_dim_v=sizes[1]))
+    config = choose_backward(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
     if isinstance(config, WideBackwardConfig):
         tiles = wide_smem_bytes(config, *sizes)
     else:

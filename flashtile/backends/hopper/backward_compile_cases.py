@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from flashtile.backends.hopper import backward_launch, backward_wide_launch
 from flashtile.backends.hopper.backward import backward_kernel
 from flashtile.backends.hopper.backward_finish import TILE_ROWS, finish_kernel
 from flashtile.backends.hopper.backward_wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward_wide_dq import dq_kernel
-from flashtile.backends.hopper.compile_cases import HOPPER
+from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, tensors
 from flashtile.backends.hopper.config import (
     LAUNCH_REGISTERS,
     BackwardConfig,
@@ -27,24 +25,10 @@ from flashtile.backends.portable.launch import PREPARE_BLOCK_M, PREPARE_NUM_WARP
 from flashtile.compile_report import CompileCase
 from flashtile.problem import Problem
 
-_FULL = Problem(
-    batch=2,
-    seqlen_q=4096,
-    seqlen_k=4096,
-    total_q=8192,
-    total_k=8192,
-    num_heads_q=8,
-    num_heads_kv=8,
-    head_dim=64,
-    head_dim_v=64,
-    dtype=torch.bfloat16,
-    device=torch.device("meta"),
-    softmax_scale=1.0,
-)
+_FULL = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q)
 _CAUSAL = replace(_FULL, window_right=0)
 _FEATURES = replace(
-    _FULL,
-    num_heads_kv=2,
+    PLAIN,
     varlen=True,
     seqused_k=True,
     window_left=64,
@@ -59,7 +43,7 @@ _WIDE = ((256, 256), (256, 128), (64, 256))
 
 _INPUTS = ("q_desc", "k_desc", "v_desc", "do_desc", "shift_desc", "dp_shift_desc")
 _VIEWS = (*_INPUTS, "dq_desc", "dk_desc", "dv_desc")
-_INTEGER_POINTERS = ("table", "seqused_k", "turns", "next_item", "cu_seqlens_q")
+_INTEGER_POINTERS = ("table", "seqused_k", "turns", "next_item")
 _FLOAT_POINTERS = ("alibi_slopes", "shift", "dp_shift")
 _FLOATS = ("scale", "scale_log2", "softcap_rate", "softcap_log2", "zero")
 
@@ -83,11 +67,11 @@ def _products(mask: str, problem: Problem) -> Iterator[CompileCase]:
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     if not isinstance(config, WideBackwardConfig):
         variant = backward_launch.variant_of(problem, config)
-        own = backward_launch.views(problem, variant, *_tensors(problem), rows)
+        own = backward_launch.views(problem, variant, *tensors(problem), rows)
         yield _case(mask, problem, config, backward_kernel, dict(zip(_VIEWS, own, strict=True)), variant)
         return
     statistics_shape = ((1 if problem.varlen else problem.batch) * problem.num_heads_q, rows)
-    found = backward_wide_launch.views(problem, *_tensors(problem), statistics_shape)
+    found = backward_wide_launch.views(problem, *tensors(problem), statistics_shape)
     views = {f"{name}_desc": view for name, view in found.items()}
     views |= dict.fromkeys(("shift_desc", "dp_shift_desc"), views.pop("statistics_desc"))
     dkv, dq = backward_wide_launch.variants(problem, config)
@@ -124,15 +108,6 @@ def _case(
         options={"maxnreg": LAUNCH_REGISTERS[2]},
         spill_budget=budgets[mask],
     )
-
-
-def _tensors(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
-    keys = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
-    q = torch.empty(*rows, problem.num_heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
-    k = torch.empty(*keys, problem.num_heads_kv, problem.head_dim, dtype=problem.dtype, device="meta")
-    v = torch.empty(*keys, problem.num_heads_kv, problem.head_dim_v, dtype=problem.dtype, device="meta")
-    return q, k, v
 
 
 def _finish_case(problem: Problem) -> CompileCase:

@@ -17,7 +17,7 @@ from flashtile.compile_report import CompileCase
 from flashtile.problem import Problem
 
 HOPPER = "sm_90a"
-_PLAIN = Problem(
+PLAIN = Problem(
     batch=2,
     seqlen_q=4096,
     seqlen_k=4096,
@@ -31,7 +31,7 @@ _PLAIN = Problem(
     device=torch.device("meta"),
     softmax_scale=1.0,
 )
-_CAUSAL = replace(_PLAIN, window_right=0)
+_CAUSAL = replace(PLAIN, window_right=0)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -39,9 +39,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if arch != HOPPER:
         return
     for block_d, block_dv, windowed, keys, config in every_row():
-        length = min(keys // 2, _PLAIN.seqlen_k)
+        length = min(keys // 2, PLAIN.seqlen_k)
         plain = replace(
-            _CAUSAL if windowed else _PLAIN,
+            _CAUSAL if windowed else PLAIN,
             head_dim=block_d,
             head_dim_v=block_dv,
             seqlen_q=length,
@@ -70,12 +70,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 def _forward_case(problem: Problem, config: ForwardConfig, spill_budget: int) -> CompileCase:
     variant = variant_of(problem, config)
-    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
-    keys = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
-    q = torch.empty(*rows, problem.num_heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
-    k = torch.empty(*keys, problem.num_heads_kv, problem.head_dim, dtype=problem.dtype, device="meta")
-    v = torch.empty(*keys, problem.num_heads_kv, problem.head_dim_v, dtype=problem.dtype, device="meta")
-    descriptors = (view.type_name for view in views(problem, variant, q, k, v))
+    descriptors = (view.type_name for view in views(problem, variant, *tensors(problem)))
     signature = dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), descriptors, strict=True))
     signature |= dict.fromkeys(Pointers._fields, "*fp32") | dict.fromkeys(Schedule._fields, "i32")
     signature |= dict.fromkeys(Numbers._fields, "fp32")
@@ -90,6 +85,16 @@ def _forward_case(problem: Problem, config: ForwardConfig, spill_budget: int) ->
         options={"maxnreg": LAUNCH_REGISTERS[variant.WARPGROUPS]},
         spill_budget=spill_budget,
     )
+
+
+def tensors(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of the problem's shapes, without memory."""
+    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
+    keys = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
+    q = torch.empty(*rows, problem.num_heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
+    k = torch.empty(*keys, problem.num_heads_kv, problem.head_dim, dtype=problem.dtype, device="meta")
+    v = torch.empty(*keys, problem.num_heads_kv, problem.head_dim_v, dtype=problem.dtype, device="meta")
+    return q, k, v
 
 
 def _name(problem: Problem, variant: Variant) -> str:

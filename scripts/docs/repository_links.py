@@ -69,7 +69,7 @@ def shown(path: Path, root: Path) -> str:
     """A page that shows a text file."""
     name = path.relative_to(root).as_posix()
     language = LANGUAGES.get(path.suffix, "make" if path.name == "Makefile" else "text")
-    return f"# {name}\n\n````{language} linenums=\"1\"\n{path.read_text().rstrip()}\n````\n"
+    return f'# {name}\n\n````{language} linenums="1"\n{path.read_text().rstrip()}\n````\n'
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -107,16 +107,20 @@ def test_bits_of_a_long_tensor_are_those_of_the_cpu(role: str, method: str) -> N
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_accuracy_on_outliers(backend: str, dtype: torch.dtype) -> None:
-    """FlashAttention-3's experiment: its RMSE, and its distance to standard attention in FP8."""
-    qkv = [random(1, 4096, 4, 128, seed=i, dtype=dtype, outliers=True) for i in range(3)]
-    exact, _ = flashtile.reference.attention(*qkv, upcast=torch.float64)
+    """FlashAttention-3's experiment: its RMSE, and its distance to standard attention in FP8.
 
-    def rmse(out: Tensor) -> float:
-        return (out - exact).square().mean().sqrt().item()
-
-    ours = rmse(fp8.attention(*qkv, backend=backend))
-    assert ours < 9.1e-3
-    assert 2.6 * ours < rmse(reference.standard(*qkv)[0])
+    Over 24 heads: with half a million numbers and a thousandth of them far out, a single head's RMSE is
+    anything from 7e-3 to 1e-2.
+    """
+    ours, theirs = [], []
+    for draw in range(6):
+        qkv = [random(1, 4096, 4, 128, seed=3 * draw + i, dtype=dtype, outliers=True) for i in range(3)]
+        exact, _ = flashtile.reference.attention(*qkv, upcast=torch.float64)
+        ours.append((fp8.attention(*qkv, backend=backend) - exact).square().mean())
+        theirs.append((reference.standard(*qkv)[0] - exact).square().mean())
+    rmse, rmse_of_standard = (torch.stack(errors).mean().sqrt().item() for errors in (ours, theirs))
+    assert rmse < 9.1e-3
+    assert rmse_of_standard > 2.6 * rmse
 
 
 def test_a_graph_replays_new_lengths_and_numbers(backend: str) -> None:

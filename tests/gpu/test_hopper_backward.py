@@ -257,3 +257,19 @@ def test_training_takes_the_same_course() -> None:
     smooth = partial(F.avg_pool1d, kernel_size=10)
     noise = (smooth(ours[None]) - smooth(other[None])).square().mean().sqrt()
     assert (smooth(ours[None]) - smooth(portable[None])).square().mean().sqrt() <= noise
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lengths_that_lie(deterministic: bool) -> None:
+    """Offsets beyond the tensors, and sequences longer than was said: no fault, and nobody waits forever."""
+    q, k, v = (
+        torch.randn(600, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)
+    )
+    for last, longest in ((2**30, 600), (600, 100)):
+        offsets = torch.tensor([0, 300, last], dtype=torch.int32, device="cuda")
+        out = flashtile.attention(
+            q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest,
+            deterministic=deterministic,
+        )  # fmt: skip
+        torch.autograd.grad(out.sum(), (q, k, v))
+        torch.cuda.synchronize()

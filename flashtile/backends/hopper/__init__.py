@@ -68,6 +68,10 @@ def prepare_forward(problem: Problem, config):
 def prepare_backward(problem: Problem, config):
     from flashtile.backends.hopper.config import WideBackwardConfig, choose_backward
 
+    if problem.seqlen_q == 0 or problem.seqlen_k == 0:  # tokens, but in no sequence
+        from flashtile.backends import portable
+
+        return portable.prepare_backward(problem, portable.configure(problem))
     chosen = choose_backward(problem)
     if isinstance(chosen, WideBackwardConfig):
         from flashtile.backends.hopper.backward_wide_launch import WideBackwardLaunch

@@ -76,9 +76,10 @@ def find_keys(C: gl.constexpr, item, pointers, schedule):
         place = gl.load(row + 1)
         start_k = gl.load(row + 2)
         start_q = gl.load(row + 3)
-        seqlen_k = gl.load(row + 4)
-        seqlen_q = gl.load(row + 5)
-        blocks = min((seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N, schedule.blocks)
+        # No longer than was said: others wait for every block of keys that a row sees.
+        seqlen_k = gl.minimum(gl.load(row + 4), schedule.seqlen_k)
+        seqlen_q = gl.minimum(gl.load(row + 5), schedule.seqlen_q)
+        blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     else:
         sequence = item // schedule.blocks // schedule.heads
         head = item // schedule.blocks % schedule.heads

@@ -440,9 +440,7 @@ def attend_tile(
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
-):
+def consumer(C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0

@@ -78,9 +78,7 @@ def dense_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: tor
     return View(list(shape), _usable(shape, strides), [1, rows, 1, block_d], dtype)
 
 
-def packed_view(
-    shape: tuple, strides: tuple, pack: int, rows: int, block_d: int, dtype: torch.dtype
-) -> View:
+def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int, dtype: torch.dtype) -> View:
     """(batch, seqlen, heads / pack, pack, head_dim), a block of ``rows / pack`` rows of ``pack`` heads."""
     batch, seqlen, heads, head_dim = shape
     split = [batch, seqlen, heads // pack, pack, head_dim]
@@ -260,8 +258,7 @@ def views(
         view_o = dense_view(problem.out_shape, out_strides, rows, part, out_dtype)
     if problem.varlen or problem.seqused_k:
         view_k, view_v = (
-            ragged_view(t.shape, t.stride(), variant.BLOCK_N, block, dtype)
-            for t, block in ((k, d), (v, dv))
+            ragged_view(t.shape, t.stride(), variant.BLOCK_N, block, dtype) for t, block in ((k, d), (v, dv))
         )
     else:
         view_k = dense_view(k.shape, k.stride(), variant.BLOCK_N, d, dtype)

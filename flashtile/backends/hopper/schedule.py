@@ -162,9 +162,7 @@ def find_work(C: gl.constexpr, item, pointers, schedule):
     seqlen_k = schedule.seqlen_k + zero
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
-    return Work(
-        sequence, head, place, zero, sequence * schedule.rows_k, schedule.seqlen_q + zero, seqlen_k
-    )
+    return Work(sequence, head, place, zero, sequence * schedule.rows_k, schedule.seqlen_q + zero, seqlen_k)
 
 
 @gluon.jit

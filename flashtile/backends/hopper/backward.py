@@ -47,11 +47,8 @@ from flashtile.backends.hopper.backward_scores import (
     Numbers,
     bend,
     mask,
-    narrow,
     row_of,
-    settle,
     slope_of,
-    widen,
 )
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.compat import (
@@ -61,6 +58,7 @@ from flashtile.backends.hopper.compat import (
     async_store,
     partition_barrier,
 )
+from flashtile.backends.hopper.opaque import narrow, pin_halves, widen
 from flashtile.backends.kernel_cache import gluon_kernel
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
@@ -304,7 +302,7 @@ def step(
     p = narrow(p, dtype)
     do.wait(i)
     dp_start = row_of(s.dp_shift.index(slot).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
-    p = settle(p)
+    p = pin_halves(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
     dp = warpgroup_mma(my_v, do_tile.permute((1, 0)), dp_start, is_async=True)

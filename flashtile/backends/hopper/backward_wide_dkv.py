@@ -44,13 +44,12 @@ from flashtile.backends.hopper.backward_scores import (
     Numbers,
     bend,
     mask,
-    narrow,
     row_of,
     slope_of,
-    widen,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.opaque import narrow, widen
 from flashtile.backends.kernel_cache import gluon_kernel
 
 ROWS = gl.constexpr(config.WARPGROUP_ROWS)

@@ -21,9 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.hopper import config
-from flashtile.backends.hopper.backward_scores import LOG2_E, Numbers, narrow
+from flashtile.backends.hopper.backward_scores import (
+    LOG2_E,
+    Numbers,
+)
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.forward import Rows, load_keys, load_queries, mask, store_rows, tile_blocks
+from flashtile.backends.hopper.opaque import narrow
 from flashtile.backends.hopper.schedule import (
     Pointers,
     Schedule,

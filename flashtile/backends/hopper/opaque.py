@@ -1,4 +1,4 @@
-"""Steps of a softmax in inline assembly, because the compiler would move or rewrite them."""
+"""Steps between products in inline assembly, because the compiler would move or rewrite them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,6 +29,48 @@ def pin(x):
         is_pure=False,
         pack=2,
     )
+
+
+@gluon.jit
+def narrow(x, dtype: gl.constexpr):
+    """fp32 to fp16 or bf16, two at a time whatever the compiler makes of the uses."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def widen(x):
+    """fp16 or bf16 to fp32."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def pin_halves(p):
+    """p in 16 bits, 16 numbers or more a thread: all computed here, as :func:`pin` does it for p >= 0."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred never;
+        .reg .b32 some, all;
+        or.b32 some, $8, $9; or.b32 all, $10, $11; or.b32 all, all, some;
+        or.b32 some, $12, $13; or.b32 all, all, some; or.b32 some, $14, $15; or.b32 all, all, some;
+        setp.lt.s32 never, all, 0;
+        @never nanosleep.u32 0;
+        mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11;
+        mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;
+        }""", "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [p], dtype=p.dtype, is_pure=False, pack=16,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -16,6 +16,24 @@ from cases import BF16, FP16, FP32, FP64, Case
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def own_gpu_first(visible: str | None, count: int, worker: str) -> str | None:
+    """``CUDA_VISIBLE_DEVICES`` for a worker of pytest-xdist ("gw3"): all GPUs, in turn another one first."""
+    devices = visible.split(",") if visible else [str(i) for i in range(count)]
+    if not worker.startswith("gw") or len(devices) < 2:
+        return visible
+    first = int(worker.removeprefix("gw")) % len(devices)
+    return ",".join(devices[first:] + devices[:first])
+
+
+_visible = own_gpu_first(
+    os.environ.get("CUDA_VISIBLE_DEVICES"),
+    torch.cuda.device_count(),
+    os.environ.get("PYTEST_XDIST_WORKER", ""),
+)
+if _visible is not None:  # before anything asks for a device, which would fix the order
+    os.environ["CUDA_VISIBLE_DEVICES"] = _visible
+
+
 @dataclass(frozen=True)
 class Target:
     """A backend on a device, and how much it is asked."""

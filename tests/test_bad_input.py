@@ -48,8 +48,11 @@ def requires_grad(arguments):
     """The same call with a gradient wanted, where its tensors can have one."""
 
     def wanted(name, value):
-        return name in ("q", "kv", "qkv", "out_a") and isinstance(value,
-          torch.Tensor) and value.is_floating_point()
+        return (
+            name in ("q", "kv", "qkv", "out_a")
+            and isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+        )
 
     return {
         name: value.detach().requires_grad_() if wanted(name, value) else value
@@ -108,7 +111,6 @@ def test_refused_when_compiled(function, call, launched):
         for word in call.words:
             assert word in str(caught.value)
     assert not launched
-
 
 
 @pytest.mark.parametrize(

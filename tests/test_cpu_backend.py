@@ -52,9 +52,7 @@ class _WithConfig(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def tensors(
-    batch=1, seqlen_q=64, seqlen_k=64, heads_q=2, heads_kv=2, head_dim=16, dtype=torch.float32
-):
+def tensors(batch=1, seqlen_q=64, seqlen_k=64, heads_q=2, heads_kv=2, head_dim=16, dtype=torch.float32):
     q = testing.random_tensor((batch, seqlen_q, heads_q, head_dim), dtype, "cpu", seed=1)
     shape_kv = (batch, seqlen_k, heads_kv, head_dim)
     k, v = (testing.random_tensor(shape_kv, dtype, "cpu", seed=seed) for seed in (2, 3))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import targets
 from cases import BF16, FP16, FP32, FP64, Case
 from flashtile import reference, testing
 
@@ -226,3 +227,19 @@ def test_inputs_repeat() -> None:
     first, second = CALL.inputs("cpu"), CALL.inputs("cpu")
     assert all(torch.equal(a, b) for a, b in zip(first.qkv, second.qkv, strict=True))
     assert not torch.equal(first.k, first.v)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "worker", "expected"),
+    [
+        (None, 4, "gw0", "0,1,2,3"),
+        (None, 4, "gw6", "2,3,0,1"),
+        ("5,7", 2, "gw3", "7,5"),
+        (None, 1, "gw3", None),
+        ("2", 1, "gw3", "2"),
+        (None, 4, "", None),
+        ("", 0, "gw1", ""),
+    ],
+)
+def test_workers_share_the_gpus(visible, count, worker, expected):
+    assert targets.own_gpu_first(visible, count, worker) == expected

@@ -56,6 +56,8 @@ def make_options(
         raise TypeError(f"deterministic must be True or False, got {_named(deterministic)}")
     if backend is not None and type(backend) is not str:
         raise TypeError(f"backend must be None or a backend's name, got {_named(backend)}")
+    if not deterministic:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     return Options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend
     )

@@ -68,6 +68,7 @@ def attention(
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
         deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
             with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
+            ``torch.use_deterministic_algorithms(True)`` asks for it, too.
         q_descale, k_descale, v_descale: FlashAttention-3's, for q, k and v of float8_e4m3fn alone: (batch,
             heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
             1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).

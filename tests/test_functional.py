@@ -13,6 +13,7 @@ import torch
 
 import flashtile
 from flashtile import reference
+from flashtile.arguments import make_options
 
 COMMON = (
     ("dropout_p", 0.0),
@@ -291,3 +292,14 @@ def test_nothing_to_attend_to(seqlen_q, seqlen_k, batch):
     for tensor, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
         assert gradient.shape == tensor.shape
         assert gradient.isfinite().all()
+
+
+def test_torchs_own_switch_makes_gradients_deterministic():
+    arguments = (None, None, None, False, (-1, -1), 0.0)
+    assert not make_options(*arguments, False, None).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert make_options(*arguments, False, None).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert make_options(*arguments, True, None).deterministic

@@ -29,17 +29,17 @@ demo: $(READY) ## exactness, speed, memory and a small training run; writes flas
 test: lint test-cpu test-interpreter ## all that runs without a GPU
 
 test-cpu: $(READY)
-	$(PYTEST) -n $(WORKERS) -m "not gpu and not interpreter"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter"
 
 test-interpreter: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m interpreter
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
 	OMP_NUM_THREADS=1 bash scripts/with-newest-triton $(VENV) \
-	  $(RUN) -m pytest tests/newest_triton.py -n $(WORKERS)
+	  $(RUN) -m pytest tests/newest_triton.py -n $(WORKERS) --dist worksteal
 
 test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is installed
-	$(PYTEST) -n $(GPU_WORKERS) -m gpu
+	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m gpu
 	@if command -v compute-sanitizer >/dev/null; then \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 	    $(RUN) tests/gpu/sanitizer_cases.py; \

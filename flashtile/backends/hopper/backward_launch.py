@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,16 +72,68 @@ def chunk_of(problem: Problem, blocks: int, programs: int) -> int:
     return blocks if problem.deterministic and not problem.varlen and even else 1
 
 
+class Begun(NamedTuple):
+    """What the preparation of a call leaves for its kernels."""
+
+    dout: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsink: Tensor | None
+    shift: Tensor
+    dp_shift: Tensor
+    next_item: Tensor
+
+
+class Beginning:
+    """The first part of every backward: the tensors of the gradients, and two floats for each row."""
+
+    def __init__(self, problem: Problem) -> None:
+        sequences = 1 if problem.varlen else problem.batch
+        rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+        self._heads = problem.num_heads_q
+        self.statistics_shape = (sequences * problem.num_heads_q, rows)
+        self._some_unwritten = problem.varlen or problem.seqused_k
+
+    def __call__(
+        self,
+        prepare: KeptKernel,
+        accumulator: Tensor | None,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        extras: Extras,
+    ) -> Begun:
+        """``prepare`` is :func:`prepare_launch`'s; with an accumulator of dq, that is zeroed."""
+        if dout.data_ptr() % 16:
+            dout = dout.clone()
+        # Tokens that no sequence has or uses are written by no program.
+        allocate = torch.zeros if self._some_unwritten else torch.empty
+        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        shift, dp_shift = q.new_empty((2, *self.statistics_shape), dtype=torch.float32).unbind()
+        next_item = q.new_empty(1, dtype=torch.int32)
+        sink, offsets = extras.sink, extras.cu_seqlens_q
+        dsink = terms = None
+        if sink is not None:
+            terms = q.new_empty((prepare.programs // self._heads, self._heads), dtype=torch.float32)
+        prepare(q.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, next_item, offsets, sink)
+        if sink is not None and terms is not None:
+            dsink = terms.sum(0).to(sink.dtype)
+        return Begun(dout, dq, dk, dv, dsink, shift, dp_shift, next_item)
+
+
 class BackwardLaunch:
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
 
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
         self._variant = variant_of(problem, config)
-        sequences = 1 if problem.varlen else problem.batch
-        rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
-        self._statistics_shape = (sequences * problem.num_heads_q, rows)
-        self._some_unwritten = problem.varlen or problem.seqused_k
+        self._begin = Beginning(problem)
+        self._accumulator_shape = (*self._begin.statistics_shape, self._variant.BLOCK_D)
         self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -94,31 +147,18 @@ class BackwardLaunch:
         lse: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
-        if dout.data_ptr() % 16:
-            dout = dout.clone()
-        # Tokens that no sequence has or uses are written by no program.
-        allocate = torch.zeros if self._some_unwritten else torch.empty
-        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
         if self._kernels is None:
-            self._kernels = self._prepare(dlse, q, k, v, dout, alibi_slopes)
+            self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         prepare, products, finish = self._kernels
         device = q.device
-        shift, dp_shift = q.new_empty((2, *self._statistics_shape), dtype=torch.float32).unbind()
         accumulator = q.new_empty(self._accumulator_shape, dtype=torch.float32)
-        next_item = q.new_empty(1, dtype=torch.int32)
+        dout, dq, dk, dv, dsink, shift, dp_shift, next_item = self._begin(
+            prepare, accumulator, dout, dlse, q, k, v, out, lse, extras
+        )
         turns = next_item
         if self._problem.deterministic:
             turns = q.new_zeros(self._turns_shape, dtype=torch.int32)
-        dsink = terms = None
-        if sink is not None:
-            heads = self._problem.num_heads_q
-            terms = q.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
-        prepare(
-            device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, next_item, cu_seqlens_q, sink
-        )
-        if sink is not None and terms is not None:
-            dsink = terms.sum(0).to(sink.dtype)
         table = lse
         if self._table_kernel is not None:
             table = q.new_empty(self._table_shape, dtype=torch.int32)
@@ -142,11 +182,10 @@ class BackwardLaunch:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        dout: Tensor,
         alibi_slopes: Tensor | None,
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, variant = self._problem, self._variant
-        rows = self._statistics_shape[1]
+        heads, rows = self._begin.statistics_shape
         factor = LOG2_E if variant.BENT else 1 / problem.softmax_scale
         prepare = prepare_launch(problem, dlse is not None, factor, variant.BLOCK_D)
         blocks = math.ceil(problem.seqlen_k / variant.BLOCK_N)
@@ -166,7 +205,7 @@ class BackwardLaunch:
         chunk = chunk_of(problem, blocks, multiprocessors)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         q_blocks = rows // variant.BLOCK_M
-        self._turns_shape = (self._statistics_shape[0] * q_blocks,)
+        self._turns_shape = (heads * q_blocks,)
         scalars = (
             items * problem.num_heads_kv,
             blocks,
@@ -186,7 +225,6 @@ class BackwardLaunch:
             0.0,
         )
         self._views = views(problem, variant, q, k, v, rows)
-        self._accumulator_shape = self._statistics_shape + (variant.BLOCK_D,)
         programs = min(multiprocessors, items * problem.num_heads_kv)
         products = KeptKernel(
             backward_kernel, programs, scalars, (variant,), None, maxnreg=LAUNCH_REGISTERS[2]

@@ -32,7 +32,6 @@ from flashtile.backends.hopper.launch import (
     table_kernel,
 )
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
-from flashtile.backends.portable.backward_prepare import padded_rows
 from flashtile.backends.portable.launch import KeptKernel, prepare_launch
 from flashtile.problem import LOG2_E, Extras, Problem
 
@@ -51,10 +50,7 @@ class WideBackwardLaunch:
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
         self._dkv, self._dq = variants(problem, config)
-        sequences = 1 if problem.varlen else problem.batch
-        rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
-        self._statistics_shape = (sequences * problem.num_heads_q, rows)
-        self._some_unwritten = problem.varlen or problem.seqused_k
+        self._begin = backward_launch.Beginning(problem)
         self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -68,25 +64,14 @@ class WideBackwardLaunch:
         lse: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
-        if dout.data_ptr() % 16:
-            dout = dout.clone()
-        # Tokens that no sequence has or uses are written by no program.
-        allocate = torch.zeros if self._some_unwritten else torch.empty
-        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
         if self._kernels is None:
             self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         prepare, compute_dkdv, compute_dq = self._kernels
         device = q.device
-        shift, dp_shift = q.new_empty((2, *self._statistics_shape), dtype=torch.float32).unbind()
-        next_item = q.new_empty(1, dtype=torch.int32)
-        dsink = terms = None
-        if sink is not None:
-            heads = self._problem.num_heads_q
-            terms = q.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
-        prepare(device, out, dout, lse, dlse, shift, dp_shift, terms, None, next_item, cu_seqlens_q, sink)
-        if sink is not None and terms is not None:
-            dsink = terms.sum(0).to(sink.dtype)
+        dout, dq, dk, dv, dsink, shift, dp_shift, next_item = self._begin(
+            prepare, None, dout, dlse, q, k, v, out, lse, extras
+        )
         table_k = table_q = lse
         if self._problem.varlen:
             table_k, table_q = (q.new_empty(shape, dtype=torch.int32) for shape in self._table_shapes)
@@ -107,7 +92,7 @@ class WideBackwardLaunch:
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, dkv, dq = self._problem, self._dkv, self._dq
-        self._views = views(problem, q, k, v, self._statistics_shape)
+        self._views = views(problem, q, k, v, self._begin.statistics_shape)
         blocks = math.ceil(problem.seqlen_k / dkv.BLOCK_N)
         items = problem.batch * blocks
         if problem.varlen:
@@ -136,7 +121,7 @@ class WideBackwardLaunch:
         )
         scalars = schedule_scalars(problem, dq, rows_apart(k))
         programs = num_programs(scalars, q.device)
-        scalars = (self._statistics_shape[1], *scalars, slope_stride, *numbers)
+        scalars = (self._begin.statistics_shape[1], *scalars, slope_stride, *numbers)
         compute_dq = KeptKernel(dq_kernel, programs, scalars, (dq,), None, **options)
         return prepare_launch(problem, dlse is not None, LOG2_E), compute_dkdv, compute_dq
 

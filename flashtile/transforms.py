@@ -118,9 +118,7 @@ def _one_by_one(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """A loop, for a sink: a call has one, and one gradient of it, for all of its batch."""
     results = [
-        operator(
-            *(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True))
-        )
+        operator(*(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
         for i in range(samples)
     ]
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])

@@ -408,7 +408,7 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon_kernel()
+@gluon_kernel(do_not_specialize=Schedule._fields)
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dq_desc, dk_desc, dv_desc,
     table, seqused_k, alibi_slopes, turns, next_item,

@@ -271,7 +271,7 @@ def key_consumer(
         item = take(queue, turn)
 
 
-@gluon_kernel()
+@gluon_kernel(do_not_specialize=Schedule._fields)
 def dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dk_desc, dv_desc,
     table, seqused_k, alibi_slopes, next_item,

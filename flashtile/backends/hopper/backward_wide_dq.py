@@ -229,7 +229,7 @@ def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, poin
             j += 1
 
 
-@gluon_kernel()
+@gluon_kernel(do_not_specialize=(*Schedule._fields, "padded_rows"))
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, shift, dp_shift, table, seqused_k, alibi_slopes, padded_rows,
     items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,

@@ -37,7 +37,7 @@ def item_count(seqlen_q, blocks, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr):
     return count
 
 
-@kernel()
+@kernel(do_not_specialize=("batch", "blocks", "total_q", "total_k", "capacity"))
 def tile_table_kernel(
     table,
     cu_seqlens_q,

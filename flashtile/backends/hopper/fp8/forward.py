@@ -537,7 +537,7 @@ def producer(C: gl.constexpr, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers,
         pass_on(C, i - 1, v, v_rows)
 
 
-@gluon_kernel()
+@gluon_kernel(do_not_specialize=(*Schedule._fields, *ScaleArrays._fields[3:]))
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, q_scale, k_scale, v_scale,
     items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right,

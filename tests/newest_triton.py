@@ -32,11 +32,10 @@ def representative_cases() -> list[CompileCase]:
     for case in cases:
         variant = case.constants.get("C")
         block_d, block_dv, *others = (
-            getattr(variant, name, None)
-            for name in ("BLOCK_D", "BLOCK_DV", "VARLEN", "PACK", "V_TRANSPOSED", "AHEAD")
+            getattr(variant, name, None) for name in ("BLOCK_D", "BLOCK_DV", "VARLEN", "PACK", "V_TRANSPOSED")
         )
         if isinstance(variant, Fp8Variant):
-            if not (variant.VARLEN or variant.AHEAD):
+            if not variant.VARLEN:
                 continue
             if not variant.V_TRANSPOSED:
                 block_d = block_dv = None

@@ -72,6 +72,21 @@ def chunk_of(problem: Problem, blocks: int, programs: int) -> int:
     return blocks if problem.deterministic and not problem.varlen and even else 1
 
 
+def key_items(problem: Problem, block_n: int) -> int:
+    """Blocks of keys of a head, in all sequences; with a table, as many as it has rows for."""
+    if problem.varlen:
+        return tile_table.capacity(problem.total_k, problem.batch, block_n)
+    return problem.batch * math.ceil(problem.seqlen_k / block_n)
+
+
+def key_table_kernel(problem: Problem, block_n: int) -> KeptKernel:
+    """``tile_table_kernel`` with the parts of queries and keys exchanged."""
+    blocks = math.ceil(problem.seqlen_k / block_n)
+    scalars = (problem.batch, blocks, problem.total_k, problem.total_q, key_items(problem, block_n))
+    constants = (False, False, block_n, TABLE_WIDTH.value, tile_table.CHUNK)
+    return KeptKernel(tile_table.tile_table_kernel, problem.batch, scalars, constants, None)
+
+
 class Begun(NamedTuple):
     """What the preparation of a call leaves for its kernels."""
 
@@ -189,18 +204,11 @@ class BackwardLaunch:
         factor = LOG2_E if variant.BENT else 1 / problem.softmax_scale
         prepare = prepare_launch(problem, dlse is not None, factor, variant.BLOCK_D)
         blocks = math.ceil(problem.seqlen_k / variant.BLOCK_N)
-        items = problem.batch * blocks
+        items = key_items(problem, variant.BLOCK_N)
         self._table_kernel: KeptKernel | None = None
         if problem.varlen:
-            items = tile_table.capacity(problem.total_k, problem.batch, variant.BLOCK_N)
             self._table_shape = (1 + items, TABLE_WIDTH.value)
-            self._table_kernel = KeptKernel(
-                tile_table.tile_table_kernel,
-                problem.batch,
-                (problem.batch, blocks, problem.total_k, problem.total_q, items),
-                (False, False, variant.BLOCK_N, TABLE_WIDTH.value, tile_table.CHUNK),
-                None,
-            )
+            self._table_kernel = key_table_kernel(problem, variant.BLOCK_N)
         multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
         chunk = chunk_of(problem, blocks, multiprocessors)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)

@@ -47,8 +47,8 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 
 
 @gluon.jit
-def bend(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr):
-    """(scores in log2 units, d bent / d scaled) from raw products, with soft-cap and ALiBi."""
+def soft_cap(C: gl.constexpr, s, numbers):
+    """(raw products, soft-capped, in log2 units; d capped / d scaled)."""
     slack = 1.0
     if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
         capped = 1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate))
@@ -56,6 +56,13 @@ def bend(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout:
         slack = 1 - capped * capped
     else:
         s = s * numbers.scale_log2
+    return s, slack
+
+
+@gluon.jit
+def bend(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr):
+    """(scores in log2 units, d bent / d scaled) from raw products, with soft-cap and ALiBi."""
+    s, slack = soft_cap(C, s, numbers)
     if C.ALIBI:
         keys, rows = positions(C, W, m, work, s_layout)
         s = s - slope * gl.abs(rows - keys).to(gl.float32)

@@ -21,12 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.hopper import config
-from flashtile.backends.hopper.backward_scores import (
-    LOG2_E,
-    Numbers,
-)
+from flashtile.backends.hopper.backward_schedule import padded_row
+from flashtile.backends.hopper.backward_scores import LOG2_E, Numbers, soft_cap
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.forward import Rows, load_keys, load_queries, mask, store_rows, tile_blocks
+from flashtile.backends.hopper.forward import (
+    load_keys,
+    load_queries,
+    mask,
+    mask_rows,
+    store_rows,
+    tile_blocks,
+)
 from flashtile.backends.hopper.opaque import narrow
 from flashtile.backends.hopper.schedule import (
     Pointers,
@@ -41,32 +46,23 @@ from flashtile.backends.hopper.schedule import (
     work_item,
 )
 from flashtile.backends.kernel_cache import gluon_kernel
-from flashtile.backends.portable import backward_prepare
 
 ROWS = gl.constexpr(config.WARPGROUP_ROWS)
-ROW_PAD = gl.constexpr(backward_prepare.ROW_PAD)
 
 
 @gluon.jit
 def statistics_row(C: gl.constexpr, work, schedule, padded_rows):
     """Where the first row of the work's sequence and head lies in ``shift`` and ``dp_shift``."""
     head = work.head.to(gl.int64)
-    if C.VARLEN:
-        return head * padded_rows + (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
-    else:
-        return (head + work.sequence * schedule.heads) * padded_rows
+    if not C.VARLEN:
+        head += work.sequence * schedule.heads
+    return head * padded_rows + padded_row(C, work, 0)
 
 
 @gluon.jit
 def bend(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
     """(scores in log2 units, d bent / d scaled) from the raw products of block ``n``."""
-    slack = 1.0
-    if C.SOFTCAP:
-        capped = 1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate))
-        s = capped * numbers.softcap_log2
-        slack = 1 - capped * capped
-    else:
-        s = s * numbers.scale_log2
+    s, slack = soft_cap(C, s, numbers)
     if C.ALIBI:
         keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
         s = s - rows.slope * gl.abs(rows.positions[:, None] - keys[None, :]).to(gl.float32)
@@ -140,14 +136,10 @@ def differentiate_tile(
     where = statistics_row(C, work, schedule, padded_rows) + row
     shift = gl.load(shift_start + where)
     dp_shift = gl.load(dp_shift_start + where)
-    in_keys = row + work.seqlen_k - work.seqlen_q
-    last_key = in_keys * 0 + work.seqlen_k - 1
-    if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + schedule.right, last_key)
     slope = 0.0
     if C.ALIBI:
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + work.head) * LOG2_E
-    rows = Rows(in_keys, in_keys - schedule.left, last_key, slope)
+    rows = mask_rows(C, work, row, slope, schedule)
 
     dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dq_layout)
     i = hand_back(n_end - my_end, i, k, v)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile.backends.hopper import backward_launch, launch, tile_table
+from flashtile.backends.hopper import backward_launch, launch
 from flashtile.backends.hopper.backward_wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward_wide_dq import dq_kernel
 from flashtile.backends.hopper.config import (
@@ -94,20 +94,13 @@ class WideBackwardLaunch:
         problem, dkv, dq = self._problem, self._dkv, self._dq
         self._views = views(problem, q, k, v, self._begin.statistics_shape)
         blocks = math.ceil(problem.seqlen_k / dkv.BLOCK_N)
-        items = problem.batch * blocks
+        items = backward_launch.key_items(problem, dkv.BLOCK_N)
         if problem.varlen:
-            items = tile_table.capacity(problem.total_k, problem.batch, dkv.BLOCK_N)
             self._table_shapes = (
                 (1 + items, TABLE_WIDTH.value),
                 (1 + table_items(problem, dq), TABLE_WIDTH.value),
             )
-            fill_k = KeptKernel(
-                tile_table.tile_table_kernel,
-                problem.batch,
-                (problem.batch, blocks, problem.total_k, problem.total_q, items),
-                (False, False, dkv.BLOCK_N, TABLE_WIDTH.value, tile_table.CHUNK),
-                None,
-            )
+            fill_k = backward_launch.key_table_kernel(problem, dkv.BLOCK_N)
             self._table_kernels = (fill_k, table_kernel(problem, dq))
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         slope_stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0

@@ -238,15 +238,7 @@ def attend_cut(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o.type.layout, k_width=2)
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
-    slope = rows.slope
-    if C.ALIBI:
-        slope = gl.convert_layout(slope, row)
-    rows = Rows(
-        gl.convert_layout(rows.positions, row),
-        gl.convert_layout(rows.first_key, row),
-        gl.convert_layout(rows.last_key, row),
-        slope,
-    )
+    rows = rows_in(C, rows, row)
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
         s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
@@ -291,6 +283,69 @@ def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
 
 
 @gluon.jit
+def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
+    """(first and last position of warpgroup W's rows, the tile's blocks, then ``own_blocks``)"""
+    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
+    last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
+    my_begin, my_end, full_begin, full_end = own_blocks(
+        first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right, C.HAS_LEFT,
+        C.HAS_RIGHT, C.BLOCK_N,
+    )  # fmt: skip
+    return first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end
+
+
+@gluon.jit
+def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
+    """(position, query head) of each of a warpgroup's rows: rows of heads that share a tile alternate."""
+    row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
+    return first + row // C.PACK, work.head * C.PACK + row % C.PACK
+
+
+@gluon.jit
+def mask_rows(C: gl.constexpr, work, positions, slope, schedule):
+    """What a mask knows of rows at ``positions``."""
+    in_keys = positions + work.seqlen_k - work.seqlen_q
+    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
+    if C.HAS_RIGHT:
+        last_key = gl.minimum(in_keys + schedule.right, last_key)
+    return Rows(in_keys, in_keys - schedule.left, last_key, slope)
+
+
+@gluon.jit
+def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
+    """The same rows in another layout."""
+    slope = rows.slope
+    if C.ALIBI:
+        slope = gl.convert_layout(slope, layout)
+    return Rows(
+        gl.convert_layout(rows.positions, layout),
+        gl.convert_layout(rows.first_key, layout),
+        gl.convert_layout(rows.last_key, layout),
+        slope,
+    )
+
+
+@gluon.jit
+def whole_end(C: gl.constexpr, work, last, my_begin, my_end, schedule):
+    """``my_end``, less one if the diagonal ends in the first half of the last block: its second half would be
+    all mask."""
+    last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.right, work.seqlen_k - 1)
+    half = last_key < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
+    return my_end - 1 if half else my_end
+
+
+@gluon.jit
+def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
+    if C.VARLEN:
+        rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
+    else:
+        head_of_batch = work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head
+        rows = head_of_batch * schedule.seqlen_q + positions
+    gl.store(pointers.lse + rows, lse, mask=positions < work.seqlen_q)
+
+
+@gluon.jit
 def store_parts(C: gl.constexpr, W: gl.constexpr, o, COLUMN: gl.constexpr, o_tiles, o_desc, work, row):
     """Columns ``COLUMN`` and on of the output, as many at a time as ``o_desc`` has, through the warpgroup's
     two tiles in turn."""
@@ -326,24 +381,14 @@ def attend_tile(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
 
-    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
-    first_position = (block * C.BLOCK_M + W * ROWS) // C.PACK
-    last_position = min(first_position + ROWS // C.PACK, work.seqlen_q) - 1
-    my_begin, my_end, full_begin, full_end = own_blocks(
-        first_position, last_position, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left,
-        schedule.right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
-    )  # fmt: skip
-    packed = gl.arange(0, ROWS, layout=row_layout)
-    positions = first_position + packed // C.PACK
-    head = work.head * C.PACK + packed % C.PACK
-    in_keys = positions + work.seqlen_k - work.seqlen_q
-    last_key = gl.full([ROWS], 0, gl.int32, row_layout) + work.seqlen_k - 1
-    if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + schedule.right, last_key)
+    first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end = own_range(
+        C, W, work, block, schedule
+    )
+    positions, head = own_rows(C, work, first, row_layout)
     slope = 0.0
     if C.ALIBI:
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * (1 / LN_2)
-    rows = Rows(in_keys, in_keys - schedule.left, last_key, slope)
+    rows = mask_rows(C, work, positions, slope, schedule)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     if C.SINK:
         m = gl.load(pointers.sink + head).to(gl.float32) * (1 / LN_2)
@@ -361,10 +406,7 @@ def attend_tile(
         q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
         q_head = q_tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(q_layout)
     if C.HAS_RIGHT and C.BLOCK_N > ROWS:
-        # Where the diagonal ends in the first half of a block, the second half would be all mask.
-        last = min(last_position + work.seqlen_k - work.seqlen_q + schedule.right, work.seqlen_k - 1)
-        half = last < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
-        whole = my_end - 1 if half else my_end
+        whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
         o, l, m, i = attend_cut(
             C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, turn,
@@ -411,19 +453,14 @@ def attend_tile(
 
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = m * LN_2 + gl.log(sums)
-    if C.VARLEN:
-        lse_rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
-    else:
-        head_of_batch = work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head
-        lse_rows = head_of_batch * schedule.seqlen_q + positions
-    gl.store(pointers.lse + lse_rows, lse, mask=positions < work.seqlen_q)
+    store_lse(C, lse, work, head, positions, pointers, schedule)
     if not C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
     i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
     if C.O_IN_PARTS:
-        store_parts(C, W, o, 0, o_tiles, o_desc, work, first_position)
+        store_parts(C, W, o, 0, o_tiles, o_desc, work, first)
     else:
         if C.Q_HOLDS_O:
             o_tile = q.tiles.index(q_part)
@@ -432,7 +469,7 @@ def attend_tile(
             tma.store_wait(0)  # of the tile before
         o_tile.reshape([ROWS, C.BLOCK_DV]).store(o)
         fence_async_shared()
-        store_rows(C, o_desc, work, first_position, o_tile)
+        store_rows(C, o_desc, work, first, o_tile)
     if C.Q_HOLDS_O:
         tma.store_wait(0)
         q.release(j)

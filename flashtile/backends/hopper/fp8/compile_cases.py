@@ -51,7 +51,6 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         everything = replace(everything, seqused_k=not v_transposed)
         yield _case(everything, config, config.features_spill_budget)
     square = replace(PLAIN, head_dim=128, head_dim_v=128)
-    yield _case(square, Fp8Config(2, 128, STAGES=4, AHEAD=True), 64)
     yield _case(replace(square, window_right=0, seqlen_q=4, total_q=8), Fp8Config(2, 128), 0)
 
 
@@ -102,7 +101,6 @@ def _name(problem: Fp8Problem, config: Fp8Config) -> str:
         for word, present in (
             ("ping-pong", config.PING_PONG),
             ("q in registers", config.Q_IN_REGISTERS),
-            ("ahead", config.AHEAD),
             ("packed", problem.seqlen_q < config.BLOCK_M),
             ("v row by row", not problem.v_transposed),
         )

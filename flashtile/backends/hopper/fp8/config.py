@@ -15,12 +15,7 @@ class Fp8Config(ForwardConfig):
     """Tile and pipeline of the FP8 forward kernel: those of the 16-bit kernel, with its own numbers.
 
     BLOCK_N divides 128, the keys that share a scale; ``Q_IN_REGISTERS`` is 0 or the padded head size.
-
-    Args:
-        AHEAD: Q K^T runs a block ahead of the softmax instead of beside P V alone; at least 3 STAGES.
     """
-
-    AHEAD: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,6 @@ class Fp8Variant(Variant):
     """Scales are of blocks, numbered through a variable-length batch; otherwise of heads."""
     Q_SCALE_GROUP: int
     """Query heads to an entry of the scales of q."""
-    AHEAD: bool
     PRODUCER_WARPS: int
 
 

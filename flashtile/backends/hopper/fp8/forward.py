@@ -27,16 +27,21 @@ from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.forward import (
     LN_2,
     WARPGROUP_ROWS,
-    Rows,
     bend,
     load_keys,
     load_queries,
     mask,
+    mask_rows,
+    own_range,
+    own_rows,
     qk_product,
+    rows_in,
     scale_rows,
     skip_blocks,
+    store_lse,
     store_rows,
     tile_blocks,
+    whole_end,
 )
 from flashtile.backends.hopper.fp8.softmax import (
     LEAST,
@@ -49,7 +54,7 @@ from flashtile.backends.hopper.fp8.softmax import (
     sums_of,
 )
 from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_layout
-from flashtile.backends.hopper.opaque import pin, rescale, settle
+from flashtile.backends.hopper.opaque import rescale, settle
 from flashtile.backends.hopper.schedule import (
     Numbers,
     Pointers,
@@ -59,7 +64,6 @@ from flashtile.backends.hopper.schedule import (
     blocks_of,
     find_work,
     item_count,
-    own_blocks,
     turns_of,
     work_item,
 )
@@ -149,15 +153,10 @@ def value_scale(v_scale):
 
 @gluon.jit
 def fp8_softmax(C: gl.constexpr, s, n, m, l, scales, k_scale, v_scale, rows, numbers, MASK: gl.constexpr,
-                PIN: gl.constexpr, s_layout: gl.constexpr):  # fmt: skip
-    """Raw products of block ``n`` to (P by its bytes, new maximum, new sums, factor for O). m: in s's rows.
-
-    ``PIN``: not before the products that stand in front of it, and not after the waits that follow.
-    """
+                s_layout: gl.constexpr):  # fmt: skip
+    """Raw products of block ``n`` to (P by its bytes, new maximum and sums, factor for O). m: in s's rows."""
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     factor = gl.convert_layout(score_factor(C, scales, k_scale), row)
-    if PIN:
-        factor = pin(factor)
     value_log2, inverse = value_scale(v_scale)
     column = factor[:, None]
     s = bend(C, s, n, rows, Numbers(column, column, numbers.softcap_log2), s_layout)
@@ -166,8 +165,6 @@ def fp8_softmax(C: gl.constexpr, s, n, m, l, scales, k_scale, v_scale, rows, num
     b0, b1, b2, b3, m, alpha = exponentials(C, s, m, factor, value_log2)
     sums = sums_of(b0, b1, b2, b3)
     l = scale_rows(l, alpha) + gl.convert_layout(sums, l.type.layout) * inverse
-    if PIN:
-        l = pin(l)
     return b0, b1, b2, b3, m, l, alpha
 
 
@@ -201,7 +198,7 @@ def attend_uncut(
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
         b0, b1, b2, b3, m, l, alpha = fp8_softmax(
-            C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, False, s_layout
+            C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, s_layout
         )
         fresh = pack(b0, b1, b2, b3)
         o = warpgroup_mma_wait(0, deps=[o])
@@ -209,75 +206,6 @@ def attend_uncut(
         v.release(i - 1)
         o = rescale(o, alpha)
         k_scale, v_scale = next_scales
-        i += 1
-    return o, l, m, packed, i, k_scale, v_scale
-
-
-@gluon.jit
-def step_ahead(
-    C: gl.constexpr, W: gl.constexpr, LAST: gl.constexpr, s, o, l, m, packed, i, n, k_scale, v_scale, scales,
-    q, q_head, k, v, turn, rows, numbers, s_layout: gl.constexpr,
-):  # fmt: skip
-    """Block ``n``, whose raw products are ``s``: its softmax beside P V of the block before and, unless it is
-    the ``LAST``, Q K^T of the next."""
-    o_layout: gl.constexpr = o.type.layout
-    p = as_operand(packed, o_layout)
-    turn.take(W, i)
-    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
-    if not LAST:
-        s_next = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i + 1)), s_layout)
-    turn.give(W)
-    next_k_scale, next_v_scale = load_scales(C, scales, n - 1)
-    b0, b1, b2, b3, m, l, alpha = fp8_softmax(
-        C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, True, s_layout
-    )
-    if LAST:
-        o = warpgroup_mma_wait(0, deps=[o])
-    else:
-        o, s = warpgroup_mma_wait(0, deps=[o, s_next])
-        k.release(i + 1)
-    packed = pack(b0, b1, b2, b3, IN_PLACE=True)
-    v.release(i - 1)
-    return s, rescale(o, alpha), l, m, packed, next_k_scale, next_v_scale
-
-
-@gluon.jit
-def attend_ahead(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, packed, i, n_from, n_to, k_scale, v_scale, scales, q, q_head,
-    k, v, turn, rows, numbers, s_layout: gl.constexpr,
-):  # fmt: skip
-    """As :func:`attend_uncut`, with Q K^T one block further ahead: the softmax waits for no product.
-
-    Two blocks a round, so that the scores of either have registers of their own.
-    """
-    blocks = n_from - n_to
-    if blocks > 0:
-        s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
-        s = warpgroup_mma_wait(0, deps=[s])
-        k.release(i)
-        n = n_from - 1
-        for _ in range((blocks - 1) // 2):
-            s_1, o, l, m, packed, k_scale, v_scale = step_ahead(
-                C, W, False, s, o, l, m, packed, i, n, k_scale, v_scale, scales, q, q_head, k, v, turn, rows,
-                numbers, s_layout,
-            )  # fmt: skip
-            s, o, l, m, packed, k_scale, v_scale = step_ahead(
-                C, W, False, s_1, o, l, m, packed, i + 1, n - 1, k_scale, v_scale, scales, q, q_head, k, v,
-                turn, rows, numbers, s_layout,
-            )  # fmt: skip
-            i += 2
-            n -= 2
-        if (blocks - 1) % 2 == 1:
-            s, o, l, m, packed, k_scale, v_scale = step_ahead(
-                C, W, False, s, o, l, m, packed, i, n, k_scale, v_scale, scales, q, q_head, k, v, turn, rows,
-                numbers, s_layout,
-            )  # fmt: skip
-            i += 1
-            n -= 1
-        s, o, l, m, packed, k_scale, v_scale = step_ahead(
-            C, W, True, s, o, l, m, packed, i, n, k_scale, v_scale, scales, q, q_head, k, v, turn, rows,
-            numbers, s_layout,
-        )  # fmt: skip
         i += 1
     return o, l, m, packed, i, k_scale, v_scale
 
@@ -294,12 +222,7 @@ def attend_cut(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     o_layout: gl.constexpr = o.type.layout
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
-    rows = Rows(
-        gl.convert_layout(rows.positions, row),
-        gl.convert_layout(rows.first_key, row),
-        gl.convert_layout(rows.last_key, row),
-        rows.slope,
-    )
+    rows = rows_in(C, rows, row)
     for n in range(n_from - 1, n_to - 1, -1):
         turn.take(W, i)
         s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
@@ -308,7 +231,7 @@ def attend_cut(
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
         b0, b1, b2, b3, m_new, l, alpha = fp8_softmax(
-            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, numbers, True, False,
+            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, numbers, True,
             s_layout,
         )  # fmt: skip
         m = gl.convert_layout(m_new, m.type.layout)
@@ -335,21 +258,11 @@ def attend_tile(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
 
-    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
-    first_position = (block * C.BLOCK_M + W * ROWS) // C.PACK
-    last_position = min(first_position + ROWS // C.PACK, work.seqlen_q) - 1
-    my_begin, my_end, full_begin, full_end = own_blocks(
-        first_position, last_position, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left,
-        schedule.right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
-    )  # fmt: skip
-    packed_rows = gl.arange(0, ROWS, layout=row_layout)
-    positions = first_position + packed_rows // C.PACK
-    head = work.head * C.PACK + packed_rows % C.PACK
-    in_keys = positions + work.seqlen_k - work.seqlen_q
-    last_key = gl.full([ROWS], 0, gl.int32, row_layout) + work.seqlen_k - 1
-    if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + schedule.right, last_key)
-    rows = Rows(in_keys, in_keys - schedule.left, last_key, 0.0)
+    first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end = own_range(
+        C, W, work, block, schedule
+    )
+    positions, head = own_rows(C, work, first, row_layout)
+    rows = mask_rows(C, work, positions, 0.0, schedule)
     scales = tile_scales(C, work, positions, head, arrays, numbers)
     k_scale, v_scale = load_scales(C, scales, my_end - 1)
 
@@ -367,10 +280,7 @@ def attend_tile(
         q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=4)
         q_head = q_tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(q_layout)
     if C.HAS_RIGHT and C.BLOCK_N > ROWS:
-        # Where the diagonal ends in the first half of a block, the second half would be all mask.
-        last = min(last_position + work.seqlen_k - work.seqlen_q + schedule.right, work.seqlen_k - 1)
-        half = last < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
-        whole = my_end - 1 if half else my_end
+        whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
         o, l, m, i, k_scale, v_scale = attend_cut(
             C, W, HALF, o, l, m, i, my_end, whole, k_scale, v_scale, scales, q_tile, q_head, k, v, turn,
@@ -394,7 +304,7 @@ def attend_tile(
     k.release(i)
     CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
     b0, b1, b2, b3, m, l, alpha = fp8_softmax(
-        C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, CUT, False, s_layout
+        C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, CUT, s_layout
     )
     packed = pack(b0, b1, b2, b3)
     k_scale, v_scale = next_scales
@@ -402,8 +312,7 @@ def attend_tile(
         o = scale_rows(o, alpha)
     i += 1
     full_begin = min(full_begin, n)
-    attend: gl.constexpr = attend_ahead if C.AHEAD else attend_uncut
-    o, l, m, packed, i, k_scale, v_scale = attend(
+    o, l, m, packed, i, k_scale, v_scale = attend_uncut(
         C, W, o, l, m, packed, i, n, full_begin, k_scale, v_scale, scales, q_tile, q_head, k, v, turn, rows,
         numbers, s_layout,
     )  # fmt: skip
@@ -419,12 +328,7 @@ def attend_tile(
 
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
-    if C.VARLEN:
-        lse_rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
-    else:
-        head_of_batch = work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head
-        lse_rows = head_of_batch * schedule.seqlen_q + positions
-    gl.store(pointers.lse + lse_rows, lse, mask=positions < work.seqlen_q)
+    store_lse(C, lse, work, head, positions, pointers, schedule)
     i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
     # A row without keys met what lies behind the last one, which may be NaN.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
@@ -434,7 +338,7 @@ def attend_tile(
     tma.store_wait(0)  # of the tile before
     o_tile.reshape([ROWS, C.BLOCK_DV]).store(o.to(o_desc.dtype))
     fence_async_shared()
-    store_rows(C, o_desc, work, first_position, o_tile)
+    store_rows(C, o_desc, work, first, o_tile)
     return i
 
 

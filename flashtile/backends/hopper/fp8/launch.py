@@ -77,7 +77,6 @@ def fp8_variant_of(problem: Fp8Problem, config: Fp8Config) -> Fp8Variant:
         V_TRANSPOSED=problem.v_transposed,
         BLOCK_SCALES=problem.block_scales,
         Q_SCALE_GROUP=problem.q_scale_group,
-        AHEAD=config.AHEAD,
         PRODUCER_WARPS=PRODUCER_WARPS[problem.v_transposed],
     )
 

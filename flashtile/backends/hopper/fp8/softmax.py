@@ -31,12 +31,8 @@ def by_byte(x):
 
 
 @gluon.jit
-def pack(b0, b1, b2, b3, IN_PLACE: gl.constexpr = False):
-    """Four numbers to the bytes of an int32, each rounded to the nearest e4m3, ties to even.
-
-    ``IN_PLACE``: not before what stands in front of it, such as the wait for a product that still reads the
-    registers that P is to have.
-    """
+def pack(b0, b1, b2, b3):
+    """Four numbers to the bytes of an int32, each rounded to the nearest e4m3, ties to even."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -49,7 +45,7 @@ def pack(b0, b1, b2, b3, IN_PLACE: gl.constexpr = False):
         "=r,f,f,f,f",
         [b0, b1, b2, b3],
         dtype=gl.int32,
-        is_pure=not IN_PLACE,
+        is_pure=True,
         pack=1,
     )
 

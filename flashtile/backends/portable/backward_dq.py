@@ -16,6 +16,7 @@ from flashtile.backends.portable.tiles import (
     block_range,
     load_slope,
     load_tile,
+    row_block,
     sequence,
     store_tile,
     used_length,
@@ -147,19 +148,12 @@ def dq_kernel(
 ):
     """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; shift
     and dp_shift as ``backward_prepare`` lays them out."""
-    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    pid = tl.program_id(0)
-    m_block = pid % num_blocks
-    if HAS_RIGHT:
-        m_block = num_blocks - 1 - m_block
-    head = (pid // num_blocks) % num_heads_q
-    b = (pid // num_blocks) // num_heads_q
+    b, head, row_start = row_block(seqlen_q, num_heads_q, HAS_RIGHT, BLOCK_M)
     head_kv = head // group_size
 
     start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
     start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
     len_k = used_length(seqused_k, b, len_k)
-    row_start = m_block * BLOCK_M
     if row_start >= len_q:
         return
     offset = len_k - len_q

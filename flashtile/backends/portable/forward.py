@@ -17,6 +17,8 @@ from flashtile.backends.portable.tiles import (
     block_range,
     load_slope,
     load_tile,
+    result_bases,
+    row_block,
     sequence,
     store_tile,
     used_length,
@@ -178,20 +180,12 @@ def forward_kernel(
     without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
     seqused_k [batch] and sink [num_heads_q] may be None.
     """
-    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    pid = tl.program_id(0)
-    # Under a causal mask the last rows reach the most keys: start them first.
-    m_block = pid % num_blocks
-    if HAS_RIGHT:
-        m_block = num_blocks - 1 - m_block
-    head = (pid // num_blocks) % num_heads_q
-    b = (pid // num_blocks) // num_heads_q
+    b, head, row_start = row_block(seqlen_q, num_heads_q, HAS_RIGHT, BLOCK_M)
     head_kv = head // group_size
 
     start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
     start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
     len_k = used_length(seqused_k, b, len_k)
-    row_start = m_block * BLOCK_M
     if row_start >= len_q:
         return
     offset = len_k - len_q
@@ -229,11 +223,8 @@ def forward_kernel(
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]
     lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
     rows = tl.arange(0, BLOCK_M)
-    if VARLEN:
-        out_base = out_ptr + (start_q * num_heads_q + head) * HEAD_DIM_V
-        lse_base = lse_ptr + head.to(tl.int64) * total_q + start_q
-    else:
-        out_base = out_ptr + (b64 * seqlen_q * num_heads_q + head) * HEAD_DIM_V
-        lse_base = lse_ptr + (b64 * num_heads_q + head) * seqlen_q
+    out_base, lse_base = result_bases(
+        out_ptr, lse_ptr, b, head, start_q, num_heads_q, seqlen_q, total_q, HEAD_DIM_V, VARLEN
+    )
     store_tile(out_base, row_start, len_q, num_heads_q * HEAD_DIM_V, out, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     tl.store(lse_base + row_start + rows, lse, mask=row_start + rows < len_q)

@@ -82,6 +82,34 @@ def used_length(seqused, b, length):
 
 
 @triton.jit
+def row_block(seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(sequence, query head, first row) of a program in a grid of (blocks of rows * heads * batch,)."""
+    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    # Under a causal mask the last rows reach the most keys: start them first.
+    m_block = pid % num_blocks
+    if HAS_RIGHT:
+        m_block = num_blocks - 1 - m_block
+    head = (pid // num_blocks) % num_heads_q
+    return (pid // num_blocks) // num_heads_q, head, m_block * BLOCK_M
+
+
+@triton.jit
+def result_bases(
+    out_ptr, lse_ptr, b, head, start_q, num_heads_q, seqlen_q, total_q, HEAD_DIM_V: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Where the sequence's first row of ``head`` lies in out and in lse."""
+    if VARLEN:
+        row = start_q * num_heads_q
+        lse_row = head.to(tl.int64) * total_q + start_q
+    else:
+        row = b.to(tl.int64) * seqlen_q * num_heads_q
+        lse_row = (b.to(tl.int64) * num_heads_q + head) * seqlen_q
+    return out_ptr + (row + head) * HEAD_DIM_V, lse_ptr + lse_row
+
+
+@triton.jit
 def tile_index(BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Row numbers within a tile; 64-bit where a tile's own extent in memory does not fit 32 bits."""
     index = tl.arange(0, BLOCK)

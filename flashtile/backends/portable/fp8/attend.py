@@ -22,6 +22,8 @@ from flashtile.backends.portable.tiles import (
     bend_scores,
     block_range,
     load_slope,
+    result_bases,
+    row_block,
     sequence,
     store_tile,
     used_length,
@@ -258,20 +260,12 @@ def attend_kernel(
     when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v_stride_s] ([heads_kv, ...] when
     VARLEN). Scales are those of ``flashtile.fp8.problem.Scales``; those of blocks have a stride of 1.
     """
-    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    pid = tl.program_id(0)
-    # Under a causal mask the last rows reach the most keys: start them first.
-    m_block = pid % num_blocks
-    if HAS_RIGHT:
-        m_block = num_blocks - 1 - m_block
-    head = (pid // num_blocks) % num_heads_q
-    b = (pid // num_blocks) // num_heads_q
+    b, head, row_start = row_block(seqlen_q, num_heads_q, HAS_RIGHT, BLOCK_M)
     head_kv = head // group_size
 
     start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
     start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
     len_k = used_length(seqused_k, b, len_k)
-    row_start = m_block * BLOCK_M
     if row_start >= len_q:
         return
     offset = len_k - len_q
@@ -345,11 +339,8 @@ def attend_kernel(
     row_sum = tl.where(empty, 1.0, row_sum)
     out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
     lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
-    if VARLEN:
-        out_base = out_ptr + (start_q * num_heads_q + head) * HEAD_DIM_V
-        lse_base = lse_ptr + head.to(tl.int64) * total_q + start_q
-    else:
-        out_base = out_ptr + (b64 * seqlen_q * num_heads_q + head) * HEAD_DIM_V
-        lse_base = lse_ptr + (b64 * num_heads_q + head) * seqlen_q
+    out_base, lse_base = result_bases(
+        out_ptr, lse_ptr, b, head, start_q, num_heads_q, seqlen_q, total_q, HEAD_DIM_V, VARLEN
+    )
     store_tile(out_base, row_start, len_q, num_heads_q * HEAD_DIM_V, out, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     tl.store(lse_base + rows, lse, mask=rows < len_q)

@@ -39,7 +39,8 @@ test-newest-triton: $(READY) ## compile the Hopper kernels with the newest relea
 	  $(RUN) -m pytest tests/newest_triton.py -n $(WORKERS) --dist worksteal
 
 test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is installed
-	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m gpu
+	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"
+	$(PYTEST) -n $$(nvidia-smi -L | wc -l) -m "gpu and huge"
 	@if command -v compute-sanitizer >/dev/null; then \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 	    $(RUN) tests/gpu/sanitizer_cases.py; \

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,20 +55,9 @@ def _exact_matmuls() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.fixture
-def most_of_the_card() -> None:
-    """A test that takes this needs tens of gigabytes of GPU memory: see :func:`_share_the_card`."""
-
-
 @pytest.fixture(autouse=True)
-def _share_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Among pytest-xdist workers, a test that needs most of the card runs while no other GPU test does."""
-    if request.node.get_closest_marker("gpu") is None:
-        yield
-        return
-    alone = "most_of_the_card" in request.fixturenames
-    with (Path(tempfile.gettempdir()) / "flashtile-tests.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
-        if torch.cuda.memory_reserved() > 2**30:
-            torch.cuda.empty_cache()
+def _leave_memory_to_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers share the card: what one of them no longer needs goes back to it."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()

@@ -195,7 +195,9 @@ def test_a_shared_prefix_changes_no_result(target, on, name, seqlen_q, dtype):
     )
     exact = reference.attention_with_kvcache(q, k_cache, v_cache, upcast=FP64, **arguments)
     plain = reference.attention_with_kvcache(q, k_cache, v_cache, **arguments)
-    comparison = testing.compare("out", out, exact[0], plain[0])
+    # As in flashtile.decode.testing: values that cancel keep the rounding of their sum.
+    sums = torch.finfo(lse.dtype).eps * float(v_cache.nan_to_num(0.0).abs().max())
+    comparison = testing.compare("out", out, exact[0], plain[0], noise=(sums, sums))
     assert comparison.holds, str(comparison)
     near(lse.double(), exact[1], 1e-12 if dtype == FP64 else 2e-5)
 

@@ -1,8 +1,8 @@
-"""A few calls, forward and backward, to run under NVIDIA's compute-sanitizer.
+"""A few calls of every kind to run under NVIDIA's compute-sanitizer.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py
-    compute-sanitizer --tool racecheck python tests/gpu/sanitizer_cases.py
+    compute-sanitizer --tool racecheck python tests/gpu/sanitizer_cases.py --only decode
 
 Without torch's cache each tensor is an allocation of its own, so that memcheck sees an access beside it. A
 plain script: neither pytest nor the reference, whose launches would be checked as slowly as ours.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,7 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import flashtile
+import flashtile.fp8
 from cases import BF16, FP16, FP32, Case
+from decode_cases import CASES as DECODE_CASES
+from decode_cases import DecodeCase, build
+from flashtile.decode.problem import FP8
 
 RAGGED = ((70, 130), (1, 139), (0, 17), (35, 0), (7, 7))
 SANITIZED = (
@@ -47,25 +52,81 @@ DETERMINISTIC = (
 """Kernels that add blocks of keys up in one order wait for each other in memory."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", help="Default: what dispatch chooses.")
-    parser.add_argument("--device", default="cuda")
-    options = parser.parse_args()
+DECODED = {
+    case.name: case
+    for case in (
+        *DECODE_CASES,
+        DecodeCase("few tiles a program", lengths=(8192,), capacity=8192, page_size=16, head_dim=128),
+        DecodeCase("few tiles a program, fp8", lengths=(5000, 3), capacity=8192, page_size=64, head_dim=128,
+                   cache_dtype=FP8, descale="block"),
+    )
+}  # fmt: skip
+DECODED_NAMES = (
+    "odd-head-dims", "heads-in-blocks", "paged", "page-size-1", "empty-cache", "window-causal",
+    "leftpad-paged", "batch-idx", "append-ragged", "rotary-ragged", "fp8-append", "fp8-append-rotary",
+    "tree-ragged", "everything", "more-splits-than-keys", "split-size", "few tiles a program",
+    "few tiles a program, fp8",
+)  # fmt: skip
+
+
+def attention(device: str, backend: str | None) -> Iterator[str]:
     for case in (*SANITIZED, *DETERMINISTIC):
-        inputs = case.inputs(options.device)
+        inputs = case.inputs(device)
         leaves = [t.detach().requires_grad_() for t in inputs.qkv]
         results = flashtile.attention(
             *leaves,
             return_lse=True,
-            backend=options.backend,
+            backend=backend,
             deterministic=case in DETERMINISTIC,
             **inputs.arguments,
         )
         torch.autograd.grad(results, leaves, (inputs.dout, inputs.dlse))
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        print(f"ran: {case.name}", flush=True)
+        yield case.name
+
+
+def decode(device: str, backend: str | None) -> Iterator[str]:
+    for name in DECODED_NAMES:
+        tensors, arguments = build(DECODED[name], BF16, device)
+        flashtile.flash_attn_with_kvcache(*tensors, backend=backend, **arguments)
+        yield name
+    (q, k_cache, v_cache, _, _), arguments = build(DECODED["paged"], BF16, device)
+    arguments["block_table"][:, 0] = arguments["block_table"][0, 0]
+    arguments |= {"prefix_seqlens": 1, "backend": backend}
+    flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, **arguments)
+    yield "shared prefix"
+
+
+def fp8(device: str, backend: str | None) -> Iterator[str]:
+    for head_dim in (64, 128, 256):
+        shapes = ((70, 4), (333, 2), (333, 2))
+        q, k, v = (torch.randn(2, n, heads, head_dim, device=device).to(BF16) for n, heads in shapes)
+        flashtile.fp8.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        yield f"head_dim {head_dim}"
+        flashtile.flash_attn_func(*(t.to(FP8) for t in (q, k, v)), window_size=(100, 20), backend=backend)
+        yield f"head_dim {head_dim}, row by row"
+    cu_seqlens = torch.tensor([0, 0, 70, 71, 203], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(210, h, 100, device=device).to(FP16) for h in (4, 2, 2))
+    flashtile.fp8.attention(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=140, max_seqlen_k=140,
+        backend=backend,
+    )  # fmt: skip
+    yield "varlen"
+
+
+PARTS = {"attention": attention, "decode": decode, "fp8": fp8}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", help="Default: what dispatch chooses.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", choices=PARTS, help="Default: all.")
+    options = parser.parse_args()
+    for part in (options.only,) if options.only else PARTS:
+        for name in PARTS[part](options.device, options.backend):
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            print(f"ran {part}: {name}", flush=True)
 
 
 if __name__ == "__main__":

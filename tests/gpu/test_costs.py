@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 import flashtile
 from cases import BF16, Case
+from host_time import in_calls_of_sdpa
 from targets import Target
 
 pytestmark = pytest.mark.gpu
@@ -56,15 +55,8 @@ def test_memory_is_that_of_the_tensors(
 
 
 def test_the_host_is_quick(gpu_target: Target) -> None:
-    """A repeated small forward pass without gradients: a smoke test with room for a loaded machine."""
+    """A repeated small forward pass without gradients: a smoke test; the aim is 25 us where SDPA takes 22."""
     call = Case(name="host", batch=1, seqlen_q=64, seqlen_k=64, heads_q=2, dtype=BF16)
     q, k, v = call.inputs("cuda").qkv
-    best = float("inf")
-    with torch.no_grad():
-        for _ in range(50):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(100):
-                flashtile.attention(q, k, v, causal=True, backend=gpu_target.backend)
-            best = min(best, (time.perf_counter() - start) / 100)
-    assert best < 50e-6, f"{best * 1e6:.1f} us a call"
+    cost = in_calls_of_sdpa(lambda: flashtile.attention(q, k, v, causal=True, backend=gpu_target.backend))
+    assert cost < 2, f"{cost:.2f} times the host time of SDPA"

@@ -243,7 +243,8 @@ def test_blocks_outside_of_the_cache_are_no_fault() -> None:
     torch.cuda.synchronize()
 
 
-def test_cache_of_more_than_two_to_the_31_elements(most_of_the_card: None) -> None:
+@pytest.mark.huge
+def test_cache_of_more_than_two_to_the_31_elements() -> None:
     blocks = 2**31 // (16 * 8 * 128) + 100
     k_cache, v_cache = (torch.zeros((blocks, 16, 8, 128), dtype=FP16, device="cuda") for _ in range(2))
     k_cache[-4:].normal_()

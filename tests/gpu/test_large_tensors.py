@@ -13,7 +13,7 @@ import flashtile
 from flashtile import reference, testing
 from targets import Target
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("most_of_the_card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.huge]
 
 HEADS, HEAD_DIM = 64, 128
 WINDOW = 256

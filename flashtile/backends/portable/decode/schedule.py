@@ -103,7 +103,8 @@ def sequence(b, exists, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexp
     if LAYOUT.HAS_LENGTHS or LAYOUT.VARLEN_NEW:
         len_k = tl.minimum(tl.maximum(len_k, 0), capacity)
     if LAYOUT.HAS_LEFTPAD:
-        leftpad = tl.maximum(tl.load(cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE), 0)
+        leftpad = tl.load(cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
+        leftpad = tl.minimum(tl.maximum(leftpad, 0), capacity)
     return start_q, len_q, len_k, leftpad
 
 
@@ -224,7 +225,9 @@ def item_at(
     b, m = rows_of_pair(pair, num_m, LAYOUT)
     start_q, len_q, len_k, leftpad = sequence(b, True, lengths, shape, LAYOUT, EARLY)
     rows, low, high, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
-    tile = position - pair_start
+    # Behind a program's last item, and by lengths that change while they are read, it would lie before the
+    # first, whose entry of the block table is the first there is.
+    tile = tl.maximum(position - pair_start, 0)
     pair_end = pair_start + tiles
     head_kv = program % HEADS
     if not LAYOUT.ONE_HEAD_BLOCK:

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
 from triton import knobs
 
 from flashtile.backends import compat
@@ -85,3 +86,79 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
     assert compilations == [(tensor, None, 5, "constant")]
     assert [run[3] for run in compiled.direct] == [101, 101]
     assert [run[9:] for run in compiled.direct] == [(tensor.data_ptr(), 4096, 5, "constant")] * 2
+
+
+class SeenBy:
+    """A view that makes a descriptor which says what it is of."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+
+    def of(self, tensor: torch.Tensor) -> tuple[int, list[int]]:
+        return tensor.data_ptr(), self.shape
+
+
+def test_descriptors_without_a_known_triton_go_as_they_are():
+    compiled, a, b = Compiled(), torch.empty(3), torch.empty(4)
+    views = (SeenBy([3]), SeenBy([4]))
+    launch = compat.launcher(compiled, GRID, (5,), views)
+    launch(11, (a, b, a, None))
+    descriptors = [view.of(t) for view, t in zip(views, (a, b), strict=True)]
+    assert compiled.direct[0][9:] == (*descriptors, a.data_ptr(), None, 5)
+
+
+def test_tensor_maps_are_encoded_once_for_each_address(monkeypatch):
+    """By Triton's own function around the launcher, and by ours instead: the driver gets the same."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    encoded, launched = [], []
+
+    def encode(arg, metadata, *more):
+        encoded.append(arg)
+        return [f"map {arg} {metadata}", *arg[1]]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    signature = {"a": "tensordesc<fp16[1]>", "b": "tensordesc<fp16[1]>", "c": "*fp16", "d": "i32"}
+
+    class Launcher:
+        """Triton's, but for what comes before the kernel's arguments."""
+
+        def __init__(self) -> None:
+            metadata = [{"n": 0}, {"n": 1}]
+            self.launch = driver.wrap_handle_tensordesc(lambda *a: launched.append(a), signature, metadata)
+
+        def __call__(self, *arguments: object) -> None:
+            base, kernel = arguments[:9], arguments[9:]
+            if triton.__version__.startswith("3.6"):
+                self.launch(*base, *[None] * 4, *kernel)
+            else:
+                self.launch(*base, kernel)
+
+    compiled, views = Compiled(), (SeenBy([3]), SeenBy([4]))
+    compiled.run = Launcher()
+    a, b, c = (torch.empty(n) for n in (3, 4, 5))
+    launch = compat.launcher(compiled, GRID, (7,), views)
+    other = compat.launcher(compiled, GRID, (7,), (SeenBy([30]), SeenBy([40])))  # other shapes, same kernel
+    for _ in range(2):
+        launch(11, (a, b, c))
+        other(11, (a, b, c))
+        launch(11, (b, a, c))
+    keeps = triton.__version__.startswith(("3.6", "3.7"))
+    assert len(encoded) == (6 if keeps else 12)
+    own = launched.copy()
+    for seen, tensors in ((views, (a, b)), ((SeenBy([30]), SeenBy([40])), (a, b)), (views, (b, a))):
+        described = [view.of(t) for view, t in zip(seen, tensors, strict=True)]
+        kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(*GRID, 11, *kernel, *described, c.data_ptr(), 7)
+    assert [[list(x) if isinstance(x, tuple) else x for x in call] for call in own] == [
+        [list(x) if isinstance(x, tuple) else x for x in call] for call in (launched[6:] * 2)
+    ]
+
+
+def test_kept_tensor_maps_are_bounded():
+    encoded = []
+    maps = compat.TensorMaps(SeenBy([1]), lambda descriptor: encoded.append(descriptor) or [descriptor])
+    tensors = [torch.empty(1) for _ in range(maps.LIMIT + 1)]
+    for tensor in tensors:
+        maps.encode(tensor)
+    assert len(maps) == 1
+    assert len(encoded) == maps.LIMIT + 1

@@ -5,7 +5,10 @@ Imports triton, so only code that compiles or launches kernels imports it.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import triton
@@ -49,23 +52,74 @@ def cuobjdump_path() -> str:
     return knobs.nvidia.cuobjdump.path
 
 
-def launcher(compiled: Any, grid: tuple[int, int, int], fixed: tuple) -> Callable[[int, tuple], None]:
+def launcher(
+    compiled: Any, grid: tuple[int, int, int], fixed: tuple, views: tuple = ()
+) -> Callable[[int, tuple], None]:
     """``(stream, tensors)``: launch a compiled kernel on the current device, with ``fixed`` arguments last.
 
-    Tensors go by address (some may come so), which saves a question to the driver for each. Without hooks on
-    launches, a profiler's, nothing is prepared for them, where Triton itself gathers a dictionary and calls
-    two empty chains.
+    Tensors go by address (some may come so), which saves a question to the driver for each. The first ones go
+    as TMA descriptors, which ``views`` make of them. Without hooks on launches, a profiler's, nothing is
+    prepared for them, where Triton itself gathers a dictionary and calls two empty chains.
     """
     hooked = compiled[grid]
-    run = compiled.run
+    run, encoders = _encoders(compiled.run, views)
     kernel = (compiled.function, compiled.packed_metadata, None, None, None)
     runtime = knobs.runtime
+    described = len(views)
 
     def launch(stream: int, tensors: tuple) -> None:
-        addresses = [t.data_ptr() if type(t) is Tensor else t for t in tensors]
+        addresses = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            hooked(*addresses, *fixed, stream=stream)
-        else:
-            run(*grid, stream, *kernel, *addresses, *fixed)
+            descriptors = [view.of(t) for view, t in zip(views, tensors, strict=False)]
+            hooked(*descriptors, *addresses, *fixed, stream=stream)
+            return
+        arguments: list[Any] = []
+        for encoder, tensor in zip(encoders, tensors, strict=False):
+            arguments += (
+                encoder[tensor.data_ptr()] if tensor.data_ptr() in encoder else encoder.encode(tensor)
+            )
+        run(*grid, stream, *kernel, *arguments, *addresses, *fixed)
 
     return launch
+
+
+class TensorMaps(dict[int, list]):
+    """What Triton hands to the driver for a descriptor, by the address of its tensor: it depends on nothing
+    else that changes, and takes 2 us to encode."""
+
+    LIMIT = 64
+    """Emptied when full."""
+
+    def __init__(self, view: Any, encode: Callable[[Any], list] | None) -> None:
+        super().__init__()
+        self._view = view
+        self._encode = encode
+
+    def encode(self, tensor: Tensor) -> list:
+        descriptor = self._view.of(tensor)
+        if self._encode is None:
+            return [descriptor]
+        if len(self) >= self.LIMIT:
+            self.clear()
+        self[tensor.data_ptr()] = arguments = self._encode(descriptor)
+        return arguments
+
+
+def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
+    """(launcher, encoders) of a kernel's first arguments.
+
+    Up to Triton 3.7, a Python function around the launcher encodes the descriptors of each launch; that is
+    then left out. Whatever else Triton does, it gets its descriptors.
+    """
+    wrapped = getattr(run, "launch", None)
+    variables = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
+    if not views or set(variables) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+        return run, [TensorMaps(view, None) for view in views]
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    run = copy.copy(run)
+    run.launch = variables["launcher"]
+    return run, [
+        TensorMaps(view, partial(make_tensordesc_arg, metadata=metadata))
+        for view, metadata in zip(views, variables["tensordesc_meta"], strict=True)
+    ]

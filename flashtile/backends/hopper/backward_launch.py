@@ -127,8 +127,8 @@ class Beginning:
         if dout.data_ptr() % 16:
             dout = dout.clone()
         # Tokens that no sequence has or uses are written by no program.
-        allocate = torch.zeros if self._some_unwritten else torch.empty
-        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        allocate = q.new_zeros if self._some_unwritten else q.new_empty
+        dq, dk, dv = allocate(q.shape), allocate(k.shape), allocate(v.shape)
         shift, dp_shift = q.new_empty((2, *self.statistics_shape), dtype=torch.float32).unbind()
         next_item = q.new_empty(1, dtype=torch.int32)
         sink, offsets = extras.sink, extras.cu_seqlens_q
@@ -178,10 +178,17 @@ class BackwardLaunch:
         if self._table_kernel is not None:
             table = q.new_empty(self._table_shape, dtype=torch.int32)
             self._table_kernel(device, table, cu_seqlens_k, cu_seqlens_q, lse)
-        tensors = (q, k, v, dout, shift, dp_shift, accumulator, dk, dv)
         products(
             device,
-            *[view.of(tensor) for view, tensor in zip(self._views, tensors, strict=True)],
+            q,
+            k,
+            v,
+            dout,
+            shift,
+            dp_shift,
+            accumulator,
+            dk,
+            dv,
             table,
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
@@ -232,10 +239,15 @@ class BackwardLaunch:
             problem.softcap * LOG2_E,
             0.0,
         )
-        self._views = views(problem, variant, q, k, v, rows)
         programs = min(multiprocessors, items * problem.num_heads_kv)
         products = KeptKernel(
-            backward_kernel, programs, scalars, (variant,), None, maxnreg=LAUNCH_REGISTERS[2]
+            backward_kernel,
+            programs,
+            scalars,
+            (variant,),
+            None,
+            views(problem, variant, q, k, v, rows),
+            maxnreg=LAUNCH_REGISTERS[2],
         )
         finish = KeptKernel(
             finish_kernel,

@@ -80,19 +80,16 @@ class WideBackwardLaunch:
             fill_q(device, table_q, cu_seqlens_q, cu_seqlens_k, lse if seqused_k is None else seqused_k)
         used = lse if seqused_k is None else seqused_k
         slopes = lse if alibi_slopes is None else alibi_slopes
-        views = self._views
-        inputs = [views[name].of(t) for name, t in (("q", q), ("k", k), ("v", v), ("do", dout))]
-        statistics = [views["statistics"].of(t) for t in (shift, dp_shift)]
-        gradients = [views[name].of(t) for name, t in (("dk", dk), ("dv", dv))]
-        compute_dkdv(device, *inputs, *statistics, *gradients, table_k, used, slopes, next_item)
-        compute_dq(device, *inputs, views["dq"].of(dq), shift, dp_shift, table_q, used, slopes)
+        compute_dkdv(device, q, k, v, dout, shift, dp_shift, dk, dv, table_k, used, slopes, next_item)
+        compute_dq(device, q, k, v, dout, dq, shift, dp_shift, table_q, used, slopes)
         return dq, dk, dv, dsink
 
     def _prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, dkv, dq = self._problem, self._dkv, self._dq
-        self._views = views(problem, q, k, v, self._begin.statistics_shape)
+        of = views(problem, q, k, v, self._begin.statistics_shape)
+        inputs = (of["q"], of["k"], of["v"], of["do"])
         blocks = math.ceil(problem.seqlen_k / dkv.BLOCK_N)
         items = backward_launch.key_items(problem, dkv.BLOCK_N)
         if problem.varlen:
@@ -110,12 +107,18 @@ class WideBackwardLaunch:
         scalars: tuple = (items * problem.num_heads_kv, blocks, problem.num_heads_kv, *lengths, left, right)
         programs = num_programs(scalars, q.device)
         compute_dkdv = KeptKernel(
-            dkv_kernel, programs, (*scalars, slope_stride, *numbers), (dkv,), None, **options
+            dkv_kernel,
+            programs,
+            (*scalars, slope_stride, *numbers),
+            (dkv,),
+            None,
+            (*inputs, of["statistics"], of["statistics"], of["dk"], of["dv"]),
+            **options,
         )
         scalars = schedule_scalars(problem, dq, rows_apart(k))
         programs = num_programs(scalars, q.device)
         scalars = (self._begin.statistics_shape[1], *scalars, slope_stride, *numbers)
-        compute_dq = KeptKernel(dq_kernel, programs, scalars, (dq,), None, **options)
+        compute_dq = KeptKernel(dq_kernel, programs, scalars, (dq,), None, (*inputs, of["dq"]), **options)
         return prepare_launch(problem, dlse is not None, LOG2_E), compute_dkdv, compute_dq
 
 

@@ -204,13 +204,12 @@ class ForwardLaunch:
             table = q.new_empty(self._table_shape, dtype=torch.int32)
             used = lse if seqused_k is None else seqused_k
             self._table_kernel(device, table, cu_seqlens_q, cu_seqlens_k, used)
-        view_q, view_k, view_v, view_o = self._views
         kernel(
             device,
-            view_q.of(q),
-            view_k.of(k),
-            view_v.of(v),
-            view_o.of(out),
+            q,
+            k,
+            v,
+            out,
             lse,
             table,
             lse if seqused_k is None else seqused_k,
@@ -226,10 +225,17 @@ class ForwardLaunch:
             self._table_kernel = table_kernel(problem, variant)
         stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
         scalars = (*schedule_scalars(problem, variant, rows_apart(k)), stride, *score_numbers(problem))
-        self._views = views(problem, variant, q, k, v)
         programs = num_programs(scalars, q.device)
         registers = LAUNCH_REGISTERS[variant.WARPGROUPS]
-        self._kernel = KeptKernel(forward_kernel, programs, scalars, (variant,), None, maxnreg=registers)
+        self._kernel = KeptKernel(
+            forward_kernel,
+            programs,
+            scalars,
+            (variant,),
+            None,
+            views(problem, variant, q, k, v),
+            maxnreg=registers,
+        )
 
 
 def views(

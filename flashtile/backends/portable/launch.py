@@ -27,7 +27,8 @@ PREPARE_NUM_WARPS = 4
 class KeptKernel:
     """One kernel at one grid with fixed scalar arguments; tensors of one signature come with each call.
 
-    Constants are the kernel's last parameters, in its order. ``options`` are further ones of the compiler.
+    Constants are the kernel's last parameters, in its order. ``views`` say how TMA sees the first tensors
+    (``flashtile.backends.hopper.launch.View``). ``options`` are further ones of the compiler.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class KeptKernel:
         scalars: tuple,
         constants: tuple,
         config: KernelConfig | None,
+        views: tuple = (),
         **options: Any,
     ) -> None:
         self._kernel = kernel
+        self._views = views
         self.programs = grid
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
@@ -68,9 +71,12 @@ class KeptKernel:
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
         """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
-        compiled = self._kernel[self._grid](*tensors, *self._fixed, **self._options)
+        views = self._views
+        descriptors = [view.of(tensor) for view, tensor in zip(views, tensors, strict=False)]
+        arguments = (*descriptors, *tensors[len(views) :], *self._fixed)
+        compiled = self._kernel[self._grid](*arguments, **self._options)
         if compiled is not None:  # None from the interpreter
-            self._run = compat.launcher(compiled, self._grid, self._fixed)
+            self._run = compat.launcher(compiled, self._grid, self._fixed, views)
             self._index = device.index
 
 

@@ -42,15 +42,13 @@ class ForwardLaunch:
         if self._table_kernel is not None:
             table = q.new_empty(self._table_shape, dtype=torch.int32)
             self._table_kernel(q.device, table, extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
-        tensors = (view.of(t) for view, t in zip(self._views, (q, k, v, out), strict=True))
         given = (self._one if scale is None else scale for scale in scales)
-        self._kernel(q.device, *tensors, lse, table, seqused_k, *given)
+        self._kernel(q.device, q, k, v, out, lse, table, seqused_k, *given)
         return out, lse
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> None:
         problem, variant = self._problem, self._variant
         self._one = torch.ones((), device=q.device)
-        self._views = views(problem, variant, q, k, v)
         if problem.varlen:
             self._table_shape = (1 + hopper.table_items(problem, variant), TABLE_WIDTH.value)
             self._table_kernel = hopper.table_kernel(problem, variant)
@@ -65,6 +63,7 @@ class ForwardLaunch:
             scalars,
             (variant,),
             None,
+            views(problem, variant, q, k, v),
             maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
         )
 

@@ -7,7 +7,7 @@ call.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -354,7 +354,7 @@ class DecodeLaunch:
         scale = problem.softmax_scale
         scalars = (*strides, *lengths, scale, scale * LOG2_E, problem.softcap, problem.num_blocks, *splits)
         # With it, a kernel may start before the one that it follows has ended, and waits for that end itself.
-        options = {"launch_pdl": True} if static.PDL else {}
+        options: dict[str, Any] = {"launch_pdl": True} if static.PDL else {}
         attend = KeptKernel(decode_kernel, programs, scalars, (static_layout, static), tile, **options)
         if not static.SPLIT:
             return attend, None

@@ -290,10 +290,13 @@ def test_every_item_is_taken_once(programs: int, items: int, chunk: int) -> None
 )
 def test_whole_heads_where_they_keep_all_programs_at_work(heads: int, whole_heads: bool) -> None:
     blocks, programs = 8, 132
-    problem = replace(PROBLEM, batch=1, num_heads_kv=heads, num_heads_q=heads, deterministic=True)
+    problem = replace(
+        PROBLEM, batch=1, num_heads_kv=heads, num_heads_q=heads, seqlen_q=100, deterministic=True
+    )
     assert chunk_of(problem, blocks, programs) == (blocks if whole_heads else 1)
     assert chunk_of(replace(problem, deterministic=False), blocks, programs) == 1
     assert chunk_of(replace(problem, varlen=True), blocks, programs) == 1
+    assert chunk_of(replace(problem, seqlen_q=10**5), blocks, programs) == 1  # beyond the L2 cache
 
 
 @pytest.mark.parametrize("block_m", [64, 128])

@@ -26,6 +26,8 @@ from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
 from flashtile.backends.portable.launch import KeptKernel, bent, prepare_launch
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
+L2_BYTES = 40 * 2**20
+"""Of the L2 cache's 50 MB, what q, dO and the sums of dQ may take."""
 SMALLEST_SCALE = 1e-6
 """Below it, lse in units of raw products would lose its digits, or overflow."""
 
@@ -64,12 +66,15 @@ def chunk_of(problem: Problem, blocks: int, programs: int) -> int:
     """Items that a program takes at once.
 
     In a deterministic sum all blocks of keys of a head, which add to dQ one after the other anyway, if there
-    are heads enough to keep nearly all programs at work until the end.
+    are heads enough to keep nearly all programs at work until the end, and the rows of as many heads as there
+    are programs stay in the L2 cache from one block of keys to the next.
     """
     heads = problem.batch * problem.num_heads_kv
     rounds = math.ceil(heads / programs)
     even = rounds * programs <= 1.1 * heads
-    return blocks if problem.deterministic and not problem.varlen and even else 1
+    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    cached = programs * problem.group_size * problem.seqlen_q * row_bytes <= L2_BYTES
+    return blocks if problem.deterministic and not problem.varlen and even and cached else 1
 
 
 def key_items(problem: Problem, block_n: int) -> int:

@@ -36,8 +36,11 @@ beside two attention programs of a multiprocessor: it waits there for their end.
 LEAST_SPLITS = 8
 """Parts that it loads at a time at least: in a batch of unequal lengths, some items have many."""
 LEAST_PAIRED_WIDTH = 32
-TILES_AHEAD = 3
-"""One more than are on their way: what is prefetched then follows them without a gap."""
+TILES_AHEAD = 2
+"""As many as are on their way: what is prefetched then follows them without a gap."""
+FEW_TILES = 16
+"""For each multiprocessor. With so few, the programs of the next call find room beside this one's, if there
+is one of them on each; with more, two keep more bytes on their way."""
 MOST_KEYS = 256
 """Of a tile."""
 
@@ -113,6 +116,15 @@ def layout(problem: DecodeProblem, config: DecodeConfig) -> Layout:
         HEADS_IN_STEP=in_step,
         ONE_HEAD_BLOCK=in_step == problem.num_heads_kv,
     )
+
+
+def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
+    """Programs of a balanced grid, in teams or not."""
+    count = multiprocessors(problem.device)
+    items = problem.batch * row_blocks_of(problem, config) * problem.num_heads_kv
+    most_tiles = items * triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+    few = has_dependent_launch(problem.device) and most_tiles <= FEW_TILES * count
+    return count if few else count * config.programs_per_sm
 
 
 def heads_in_step(problem: DecodeProblem, config: DecodeConfig) -> int:
@@ -323,7 +335,7 @@ class DecodeLaunch:
         programs, teams, in_step = items * num_splits, 0, 1
         if balanced:
             in_step = heads_in_step(problem, config)
-            teams = max(1, multiprocessors(device) * config.programs_per_sm // in_step)
+            teams = max(1, grid_size(problem, config) // in_step)
             programs = teams * in_step
         slots = 2 * programs if balanced else programs
         static_layout = layout(problem, config)

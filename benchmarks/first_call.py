@@ -1,6 +1,6 @@
 """How long a process waits for its first call when the kernel lies in Triton's disk cache.
 
-    python benchmarks/first_call.py
+    python benchmarks/first_call.py [processes]
 
 New processes on a GPU, in turn without and with the key that ``flashtile.backends.kernel_cache`` keeps, in
 the user's own cache. PyTorch, CUDA and Triton are up before the clock starts.
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from triton import knobs
 
-PROCESSES = 5
 CALL = """
 import time
 import torch, triton, flashtile
@@ -39,16 +38,18 @@ def first_call(backend: str | None) -> float:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("it needs a GPU: without one there is no first call to wait for")
+    processes = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     for backend in ("portable", None):
         first_call(backend)  # which fills the cache
         without, with_key = [], []
-        for _ in range(PROCESSES):
+        for _ in range(processes):
             shutil.rmtree(Path(knobs.cache.dir) / "flashtile", ignore_errors=True)
             without.append(first_call(backend))
             with_key.append(first_call(backend))
         print(
             f"{backend or 'the preferred backend'}: {statistics.median(without):.3f} s without the key, "
-            f"{statistics.median(with_key):.3f} s with it (medians of {PROCESSES})"
+            f"{statistics.median(with_key):.3f} s with it (medians of {processes})",
+            flush=True,
         )
 
 

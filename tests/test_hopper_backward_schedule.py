@@ -293,10 +293,27 @@ def test_whole_heads_where_they_keep_all_programs_at_work(heads: int, whole_head
     problem = replace(
         PROBLEM, batch=1, num_heads_kv=heads, num_heads_q=heads, seqlen_q=100, deterministic=True
     )
-    assert chunk_of(problem, blocks, programs) == (blocks if whole_heads else 1)
-    assert chunk_of(replace(problem, deterministic=False), blocks, programs) == 1
-    assert chunk_of(replace(problem, varlen=True), blocks, programs) == 1
-    assert chunk_of(replace(problem, seqlen_q=10**5), blocks, programs) == 1  # beyond the L2 cache
+    variant = variant_of(problem, BackwardConfig(64))
+    assert chunk_of(problem, variant, blocks, programs) == (blocks if whole_heads else 1)
+    assert chunk_of(replace(problem, deterministic=False), variant, blocks, programs) == 1
+    assert chunk_of(replace(problem, varlen=True), variant, blocks, programs) == 1
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_whole_heads_where_their_rows_stay_in_the_l2_cache(block_m: int, causal: bool) -> None:
+    problem = replace(
+        PROBLEM, num_heads_kv=66, num_heads_q=66, head_dim=64, head_dim_v=64, deterministic=True
+    )
+    problem = replace(problem, batch=2, window_right=0 if causal else -1)
+
+    def is_whole(seqlen: int) -> bool:
+        call = replace(problem, seqlen_q=seqlen, seqlen_k=seqlen)
+        return chunk_of(call, variant_of(call, BackwardConfig(block_m)), 8, 132) == 8
+
+    assert is_whole(512)
+    assert is_whole(1024) == (causal and block_m == 128)
+    assert not is_whole(2048)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])

@@ -62,18 +62,22 @@ def part_columns(variant: BackwardVariant) -> int:
     return variant.BLOCK_D // (2 * WARPGROUP_ROWS // variant.BLOCK_M)
 
 
-def chunk_of(problem: Problem, blocks: int, programs: int) -> int:
+def chunk_of(problem: Problem, variant: BackwardVariant, blocks: int, programs: int) -> int:
     """Items that a program takes at once.
 
     In a deterministic sum all blocks of keys of a head, which add to dQ one after the other anyway, if there
     are heads enough to keep nearly all programs at work until the end, and the rows of as many heads as there
     are programs stay in the L2 cache from one block of keys to the next.
+
+    Under a causal mask, blocks of as many rows as keys wait for a step each: one meets its first rows a step
+    after the block behind it, whose turns are passed on a step late. One program then pays for more memory.
     """
     heads = problem.batch * problem.num_heads_kv
     rounds = math.ceil(heads / programs)
     even = rounds * programs <= 1.1 * heads
     row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
-    cached = programs * problem.group_size * problem.seqlen_q * row_bytes <= L2_BYTES
+    most = 2 * L2_BYTES if variant.HAS_RIGHT and variant.BLOCK_M == variant.BLOCK_N else L2_BYTES
+    cached = programs * problem.group_size * problem.seqlen_q * row_bytes <= most
     return blocks if problem.deterministic and not problem.varlen and even and cached else 1
 
 
@@ -222,7 +226,7 @@ class BackwardLaunch:
             self._table_shape = (1 + items, TABLE_WIDTH.value)
             self._table_kernel = key_table_kernel(problem, variant.BLOCK_N)
         multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        chunk = chunk_of(problem, blocks, multiprocessors)
+        chunk = chunk_of(problem, variant, blocks, multiprocessors)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         q_blocks = rows // variant.BLOCK_M
         self._turns_shape = (heads * q_blocks,)

@@ -202,14 +202,14 @@ def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
                 for w in gl.static_range(2):
                     mbarrier.wait(s.dq_full.index(w), i & 1)
                     async_add(dq_desc, [(block * 2 + w) * (DQ_COLUMNS // 4), 0], s.dq.index(w))
+                if C.DETERMINISTIC:
+                    if before >= 0:
+                        pass_turn(pointers.turns + before, 2)
+                    before = block
                 tma.store_wait(1)
                 mbarrier.arrive(s.dq_empty.index(0), count=1)
                 tma.store_wait(0)
                 mbarrier.arrive(s.dq_empty.index(1), count=1)
-                if C.DETERMINISTIC:  # when the next step can store: what it costs is hidden
-                    if before >= 0:
-                        pass_turn(pointers.turns + before, 2)
-                    before = block
                 i += 1
         queue.release(turn)
         turn += 1

@@ -75,9 +75,7 @@ def launcher(
             return
         arguments: list[Any] = []
         for encoder, tensor in zip(encoders, tensors, strict=False):
-            arguments += (
-                encoder[tensor.data_ptr()] if tensor.data_ptr() in encoder else encoder.encode(tensor)
-            )
+            arguments += encoder.get(tensor.data_ptr()) or encoder.encode(tensor)
         run(*grid, stream, *kernel, *arguments, *addresses, *fixed)
 
     return launch

@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from flashtile.backends.hopper import backward, backward_finish, backward_schedule, backward_wide_dkv
 from flashtile.backends.hopper.backward_compile_cases import compile_cases
-from flashtile.backends.hopper.backward_launch import chunk_of, variant_of
+from flashtile.backends.hopper.backward_launch import section_of, variant_of
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import (
     BackwardConfig,
@@ -89,7 +89,6 @@ step_order = as_python(backward_schedule, "step_order")
 block_of_step = as_python(backward_schedule, "block_of_step")
 turn_of = as_python(backward_schedule, "turn_of")
 padded_row = as_python(backward_schedule, "padded_row")
-item_after = as_python(backward_schedule, "item_after")
 item_count = as_python(backward_schedule, "item_count")
 cell = as_python(backward_finish, "cell")
 
@@ -203,7 +202,7 @@ def test_turns_are_dense_and_descend_in_place(
 def make_schedule(
     blocks: int, heads: int, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more: int
 ) -> backward_schedule.Schedule:
-    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "q_blocks": 1, "chunk": 1} | more
+    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "q_blocks": 1, "section": 1} | more
     return backward_schedule.Schedule(
         blocks=blocks,
         heads=heads,
@@ -215,22 +214,35 @@ def make_schedule(
     )
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 1, 8)])
-def test_every_item_of_equal_lengths(deterministic: bool, batch: int, heads: int, blocks: int) -> None:
-    C = variant(8, 16, DETERMINISTIC=deterministic)
-    schedule = make_schedule(blocks, heads, 40, 16 * blocks - 3)
-    found = [find_keys(C, item, SimpleNamespace(), schedule) for item in range(batch * heads * blocks)]
-    places = list(range(blocks))[:: -1 if deterministic else 1]
+def test_every_item_of_equal_lengths(batch: int, heads: int, blocks: int) -> None:
+    schedule = make_schedule(blocks, heads, 40, 16 * blocks - 3, section=2)  # which is not looked at
+    items = range(batch * heads * blocks)
+    found = [find_keys(variant(8, 16), item, SimpleNamespace(), schedule) for item in items]
     assert [(w.sequence, w.head, w.place) for w in found] == list(
-        itertools.product(range(batch), range(heads), places)
+        itertools.product(range(batch), range(heads), range(blocks))
     )
     assert all(w.start_k == w.sequence * (16 * blocks - 3) for w in found)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "blocks", "section"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
+)
+def test_every_item_of_a_deterministic_sum(batch: int, heads: int, blocks: int, section: int) -> None:
+    """Last blocks first, a block in turn for each head of a section."""
+    C = variant(8, 16, DETERMINISTIC=True)
+    schedule = make_schedule(blocks, heads, 40, 16 * blocks, section=section)
+    items = range(batch * heads * blocks)
+    found = [find_keys(C, item, SimpleNamespace(), schedule) for item in items]
+    sections = range(0, batch * heads, section)
+    assert [(w.sequence * heads + w.head, w.place) for w in found] == [
+        (first + i, place) for first in sections for place in reversed(range(blocks)) for i in range(section)
+    ]
+
+
+@pytest.mark.parametrize(("deterministic", "section"), [(False, 1), (True, 1), (True, 2), (True, 4)])
 @pytest.mark.parametrize("seqused_k", [False, True])
-def test_every_item_of_variable_lengths(deterministic: bool, seqused_k: bool) -> None:
+def test_every_item_of_variable_lengths(deterministic: bool, section: int, seqused_k: bool) -> None:
     lengths, heads, block_n = [(7, 33), (0, 5), (20, 16), (9, 48)], 4, 16
     C = variant(8, block_n, DETERMINISTIC=deterministic, VARLEN=True, SEQUSED=seqused_k)
     rows: list[list[int]] = []
@@ -244,76 +256,77 @@ def test_every_item_of_variable_lengths(deterministic: bool, seqused_k: bool) ->
     table = [len(rows), *[0] * (width - 1), *itertools.chain(*(row + padding for row in rows))]
     used = [20, -4, 100, 48]
     pointers = SimpleNamespace(table=Memory(table), seqused_k=Memory(used))
-    schedule = make_schedule(3, heads, 20, 48)
+    schedule = make_schedule(3, heads, 20, 48, section=section)
     items = item_count(C, pointers, schedule)
     assert items == len(rows) * heads
     found = [find_keys(C, item, pointers, schedule) for item in range(items)]
-    expected = [(row[0], head, row[1]) for head in range(heads) for row in rows]
+    expected = [
+        (row[0], first + i, row[1])
+        for first in range(0, heads, section)
+        for row in rows
+        for i in range(section)
+    ]
     assert sorted((w.sequence, w.head, w.place) for w in found) == sorted(expected)
-    assert [w.head for w in found] == [head for _, head, _ in expected]
+    assert [(w.sequence, w.head) for w in found] == [(sequence, head) for sequence, head, _ in expected]
     for w in found:
         seqlen_q, seqlen_k = lengths[w.sequence]
         assert w.seqlen_q == seqlen_q
         assert w.seqlen_k == (min(max(used[w.sequence], 0), seqlen_k) if seqused_k else seqlen_k)
-    for _, own in itertools.groupby(found, lambda w: (w.head, w.sequence)):
-        places = [w.place for w in own]
+    for head, sequence in itertools.product(range(heads), range(len(lengths))):
+        places = [w.place for w in found if (w.head, w.sequence) == (head, sequence)]
         assert places == sorted(places, reverse=deterministic)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 7])
-@pytest.mark.parametrize(("items", "chunk"), [(1, 1), (20, 1), (20, 5), (21, 7), (3, 3)])
-def test_every_item_is_taken_once(programs: int, items: int, chunk: int) -> None:
-    """By programs that take turns; chunks are taken as wholes, in order."""
-    schedule = make_schedule(chunk, 1, 1, 1, chunk=chunk, items=items)
-    pointers = SimpleNamespace(next_item=Memory([0]))
+@pytest.mark.parametrize("programs", [1, 3, 7, 40])
+@pytest.mark.parametrize("section", [1, 2, 6])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
+def test_nobody_waits_forever_for_a_turn(programs: int, section: int, window: tuple[int, int]) -> None:
+    """Programs as the kernel's: each takes the next item, and adds to a row block when it is its turn."""
+    batch, heads, blocks, block_m, block_n = 2, 3, 4, 8, 16
+    left, right = window
+    C = variant(block_m, block_n, window, DETERMINISTIC=True)
+    schedule = make_schedule(blocks, heads, 50, block_n * blocks - 3, left, right, section=section)
+    queue = iter(range(batch * heads * blocks))
+    turns: Counter[tuple[int, int, int]] = Counter()
+    finished: list[int] = []
 
-    def program() -> Iterator[int]:
-        item = PYTHON_GL.atomic_add(pointers.next_item, chunk)
-        while item < items:
-            yield item
-            item = item_after(item, pointers, schedule)
+    def program() -> Iterator[bool]:
+        """Whether it went on."""
+        for item in queue:
+            work = find_keys(C, item, SimpleNamespace(), schedule)
+            begin, end, full_begin, full_end = row_blocks(C, work, left, right)
+            cut, count, before, full = step_order(begin, end, full_begin, full_end)
+            for j in range(count):
+                m = block_of_step(j, begin, end, cut, before, full)
+                rows = work.sequence, work.head, m
+                while turns[rows] != turn_of(C, work, m, schedule):
+                    yield False
+                turns[rows] += 1
+                yield True
+            finished.append(item)
 
     running = [program() for _ in range(programs)]
-    taken: list[list[int]] = [[] for _ in running]
-    for _ in range(items + 1):
-        for own, each in zip(taken, running, strict=True):
-            own += itertools.islice(each, 1)
-    assert Counter(itertools.chain(*taken)) == Counter(range(items))
-    for own in taken:
-        for first in range(0, len(own), chunk):
-            assert own[first : first + chunk] == list(range(own[first], own[first] + chunk))
+    while running:
+        went_on = [next(each, None) for each in running]
+        running = [each for each, state in zip(running, went_on, strict=True) if state is not None]
+        assert not running or any(state is not False for state in went_on)
+    assert sorted(finished) == list(range(batch * heads * blocks))
 
 
-@pytest.mark.parametrize(
-    ("heads", "whole_heads"),
-    [(16, False), (119, False), (120, True), (132, True), (133, False), (239, False), (264, True)],
-)
-def test_whole_heads_where_they_keep_all_programs_at_work(heads: int, whole_heads: bool) -> None:
-    blocks, programs = 8, 132
-    problem = replace(
-        PROBLEM, batch=1, num_heads_kv=heads, num_heads_q=heads, seqlen_q=100, deterministic=True
-    )
-    variant = variant_of(problem, BackwardConfig(64))
-    assert chunk_of(problem, variant, blocks, programs) == (blocks if whole_heads else 1)
-    assert chunk_of(replace(problem, deterministic=False), variant, blocks, programs) == 1
-    assert chunk_of(replace(problem, varlen=True), variant, blocks, programs) == 1
+def test_sections_leave_room_in_the_l2_cache() -> None:
+    """1 KB a row at head_dim 128: q and dO in 16 bits, the sum of dQ in 32."""
+    problem = replace(PROBLEM, batch=4, num_heads_q=16, num_heads_kv=16, deterministic=True)
 
+    def section(**changes: Any) -> int:
+        return section_of(replace(problem, **changes))
 
-@pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
-def test_whole_heads_where_their_rows_stay_in_the_l2_cache(block_m: int, causal: bool) -> None:
-    problem = replace(
-        PROBLEM, num_heads_kv=66, num_heads_q=66, head_dim=64, head_dim_v=64, deterministic=True
-    )
-    problem = replace(problem, batch=2, window_right=0 if causal else -1)
-
-    def is_whole(seqlen: int) -> bool:
-        call = replace(problem, seqlen_q=seqlen, seqlen_k=seqlen)
-        return chunk_of(call, variant_of(call, BackwardConfig(block_m)), 8, 132) == 8
-
-    assert is_whole(512)
-    assert is_whole(1024) == (causal and block_m == 128)
-    assert not is_whole(2048)
+    assert section(seqlen_q=512) == 32  # of 64 heads, and room for 40
+    assert section(seqlen_q=4096) == 4
+    assert section(seqlen_q=4096, num_heads_kv=4) == 1  # four query heads each
+    assert section(seqlen_q=2**20) == 1
+    assert section(seqlen_q=64) == 64
+    assert section(seqlen_q=64, varlen=True) == 16
+    assert section(seqlen_q=1024, batch=7, num_heads_q=1, num_heads_kv=1) == 7
 
 
 @pytest.mark.parametrize("block_m", [64, 128])

@@ -33,7 +33,6 @@ from flashtile.backends.hopper.backward_schedule import (
     block_of_step,
     find_keys,
     head_of_batch,
-    item_after,
     item_count,
     load_keys,
     load_rows,
@@ -109,7 +108,7 @@ def producer(
     items = item_count(C, pointers, schedule)
     i = 0
     turn = 0
-    item = gl.atomic_add(pointers.next_item, schedule.chunk)
+    item = gl.atomic_add(pointers.next_item, 1)
     queue.give(turn, item)
     while item < items:
         work = find_keys(C, item, pointers, schedule)
@@ -128,7 +127,7 @@ def producer(
             statistics = head_of_batch(C, work, g, schedule.heads)
             for j in range(count):
                 if (g == C.GROUP - 1) & (j == count - 1):  # here, tiles ahead hide that it takes its time
-                    following = item_after(item, pointers, schedule)
+                    following = gl.atomic_add(pointers.next_item, 1)
                     queue.give(turn + 1, following)
                 row = block_of_step(j, begin, end, cut, left, full) * C.BLOCK_M
                 column = padded_row(C, work, row)
@@ -144,7 +143,7 @@ def producer(
                 async_load(dp_shift_desc, [statistics, column], barrier, s.dp_shift.index(slot))
                 i += 1
         if begin >= end:
-            following = item_after(item, pointers, schedule)
+            following = gl.atomic_add(pointers.next_item, 1)
             queue.give(turn + 1, following)
         turn += 1
         item = following
@@ -412,7 +411,7 @@ def consumer(
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dq_desc, dk_desc, dv_desc,
     table, seqused_k, alibi_slopes, turns, next_item,
-    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, chunk,
+    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section,
     scale, scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most; each takes the next items when it has time."""
@@ -447,7 +446,7 @@ def backward_kernel(
     queue = make_queue()
     pointers = Pointers(table, seqused_k, alibi_slopes, turns, next_item)
     schedule = Schedule(
-        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, chunk
+        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section
     )
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
     gl.warp_specialize(

@@ -26,8 +26,8 @@ from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
 from flashtile.backends.portable.launch import KeptKernel, bent, prepare_launch
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
-L2_BYTES = 40 * 2**20
-"""Of the L2 cache's 50 MB, what q, dO and the sums of dQ may take."""
+SECTION_BYTES = 20 * 2**20
+"""Of the L2 cache's 50 MB; programs are at work on two sections at a time."""
 SMALLEST_SCALE = 1e-6
 """Below it, lse in units of raw products would lose its digits, or overflow."""
 
@@ -62,23 +62,13 @@ def part_columns(variant: BackwardVariant) -> int:
     return variant.BLOCK_D // (2 * WARPGROUP_ROWS // variant.BLOCK_M)
 
 
-def chunk_of(problem: Problem, variant: BackwardVariant, blocks: int, programs: int) -> int:
-    """Items that a program takes at once.
-
-    In a deterministic sum all blocks of keys of a head, which add to dQ one after the other anyway, if there
-    are heads enough to keep nearly all programs at work until the end, and the rows of as many heads as there
-    are programs stay in the L2 cache from one block of keys to the next.
-
-    Under a causal mask, blocks of as many rows as keys wait for a step each: one meets its first rows a step
-    after the block behind it, whose turns are passed on a step late. One program then pays for more memory.
-    """
-    heads = problem.batch * problem.num_heads_kv
-    rounds = math.ceil(heads / programs)
-    even = rounds * programs <= 1.1 * heads
+def section_of(problem: Problem) -> int:
+    """Key heads whose blocks are taken in turn in a deterministic sum: as many as the L2 cache has room for,
+    with q, dO and the sums of dQ, and a divisor of all heads (dense: of the batch's)."""
     row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
-    most = 2 * L2_BYTES if variant.HAS_RIGHT and variant.BLOCK_M == variant.BLOCK_N else L2_BYTES
-    cached = programs * problem.group_size * problem.seqlen_q * row_bytes <= most
-    return blocks if problem.deterministic and not problem.varlen and even and cached else 1
+    most = SECTION_BYTES // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
+    heads = problem.num_heads_kv * (1 if problem.varlen else problem.batch)
+    return next(size for size in range(min(max(most, 1), heads), 0, -1) if heads % size == 0)
 
 
 def key_items(problem: Problem, block_n: int) -> int:
@@ -226,7 +216,6 @@ class BackwardLaunch:
             self._table_shape = (1 + items, TABLE_WIDTH.value)
             self._table_kernel = key_table_kernel(problem, variant.BLOCK_N)
         multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        chunk = chunk_of(problem, variant, blocks, multiprocessors)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         q_blocks = rows // variant.BLOCK_M
         self._turns_shape = (heads * q_blocks,)
@@ -241,7 +230,7 @@ class BackwardLaunch:
             right,
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
             q_blocks,
-            chunk,
+            section_of(problem),
             problem.softmax_scale,
             problem.softmax_scale * LOG2_E,
             2 * LOG2_E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,

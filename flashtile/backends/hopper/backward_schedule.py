@@ -47,8 +47,8 @@ class Schedule(NamedTuple):
     alibi_stride: Any
     q_blocks: Any
     """Blocks of padded query rows of a head."""
-    chunk: Any
-    """Items that a program takes at once."""
+    section: Any
+    """Key heads whose blocks are taken in turn in a deterministic sum; it divides all heads of the batch."""
 
 
 @gluon.jit
@@ -61,18 +61,35 @@ def item_count(C: gl.constexpr, pointers, schedule):
 
 
 @gluon.jit
+def block_of_item(C: gl.constexpr, item, blocks, schedule):
+    """(key head, counted through the batch when dense; its block) of an item, with so many blocks a head.
+
+    Heads one after the other: programs at work read the same rows. But in a deterministic sum a block follows
+    its neighbour by two steps. Programs that come free together, as those of equal blocks in several heads
+    do, therefore find blocks of several heads next, and not neighbours.
+    """
+    head = item // blocks
+    block = item % blocks
+    if C.DETERMINISTIC:
+        in_section = item % (blocks * schedule.section)
+        head = item // (blocks * schedule.section) * schedule.section + in_section % schedule.section
+        block = in_section // schedule.section
+    return head, block
+
+
+@gluon.jit
 def find_keys(C: gl.constexpr, item, pointers, schedule):
     """The block of keys (``place``) and key head of an item: from a table, or by arithmetic.
 
-    Heads one after the other: programs at work read the same rows. Of a head the first blocks first, which
-    cost most under a causal mask. But in a deterministic sum later items wait for earlier ones, and there
-    block n meets its first rows ``BLOCK_N`` rows after block n - 1 has: last blocks first, none waits long.
+    Of a head the first blocks first, which cost most under a causal mask. But in a deterministic sum later
+    items wait for earlier ones, and there block n meets its first rows ``BLOCK_N`` rows after block n - 1
+    has: last blocks first, none waits long.
     """
     if C.VARLEN:
         rows = gl.load(pointers.table)
-        row = pointers.table + (1 + item % rows) * TABLE_WIDTH
+        head, place = block_of_item(C, item, rows, schedule)
+        row = pointers.table + (1 + place) * TABLE_WIDTH
         sequence = gl.load(row)
-        head = item // rows
         place = gl.load(row + 1)
         start_k = gl.load(row + 2)
         start_q = gl.load(row + 3)
@@ -81,9 +98,9 @@ def find_keys(C: gl.constexpr, item, pointers, schedule):
         seqlen_q = gl.minimum(gl.load(row + 5), schedule.seqlen_q)
         blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     else:
-        sequence = item // schedule.blocks // schedule.heads
-        head = item // schedule.blocks % schedule.heads
-        place = item % schedule.blocks
+        head, place = block_of_item(C, item, schedule.blocks, schedule)
+        sequence = head // schedule.heads
+        head = head % schedule.heads
         start_q = item * 0
         start_k = sequence * schedule.rows_k
         seqlen_q = schedule.seqlen_q + start_q
@@ -94,15 +111,6 @@ def find_keys(C: gl.constexpr, item, pointers, schedule):
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
     return Work(sequence, head, place, start_q, start_k, seqlen_q, seqlen_k)
-
-
-@gluon.jit
-def item_after(item, pointers, schedule):
-    """The next item of the program that has taken ``item``."""
-    following = item + 1
-    if following % schedule.chunk == 0:
-        following = gl.atomic_add(pointers.next_item, schedule.chunk)
-    return following
 
 
 @gluon.jit

@@ -49,7 +49,7 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("hopper", 2, WIDE, 512): _row(32, 8, 2, 1, 576),
     ("hopper", 2, TALL, 64): _row(64, 8, 3, 1),
     ("hopper", 2, TALL, 128): _row(64, 8, 3, 1, 0, 112),
-    ("hopper", 1, NARROW, 64): _row(64, 4, 4, 2),
+    ("hopper", 1, NARROW, 64): _row(64, 4, 4, 2, 8),
     ("hopper", 1, NARROW, 128): _row(64, 4, 4, 2),
     ("hopper", 1, NARROW, 256): _row(32, 4, 4, 2),
     ("hopper", 1, NARROW, 512): _row(32, 8, 3, 1),

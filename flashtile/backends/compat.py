@@ -111,7 +111,10 @@ def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
     """
     wrapped = getattr(run, "launch", None)
     variables = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
-    if not views or set(variables) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+    known = set(variables) == {"launcher", "tensordesc_indices", "tensordesc_meta"}
+    if (
+        not known or None in variables["tensordesc_meta"]
+    ):  # None: no tensor map, and the tensor itself is kept
         return run, [TensorMaps(view, None) for view in views]
     from triton.backends.nvidia.driver import make_tensordesc_arg
 

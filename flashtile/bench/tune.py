@@ -93,9 +93,10 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
     prepare, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
-    statistics = torch.empty((2, *backward.statistics_shape), device=q.device).unbind()
-    prepare(q.device, out, dout, lse, None, *statistics, None, None, None)
-    inputs = (q, k, v, dout, *statistics)
+    shift, dp_shift, _ = launch.prepare_rows(
+        prepare, backward.statistics_shape, out, dout, lse, None, NO_EXTRAS
+    )
+    inputs = (q, k, v, dout, shift, dp_shift)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":
         return lambda: dkdv(q.device, *inputs, grads[1], grads[2], *NO_EXTRAS[:-1])

@@ -20,10 +20,25 @@ from flashtile.backends.hopper.config import (
     BackwardVariant,
     padded,
 )
-from flashtile.backends.hopper.launch import View, dense_view, ragged_view, rows_apart
+from flashtile.backends.hopper.launch import (
+    View,
+    dense_view,
+    num_programs,
+    ragged_view,
+    rows_apart,
+    score_numbers,
+)
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
 from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
-from flashtile.backends.portable.launch import KeptKernel, bent, prepare_launch
+from flashtile.backends.portable.launch import (
+    KeptKernel,
+    bent,
+    contiguous_strides,
+    largest_divisor,
+    prepare_launch,
+    prepare_rows,
+    stride_of_two,
+)
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
 SECTION_BYTES = 20 * 2**20
@@ -68,7 +83,7 @@ def section_of(problem: Problem) -> int:
     row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     most = SECTION_BYTES // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
     heads = problem.num_heads_kv * (1 if problem.varlen else problem.batch)
-    return next(size for size in range(min(max(most, 1), heads), 0, -1) if heads % size == 0)
+    return largest_divisor(heads, most)
 
 
 def key_items(problem: Problem, block_n: int) -> int:
@@ -105,7 +120,6 @@ class Beginning:
     def __init__(self, problem: Problem) -> None:
         sequences = 1 if problem.varlen else problem.batch
         rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
-        self._heads = problem.num_heads_q
         self.statistics_shape = (sequences * problem.num_heads_q, rows)
         self._some_unwritten = problem.varlen or problem.seqused_k
 
@@ -128,15 +142,10 @@ class Beginning:
         # Tokens that no sequence has or uses are written by no program.
         allocate = q.new_zeros if self._some_unwritten else q.new_empty
         dq, dk, dv = allocate(q.shape), allocate(k.shape), allocate(v.shape)
-        shift, dp_shift = q.new_empty((2, *self.statistics_shape), dtype=torch.float32).unbind()
         next_item = q.new_empty(1, dtype=torch.int32)
-        sink, offsets = extras.sink, extras.cu_seqlens_q
-        dsink = terms = None
-        if sink is not None:
-            terms = q.new_empty((prepare.programs // self._heads, self._heads), dtype=torch.float32)
-        prepare(q.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, next_item, offsets, sink)
-        if sink is not None and terms is not None:
-            dsink = terms.sum(0).to(sink.dtype)
+        shift, dp_shift, dsink = prepare_rows(
+            prepare, self.statistics_shape, out, dout, lse, dlse, extras, accumulator, next_item
+        )
         return Begun(dout, dq, dk, dv, dsink, shift, dp_shift, next_item)
 
 
@@ -215,7 +224,6 @@ class BackwardLaunch:
         if problem.varlen:
             self._table_shape = (1 + items, TABLE_WIDTH.value)
             self._table_kernel = key_table_kernel(problem, variant.BLOCK_N)
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         q_blocks = rows // variant.BLOCK_M
         self._turns_shape = (heads * q_blocks,)
@@ -228,19 +236,16 @@ class BackwardLaunch:
             rows_apart(k),
             left,
             right,
-            alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+            stride_of_two(alibi_slopes),
             q_blocks,
             section_of(problem),
             problem.softmax_scale,
-            problem.softmax_scale * LOG2_E,
-            2 * LOG2_E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
-            problem.softcap * LOG2_E,
+            *score_numbers(problem),
             0.0,
         )
-        programs = min(multiprocessors, items * problem.num_heads_kv)
         products = KeptKernel(
             backward_kernel,
-            programs,
+            num_programs(scalars, q.device),
             scalars,
             (variant,),
             None,
@@ -271,14 +276,7 @@ def views(
     dtype = problem.dtype
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
-    heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
-
-    def contiguous(rows: int, heads: int, size: int) -> tuple[int, ...]:
-        return rows * heads * size, heads * size, size, 1
-
-    dout = (problem.out_shape, contiguous(problem.seqlen_q, heads_q, problem.head_dim_v))
-    dk = (k.shape, contiguous(problem.seqlen_k, heads_kv, problem.head_dim))
-    d_v = (v.shape, contiguous(problem.seqlen_k, heads_kv, problem.head_dim_v))
+    heads_q = problem.num_heads_q
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
     sequences = 1 if problem.varlen else problem.batch
@@ -290,10 +288,10 @@ def views(
         view_q(q.shape, q.stride(), block_m, d, dtype),
         view_k(k.shape, k.stride(), block_n, d, dtype),
         view_k(v.shape, v.stride(), block_n, dv, dtype),
-        view_q(*dout, block_m, dv, dtype),
+        view_q(problem.out_shape, contiguous_strides(problem.out_shape), block_m, dv, dtype),
         statistics,
         statistics,
         accumulator,
-        view_k(*dk, WARPGROUP_ROWS, d, dtype),
-        view_k(*d_v, WARPGROUP_ROWS, dv, dtype),
+        view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, d, dtype),
+        view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, dv, dtype),
     )

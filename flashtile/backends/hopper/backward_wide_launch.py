@@ -32,7 +32,12 @@ from flashtile.backends.hopper.launch import (
     table_kernel,
 )
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
-from flashtile.backends.portable.launch import KeptKernel, prepare_launch
+from flashtile.backends.portable.launch import (
+    KeptKernel,
+    contiguous_strides,
+    prepare_launch,
+    stride_of_two,
+)
 from flashtile.problem import LOG2_E, Extras, Problem
 
 
@@ -100,7 +105,7 @@ class WideBackwardLaunch:
             fill_k = backward_launch.key_table_kernel(problem, dkv.BLOCK_N)
             self._table_kernels = (fill_k, table_kernel(problem, dq))
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        slope_stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
+        slope_stride = stride_of_two(alibi_slopes)
         numbers = (problem.softmax_scale, *score_numbers(problem))
         options = {"maxnreg": LAUNCH_REGISTERS[2]}
         lengths = (problem.seqlen_q, problem.seqlen_k, rows_apart(k))
@@ -130,21 +135,16 @@ def views(
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
-
-    def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-        seqlen, heads, size = shape[-3:]
-        return (seqlen * heads * size, heads * size, size, 1)
-
     count, padded_row_count = statistics_shape
     return {
         "q": view_q(q.shape, q.stride(), rows, block_d, dtype),
         "k": view_k(k.shape, k.stride(), rows, block_d, dtype),
         "v": view_k(v.shape, v.stride(), rows, block_dv, dtype),
-        "do": view_q(problem.out_shape, contiguous(problem.out_shape), rows, block_dv, dtype),
+        "do": view_q(problem.out_shape, contiguous_strides(problem.out_shape), rows, block_dv, dtype),
         "statistics": View(
             [count, padded_row_count], [padded_row_count, 1], [1, rows], torch.float32, swizzled=False
         ),
-        "dq": view_q(q.shape, contiguous(q.shape), rows, block_d, dtype),
-        "dk": view_k(k.shape, contiguous(k.shape), rows, block_d, dtype),
-        "dv": view_k(v.shape, contiguous(v.shape), rows, block_dv, dtype),
+        "dq": view_q(q.shape, contiguous_strides(q.shape), rows, block_d, dtype),
+        "dk": view_k(k.shape, contiguous_strides(k.shape), rows, block_d, dtype),
+        "dv": view_k(v.shape, contiguous_strides(v.shape), rows, block_dv, dtype),
     }

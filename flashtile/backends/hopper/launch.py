@@ -23,7 +23,13 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.forward import forward_kernel
 from flashtile.backends.hopper.schedule import TABLE_WIDTH, items_of
-from flashtile.backends.portable.launch import KeptKernel, bent
+from flashtile.backends.portable.launch import (
+    KeptKernel,
+    bent,
+    contiguous_strides,
+    largest_divisor,
+    stride_of_two,
+)
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
 HEADS_IN_STEP = 8
@@ -170,7 +176,7 @@ def section_of(problem: Problem, variant: Variant) -> int:
     else:
         blocks = math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
         most = max(ITEMS_IN_STEP // blocks, variant.KV_GROUP) if variant.HAS_RIGHT else variant.KV_GROUP
-    return next(size for size in range(min(most, heads), 0, -1) if heads % size == 0)
+    return largest_divisor(heads, most)
 
 
 class ForwardLaunch:
@@ -223,8 +229,11 @@ class ForwardLaunch:
         if problem.varlen:
             self._table_shape = (1 + table_items(problem, variant), TABLE_WIDTH.value)
             self._table_kernel = table_kernel(problem, variant)
-        stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
-        scalars = (*schedule_scalars(problem, variant, rows_apart(k)), stride, *score_numbers(problem))
+        scalars = (
+            *schedule_scalars(problem, variant, rows_apart(k)),
+            stride_of_two(alibi_slopes),
+            *score_numbers(problem),
+        )
         programs = num_programs(scalars, q.device)
         registers = LAUNCH_REGISTERS[variant.WARPGROUPS]
         self._kernel = KeptKernel(
@@ -251,8 +260,7 @@ def views(
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     part = O_PART if variant.O_IN_PARTS else dv
-    heads, head_dim_v = problem.num_heads_q, problem.head_dim_v
-    out_strides = (problem.seqlen_q * heads * head_dim_v, heads * head_dim_v, head_dim_v, 1)
+    out_strides = contiguous_strides(problem.out_shape)
     if problem.varlen:
         view_q = ragged_view(q.shape, q.stride(), rows, d, dtype)
         view_o = ragged_view(problem.out_shape, out_strides, rows, part, out_dtype)

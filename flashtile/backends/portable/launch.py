@@ -6,6 +6,7 @@ Triton's own launch path binds and specialises every argument on every call (17 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -115,6 +116,20 @@ def constants(
     }
 
 
+def stride_of_two(tensor: Tensor | None) -> int:
+    """From row to row of a tensor of two dimensions; 0 for one of fewer, which all share, and for None."""
+    return tensor.stride(0) if tensor is not None and tensor.dim() == 2 else 0
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of ``number``, at least 1: the largest divisor that is no larger than ``most``, but at least 1."""
+    return next(size for size in range(max(min(most, number), 1), 0, -1) if number % size == 0)
+
+
 def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> tuple:
     """The scalar arguments that the three attention kernels share, in their order."""
     strides: list[int] = []
@@ -123,7 +138,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Te
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return (
         *strides,
-        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        stride_of_two(alibi_slopes),
         problem.num_heads_q,
         problem.group_size,
         problem.seqlen_q,
@@ -225,6 +240,32 @@ def prepare_launch(problem: Problem, has_dlse: bool, shift_factor: float, column
     )
 
 
+def prepare_rows(
+    prepare: KeptKernel,
+    shape: tuple[int, ...],
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    extras: Extras,
+    accumulator: Tensor | None = None,
+    next_item: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(shift, dp_shift, dsink) by :func:`prepare_launch`'s kernel: two floats a padded row, in ``shape``."""
+    shift, dp_shift = out.new_empty((2, *shape), dtype=torch.float32).unbind()
+    sink = extras.sink
+    terms = None
+    if sink is not None:
+        heads = sink.shape[0]
+        terms = out.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
+    prepare(
+        out.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, next_item, extras.cu_seqlens_q,
+        sink,
+    )  # fmt: skip
+    dsink = None if sink is None or terms is None else terms.sum(0).to(sink.dtype)
+    return shift, dp_shift, dsink
+
+
 class BackwardLaunch:
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
 
@@ -259,21 +300,12 @@ class BackwardLaunch:
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         prepare, compute_dkdv, compute_dq = self.kernels
-        device = q.device
-        # What the preparation hands to both kernels: two floats a row, freed on return.
-        shift, dp_shift = q.new_empty((2, *self.statistics_shape), dtype=torch.float32).unbind()
-        dsink = terms = None
-        if sink is not None:
-            heads = problem.num_heads_q
-            terms = q.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
-        prepare(device, out, dout, lse, dlse, shift, dp_shift, terms, None, None, extras.cu_seqlens_q, sink)
-        if sink is not None and terms is not None:
-            dsink = terms.sum(0).to(sink.dtype)
+        shift, dp_shift, dsink = prepare_rows(prepare, self.statistics_shape, out, dout, lse, dlse, extras)
         if no_keys:
             return dq, dk, dv, dsink
         inputs = (q, k, v, dout, shift, dp_shift)
-        compute_dkdv(device, *inputs, dk, dv, *extras[:-1])
-        compute_dq(device, *inputs, dq, *extras[:-1])
+        compute_dkdv(q.device, *inputs, dk, dv, *extras[:-1])
+        compute_dq(q.device, *inputs, dq, *extras[:-1])
         return dq, dk, dv, dsink
 
     def prepare(

@@ -19,7 +19,12 @@ from flashtile.backends.portable.decode.combine import combine_given_kernel, com
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, multiprocessors
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.backends.portable.decode.steps import Features
-from flashtile.backends.portable.launch import KeptKernel
+from flashtile.backends.portable.launch import (
+    KeptKernel,
+    contiguous_strides,
+    largest_divisor,
+    stride_of_two,
+)
 from flashtile.decode.problem import FP8, CombineProblem, DecodeProblem
 from flashtile.problem import LOG2_E, UNLIMITED
 
@@ -134,8 +139,7 @@ def heads_in_step(problem: DecodeProblem, config: DecodeConfig) -> int:
     """
     if not is_balanced(problem, config) or config.tile.BLOCK_M > NARROW:
         return 1
-    heads = problem.num_heads_kv
-    return next(size for size in range(min(heads, MOST_HEADS_IN_STEP), 0, -1) if heads % size == 0)
+    return largest_divisor(problem.num_heads_kv, MOST_HEADS_IN_STEP)
 
 
 def effective_window(problem: DecodeProblem) -> tuple[int, int]:
@@ -360,7 +364,7 @@ class DecodeLaunch:
         strides = (
             q_stride_b, *q.stride()[-3:-1], *k_cache.stride()[:-1], *v_cache.stride()[:-1],
             0 if block_table is None else block_table.stride(0),
-            _stride_of_two(alibi_slopes), _stride_of_two(k_descale), _stride_of_two(v_descale),
+            stride_of_two(alibi_slopes), stride_of_two(k_descale), stride_of_two(v_descale),
             0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
         )  # fmt: skip
         scale = problem.softmax_scale
@@ -425,10 +429,6 @@ class CombineLaunch:
         return out, lse
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -443,8 +443,3 @@ def extent(cache: Tensor) -> int:
     size, stride = cache.shape, cache.stride()
     last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     return last + MOST_KEYS * stride[1]
-
-
-def _stride_of_two(tensor: Tensor | None) -> int:
-    """The first stride of a tensor that may have one dimension (for all) or two."""
-    return tensor.stride(0) if tensor is not None and tensor.dim() == 2 else 0

@@ -9,8 +9,8 @@ from torch import Tensor
 from flashtile.backends.portable.config import padded
 from flashtile.backends.portable.decode.append import Features, append_kernel
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
-from flashtile.backends.portable.decode.launch import _stride_of_two, converts_e4m3
-from flashtile.backends.portable.launch import KeptKernel
+from flashtile.backends.portable.decode.launch import converts_e4m3
+from flashtile.backends.portable.launch import KeptKernel, stride_of_two
 from flashtile.decode.problem import FP8, AppendProblem, CopyProblem
 
 APPEND_ROWS = 16
@@ -77,7 +77,7 @@ class AppendLaunch:
             *k_cache.stride()[:-1], *v_cache.stride()[:-1], *_row_strides(k), *_row_strides(v),
             *((0, 0, 0) if q is None else _row_strides(q)),
             0 if block_table is None else block_table.stride(0),
-            _stride_of_two(k_descale), _stride_of_two(v_descale),
+            stride_of_two(k_descale), stride_of_two(v_descale),
         )  # fmt: skip
         sizes = (
             problem.seqlen_new, problem.total_new, problem.num_heads_kv, problem.seqlen_q, problem.total_q,

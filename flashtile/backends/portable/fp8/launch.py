@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.portable.fp8.attend import attend_kernel
 from flashtile.backends.portable.fp8.config import AttendConfig, padded
-from flashtile.backends.portable.launch import KeptKernel
+from flashtile.backends.portable.launch import KeptKernel, stride_of_two
 from flashtile.fp8.problem import Fp8Problem, Scales
 from flashtile.problem import UNLIMITED, Extras
 
@@ -77,7 +77,7 @@ class AttendLaunch:
             *self._strides_of_v(v),
             *(stride for scale in scales for stride in self._strides_of_scale(scale)),
             problem.q_scale_group,
-            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            stride_of_two(slopes),
             problem.num_heads_q,
             problem.group_size,
             problem.seqlen_q,

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.hopper import backward, backward_finish, backward_schedule, backward_wide_dkv
+from flashtile.backends.hopper import schedule as forward_schedule
 from flashtile.backends.hopper.backward_compile_cases import compile_cases
 from flashtile.backends.hopper.backward_launch import section_of, variant_of
 from flashtile.backends.hopper.compile_cases import PLAIN
@@ -89,7 +90,7 @@ step_order = as_python(backward_schedule, "step_order")
 block_of_step = as_python(backward_schedule, "block_of_step")
 turn_of = as_python(backward_schedule, "turn_of")
 padded_row = as_python(backward_schedule, "padded_row")
-item_count = as_python(backward_schedule, "item_count")
+item_count = as_python(forward_schedule, "item_count")
 cell = as_python(backward_finish, "cell")
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]

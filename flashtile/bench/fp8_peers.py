@@ -17,9 +17,9 @@ from flashtile import fp8
 from flashtile.bench import peers
 from flashtile.bench.peers import Call, FlashAttention, Flashtile, Peer, offsets
 from flashtile.bench.workloads import Inputs, Workload
+from flashtile.fp8.layout import E4M3, E4M3_MAX
 from flashtile.problem import UNLIMITED
 
-E4M3 = torch.float8_e4m3fn
 FROM_BF16 = "flashtile-from-bf16"
 
 
@@ -87,7 +87,7 @@ def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
     """x in e4m3, and the scales (heads_kv,) of its groups of heads."""
     groups = x.unflatten(-2, (heads_kv, -1)).float()
     others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
-    scale = groups.abs().amax(others) / torch.finfo(E4M3).max
+    scale = groups.abs().amax(others) / E4M3_MAX
     return (groups / scale[:, None, None]).to(E4M3).flatten(-3, -2), scale
 
 

@@ -33,7 +33,6 @@ from flashtile.backends.hopper.backward_schedule import (
     block_of_step,
     find_keys,
     head_of_batch,
-    item_count,
     load_keys,
     load_rows,
     make_queue,
@@ -58,6 +57,7 @@ from flashtile.backends.hopper.compat import (
     partition_barrier,
 )
 from flashtile.backends.hopper.opaque import narrow, pin_halves, widen
+from flashtile.backends.hopper.schedule import item_count
 from flashtile.backends.kernel_cache import gluon_kernel
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)

@@ -52,15 +52,6 @@ class Schedule(NamedTuple):
 
 
 @gluon.jit
-def item_count(C: gl.constexpr, pointers, schedule):
-    """All items of the launch: blocks of keys of a key head."""
-    items = schedule.items
-    if C.VARLEN:
-        items = gl.load(pointers.table) * schedule.heads
-    return items
-
-
-@gluon.jit
 def block_of_item(C: gl.constexpr, item, blocks, schedule):
     """(key head, counted through the batch when dense; its block) of an item, with so many blocks a head.
 

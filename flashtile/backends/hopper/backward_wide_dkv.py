@@ -34,7 +34,6 @@ from flashtile.backends.hopper.backward_schedule import (
     Schedule,
     find_keys,
     head_of_batch,
-    item_count,
     load_keys,
     load_rows,
     padded_row,
@@ -50,6 +49,7 @@ from flashtile.backends.hopper.backward_scores import (
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.opaque import narrow, widen
+from flashtile.backends.hopper.schedule import item_count
 from flashtile.backends.kernel_cache import gluon_kernel
 
 ROWS = gl.constexpr(config.WARPGROUP_ROWS)

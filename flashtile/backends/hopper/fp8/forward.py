@@ -154,7 +154,7 @@ def value_scale(v_scale):
 @gluon.jit
 def fp8_softmax(C: gl.constexpr, s, n, m, l, scales, k_scale, v_scale, rows, numbers, MASK: gl.constexpr,
                 s_layout: gl.constexpr):  # fmt: skip
-    """Raw products of block ``n`` to (P by its bytes, new maximum and sums, factor for O). m: in s's rows."""
+    """Raw products of block ``n`` to (P packed, new maximum, new sums, factor for O). ``m``: in s's rows."""
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     factor = gl.convert_layout(score_factor(C, scales, k_scale), row)
     value_log2, inverse = value_scale(v_scale)
@@ -165,7 +165,7 @@ def fp8_softmax(C: gl.constexpr, s, n, m, l, scales, k_scale, v_scale, rows, num
     b0, b1, b2, b3, m, alpha = exponentials(C, s, m, factor, value_log2)
     sums = sums_of(b0, b1, b2, b3)
     l = scale_rows(l, alpha) + gl.convert_layout(sums, l.type.layout) * inverse
-    return b0, b1, b2, b3, m, l, alpha
+    return pack(b0, b1, b2, b3), m, l, alpha
 
 
 @gluon.jit
@@ -197,10 +197,9 @@ def attend_uncut(
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
-        b0, b1, b2, b3, m, l, alpha = fp8_softmax(
+        fresh, m, l, alpha = fp8_softmax(
             C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, s_layout
         )
-        fresh = pack(b0, b1, b2, b3)
         o = warpgroup_mma_wait(0, deps=[o])
         packed = settle(fresh)
         v.release(i - 1)
@@ -230,13 +229,11 @@ def attend_cut(
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
-        b0, b1, b2, b3, m_new, l, alpha = fp8_softmax(
-            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, numbers, True,
-            s_layout,
-        )  # fmt: skip
+        packed, m_new, l, alpha = fp8_softmax(
+            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, numbers, True, s_layout
+        )
         m = gl.convert_layout(m_new, m.type.layout)
-        p = as_operand(pack(b0, b1, b2, b3), o_layout)
-        o = pv_product(C, p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
+        o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i)), scale_rows(o, alpha))
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i)
         k_scale, v_scale = next_scales
@@ -303,10 +300,7 @@ def attend_tile(
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
     CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
-    b0, b1, b2, b3, m, l, alpha = fp8_softmax(
-        C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, CUT, s_layout
-    )
-    packed = pack(b0, b1, b2, b3)
+    packed, m, l, alpha = fp8_softmax(C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, CUT, s_layout)
     k_scale, v_scale = next_scales
     if C.HAS_RIGHT:
         o = scale_rows(o, alpha)

@@ -78,14 +78,8 @@ def backward(
     # Autograd hands over expanded gradients (out.sum()) and ones with any strides.
     dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    # As in forward; the gradients are contiguous now, and shaped like out and lse.
-    key: tuple = (
-        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16 == 0,
-        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16 == 0,
-        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16 == 0,
-        out.stride(), out.data_ptr() % 16 == 0, lse.stride(), dout.dtype, dout.data_ptr() % 16 == 0,
-        dlse is None or dlse.dtype, options,
-    )  # fmt: skip
+    tensors = (dout, dlse, q, k, v, out, lse)
+    key = (options, *signatures(tensors))
     if extras is not NO_EXTRAS:
         key += signatures(extras)
     launch: BackwardLaunch | None = _backward_launches.get(key)
@@ -93,7 +87,7 @@ def backward(
         problem = Problem.from_tensors(q, k, v, extras, options)
         selection = select(problem, options.backend)
         launch = _backward_launches.keep(key, selection.backend.prepare_backward(problem, selection.config))
-    return launch(dout, dlse, q, k, v, out, lse, extras)
+    return launch(*tensors, extras)
 
 
 def signatures(tensors: Iterable[Tensor | None]) -> tuple:

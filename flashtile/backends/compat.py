@@ -112,9 +112,8 @@ def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
     wrapped = getattr(run, "launch", None)
     variables = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
     known = set(variables) == {"launcher", "tensordesc_indices", "tensordesc_meta"}
-    if (
-        not known or None in variables["tensordesc_meta"]
-    ):  # None: no tensor map, and the tensor itself is kept
+    # What has no metadata becomes no tensor map, but a list with the tensor itself, which is not to be kept.
+    if not known or None in variables["tensordesc_meta"]:
         return run, [TensorMaps(view, None) for view in views]
     from triton.backends.nvidia.driver import make_tensordesc_arg
 

@@ -214,8 +214,8 @@ def test_constant_tensors(target: Target, fill: float) -> None:
     """All zeros, denormals of float16, and what is nearly its largest number."""
     q, k, v = (torch.full((1, n, 2, 16), fill, dtype=FP16, device=target.device) for n in (5, 150, 150))
     out, lse = fp8.attention(q, k, v, return_lse=True, softmax_scale=1e-6, backend=target.backend)
-    # The GPU's sums of e4m3 products have 14 bits.
-    torch.testing.assert_close(out, torch.full_like(out, fill), rtol=2**-8, atol=0)
+    rtol = 2**-8 if target.device == "cuda" else 2**-9  # the GPU's sums of e4m3 products have 14 bits
+    torch.testing.assert_close(out, torch.full_like(out, fill), rtol=rtol, atol=0)
     assert lse.isfinite().all()
 
 

@@ -138,6 +138,9 @@ class CompileReport:
     threads: int
     tensor_core: dict[str, int]
     """Tensor-core instructions in the binary by name: HMMA, HGMMA (wgmma), QGMMA (fp8), UTCHMMA (tcgen05)."""
+    lost_barriers: int
+    """mbarriers initialised that no partition is given, so that the compiler puts a tile in their place. A card
+    that switches between processes may write such a barrier's state back, over the tile's first bytes."""
     spill_budget: int
     shared_limit: int
     expects_tensor_cores: bool
@@ -154,6 +157,8 @@ class CompileReport:
             found.append(f"{self.shared} bytes of shared memory, {self.arch} has {self.shared_limit}")
         if self.expects_tensor_cores and not self.tensor_core:
             found.append("no tensor-core instruction")
+        if self.lost_barriers:
+            found.append(f"{self.lost_barriers} mbarriers initialised that no partition has")
         return found
 
 
@@ -192,6 +197,7 @@ def report(case: CompileCase, arch: str) -> CompileReport:
         shared=compiled.metadata.shared,
         threads=_largest(r"\.(?:req|max)ntid\s+(\d+)", compiled.asm["ptx"]),
         tensor_core=_tensor_core(opcodes),
+        lost_barriers=_lost_barriers(compiled.asm["ttgir"]),
         spill_budget=case.spill_budget,
         shared_limit=target.shared_limit,
         expects_tensor_cores=case.tensor_cores,
@@ -255,6 +261,15 @@ def _tensor_core(opcodes: Counter[str]) -> dict[str, int]:
         if re.fullmatch(r"(UTC)?[A-Z]G?MMA", base):
             counts[base] += count
     return dict(sorted(counts.items()))
+
+
+def _lost_barriers(ttgir: str) -> int:
+    """Barriers that are initialised before the partitions start, and that none of them captures."""
+    start = re.search(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    captured = set(start[1].split(", ")) if start else set()
+    array_of = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir))
+    initialised = re.findall(r"ttng\.init_barrier (%\w+),", ttgir)
+    return sum(array_of.get(barrier, barrier) not in captured for barrier in initialised)
 
 
 def _largest(pattern: str, text: str) -> int:

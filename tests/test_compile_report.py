@@ -15,6 +15,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels have nothing to compile", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from flashtile import compile_report  # noqa: E402
@@ -110,6 +113,36 @@ def test_shared_memory_above_the_limit_is_a_violation():
     (violation,) = report(deep, "sm_89").violations
     assert "shared memory" in violation
     assert str(99 * 1024) in violation
+
+
+@gluon.jit
+def await_partition(barriers):
+    mbarrier.wait(barriers.index(0), 0)
+
+
+@gluon.jit
+def arrive_partition(barriers):
+    mbarrier.arrive(barriers.index(0), count=1)
+
+
+@gluon.jit
+def partitions_kernel(LOST: gl.constexpr):
+    """Two partitions that share one array of barriers, and ``LOST`` barriers that no partition has."""
+    barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=1)
+    if LOST > 0:
+        lost = gl.allocate_shared_memory(gl.int64, [LOST, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(LOST):
+            mbarrier.init(lost.index(i), count=1)
+    gl.warp_specialize([(await_partition, (barriers,)), (arrive_partition, (barriers,))], [1], [24])
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_barriers_that_no_partition_has_are_a_violation(lost):
+    case = CompileCase("partitions", partitions_kernel, {}, {"LOST": lost}, tensor_cores=False)
+    found = report(case, "sm_90a")
+    assert found.lost_barriers == lost
+    assert bool(found.violations) == bool(lost)
 
 
 def test_reports_keep_the_order_of_cases():

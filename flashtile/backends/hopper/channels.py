@@ -54,12 +54,17 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 
 @gluon.jit
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A channel over ``tiles`` that exist already."""
+    """A channel over ``tiles`` that exist already. Without READERS, nobody asks whether a slot is free.
+
+    Only barriers that somebody waits for are initialised. The compiler gives the memory of others to something
+    else, and a card that switches between processes may write a barrier's state back there, into a tile.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS)
+        if READERS > 0:
+            mbarrier.init(empty.index(i), count=READERS)
     return Channel(tiles, full, empty, STAGES)
 
 
@@ -90,10 +95,10 @@ class Turn:
 
 @gluon.jit
 def make_turn(COUNT: gl.constexpr):
-    """Without turns to take (COUNT 1), taking one costs nothing."""
+    """Without turns to take (COUNT 1), taking one costs nothing, and no barrier is initialised."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
     if COUNT > 1:
+        for i in gl.static_range(COUNT):
+            mbarrier.init(barriers.index(i), count=1)
         mbarrier.arrive(barriers.index(0), count=1)
     return Turn(barriers, COUNT)

@@ -449,8 +449,8 @@ def forward_kernel(
     """
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
-    v = make_channel(v_desc, C.STAGES, C.WARPGROUPS if C.V_TRANSPOSED else 1, 1)
-    v_rows = v
+    v = make_channel(v_desc, C.STAGES, C.WARPGROUPS if C.V_TRANSPOSED else 0, 1)
+    v_rows = v  # a slot is free once the producer itself has transposed it
     if not C.V_TRANSPOSED:
         v_layout: gl.constexpr = transposed_layout(C.BLOCK_N)
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)

@@ -57,8 +57,8 @@ def launcher(
 ) -> Callable[[int, tuple], None]:
     """``(stream, tensors)``: launch a compiled kernel on the current device, with ``fixed`` arguments last.
 
-    Tensors go by address (some may come so), which saves a question to the driver for each. The first ones go
-    as TMA descriptors, which ``views`` make of them. Without hooks on launches, a profiler's, nothing is
+    Tensors go by address (some come so), which saves a question to the driver for each. The first ones go as
+    TMA descriptors, which ``views`` make of them. Without hooks on launches, a profiler's, nothing is
     prepared for them, where Triton itself gathers a dictionary and calls two empty chains.
     """
     hooked = compiled[grid]
@@ -75,7 +75,8 @@ def launcher(
             return
         arguments: list[Any] = []
         for encoder, tensor in zip(encoders, tensors, strict=False):
-            arguments += encoder.get(tensor.data_ptr()) or encoder.encode(tensor)
+            address = tensor if type(tensor) is int else tensor.data_ptr()
+            arguments += encoder.get(address) or encoder.encode(address, tensor)
         run(*grid, stream, *kernel, *arguments, *addresses, *fixed)
 
     return launch
@@ -93,13 +94,13 @@ class TensorMaps(dict[int, list]):
         self._view = view
         self._encode = encode
 
-    def encode(self, tensor: Tensor) -> list:
+    def encode(self, address: int, tensor: Tensor | int) -> list:
         descriptor = self._view.of(tensor)
         if self._encode is None:
             return [descriptor]
         if len(self) >= self.LIMIT:
             self.clear()
-        self[tensor.data_ptr()] = arguments = self._encode(descriptor)
+        self[address] = arguments = self._encode(descriptor)
         return arguments
 
 

@@ -93,9 +93,8 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
     prepare, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
-    shift, dp_shift, _ = launch.prepare_rows(
-        prepare, backward.statistics_shape, out, dout, lse, None, NO_EXTRAS
-    )
+    shift, dp_shift = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
+    launch.prepare_rows(prepare, shift, dp_shift, out, dout, lse, None, NO_EXTRAS)
     inputs = (q, k, v, dout, shift, dp_shift)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":

@@ -55,7 +55,7 @@ class WideBackwardLaunch:
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
         self._dkv, self._dq = variants(problem, config)
-        self._begin = backward_launch.Beginning(problem)
+        self._begin = backward_launch.Beginning(problem, columns=0)
         self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -74,12 +74,12 @@ class WideBackwardLaunch:
             self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         prepare, compute_dkdv, compute_dq = self._kernels
         device = q.device
-        dout, dq, dk, dv, dsink, shift, dp_shift, next_item = self._begin(
-            prepare, None, dout, dlse, q, k, v, out, lse, extras
+        dout, dq, dk, dv, dsink, _workspace, shift, dp_shift, next_item, _ = self._begin(
+            prepare, compute_dq, dout, dlse, q, k, v, out, lse, extras
         )
         table_k = table_q = lse
         if self._problem.varlen:
-            table_k, table_q = (q.new_empty(shape, dtype=torch.int32) for shape in self._table_shapes)
+            table_k, table_q = (q.new_empty(*shape, dtype=torch.int32) for shape in self._table_shapes)
             fill_k, fill_q = self._table_kernels
             fill_k(device, table_k, cu_seqlens_k, cu_seqlens_q, lse)
             fill_q(device, table_q, cu_seqlens_q, cu_seqlens_k, lse if seqused_k is None else seqused_k)

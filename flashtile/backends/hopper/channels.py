@@ -56,8 +56,8 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A channel over ``tiles`` that exist already. Without READERS, nobody asks whether a slot is free.
 
-    Only barriers that somebody waits for are initialised. The compiler gives the memory of others to something
-    else, and a card that switches between processes may write a barrier's state back there, into a tile.
+    Only barriers that somebody waits for are initialised. The compiler gives the memory of others to
+    something else, and a card that switches between processes may write a barrier's state back there.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

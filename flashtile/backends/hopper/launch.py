@@ -50,6 +50,16 @@ TRITON_NAMES = {
 }
 
 
+class Address:
+    """Memory of a tensor that is not at hand."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
 class View:
     """A tensor as TMA sees it: shape, strides and block, without the tensor, which comes with each call."""
 
@@ -72,10 +82,14 @@ class View:
         self.type_name = f"tensordesc<{TRITON_NAMES[dtype]}[{numbers}],{layout!r}>"
         """As a type in a signature, for compilation ahead of time."""
 
-    def of(self, tensor: Tensor) -> TensorDescriptor:
-        """The descriptor of ``tensor``; its checks were the dispatch's (``Problem.tma_obstacle``)."""
+    def of(self, tensor: Tensor | int) -> TensorDescriptor:
+        """The descriptor of ``tensor``, or of the one at an address, for a kernel that is compiled.
+
+        Its checks were the dispatch's (``Problem.tma_obstacle``).
+        """
         descriptor = TensorDescriptor.__new__(TensorDescriptor)
-        descriptor.__dict__.update(self._fields, base=tensor)
+        base = Address(tensor) if type(tensor) is int else tensor
+        descriptor.__dict__.update(self._fields, base=base)
         return descriptor
 
 
@@ -195,8 +209,8 @@ class ForwardLaunch:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
         if not self._varlen:
-            out = q.new_empty(self._out_shape)
-            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+            out = q.new_empty(*self._out_shape)  # a tuple would take twice as long to read
+            lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         else:  # tokens that belong to no sequence are written by no program
             out = q.new_zeros(self._out_shape)
             lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -207,7 +221,7 @@ class ForwardLaunch:
         device = q.device
         table = lse
         if self._table_kernel is not None:
-            table = q.new_empty(self._table_shape, dtype=torch.int32)
+            table = q.new_empty(*self._table_shape, dtype=torch.int32)
             used = lse if seqused_k is None else seqused_k
             self._table_kernel(device, table, cu_seqlens_q, cu_seqlens_k, used)
         kernel(

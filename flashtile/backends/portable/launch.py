@@ -199,8 +199,8 @@ class ForwardLaunch:
         extras: Extras,
     ) -> tuple[Tensor, Tensor]:
         if extras.cu_seqlens_q is None:
-            out = q.new_empty(self._out_shape)
-            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+            out = q.new_empty(*self._out_shape)  # a tuple would take twice as long to read
+            lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         else:  # tokens that belong to no sequence are written by no program
             out = q.new_zeros(self._out_shape)
             lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -242,17 +242,20 @@ def prepare_launch(problem: Problem, has_dlse: bool, shift_factor: float, column
 
 def prepare_rows(
     prepare: KeptKernel,
-    shape: tuple[int, ...],
+    shift: Tensor | int,
+    dp_shift: Tensor | int,
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
     extras: Extras,
-    accumulator: Tensor | None = None,
-    next_item: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(shift, dp_shift, dsink) by :func:`prepare_launch`'s kernel: two floats a padded row, in ``shape``."""
-    shift, dp_shift = out.new_empty((2, *shape), dtype=torch.float32).unbind()
+    accumulator: Tensor | int | None = None,
+    next_item: Tensor | int | None = None,
+) -> Tensor | None:
+    """Fill ``shift`` and ``dp_shift``, two floats a padded row, by :func:`prepare_launch`'s kernel.
+
+    Returns the gradient of the sink, if there is one.
+    """
     sink = extras.sink
     terms = None
     if sink is not None:
@@ -262,8 +265,7 @@ def prepare_rows(
         out.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, next_item, extras.cu_seqlens_q,
         sink,
     )  # fmt: skip
-    dsink = None if sink is None or terms is None else terms.sum(0).to(sink.dtype)
-    return shift, dp_shift, dsink
+    return None if sink is None or terms is None else terms.sum(0).to(sink.dtype)
 
 
 class BackwardLaunch:
@@ -293,14 +295,16 @@ class BackwardLaunch:
         no_keys = problem.batch * problem.seqlen_k == 0
         # Tokens that no sequence has or uses are written by no program, nor is anything without rows or keys.
         some_unwritten = problem.varlen or problem.seqused_k or no_rows or no_keys
-        allocate = torch.zeros if some_unwritten else torch.empty
-        dq, dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        allocate = q.new_zeros if some_unwritten else q.new_empty
+        dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
         if no_rows or (no_keys and sink is None):
             return dq, dk, dv, None if sink is None else torch.zeros_like(sink)
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         prepare, compute_dkdv, compute_dq = self.kernels
-        shift, dp_shift, dsink = prepare_rows(prepare, self.statistics_shape, out, dout, lse, dlse, extras)
+        shift = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        dp_shift = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        dsink = prepare_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras)
         if no_keys:
             return dq, dk, dv, dsink
         inputs = (q, k, v, dout, shift, dp_shift)

@@ -21,6 +21,8 @@ class ForwardLaunch:
     def __init__(self, problem: Fp8Problem, config: Fp8Config) -> None:
         self._problem = problem
         self._variant = fp8_variant_of(problem, config)
+        self._out_shape = problem.out_shape
+        self._lse_shape = problem.lse_shape
         self._kernel: KeptKernel | None = None
         self._table_kernel: KeptKernel | None = None
 
@@ -29,18 +31,18 @@ class ForwardLaunch:
     ) -> tuple[Tensor, Tensor]:
         problem = self._problem
         if not problem.varlen:
-            out = q.new_empty(problem.out_shape, dtype=problem.out_dtype)
-            lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+            out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
+            lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         else:  # tokens that belong to no sequence are written by no program
-            out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
-            lse = q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
+            out = q.new_zeros(self._out_shape, dtype=problem.out_dtype)
+            lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
         if self._kernel is None:
             self._prepare(q, k, v, scales)
         assert self._kernel is not None
         seqused_k = lse if extras.seqused_k is None else extras.seqused_k
         table = lse
         if self._table_kernel is not None:
-            table = q.new_empty(self._table_shape, dtype=torch.int32)
+            table = q.new_empty(*self._table_shape, dtype=torch.int32)
             self._table_kernel(q.device, table, extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
         given = (self._one if scale is None else scale for scale in scales)
         self._kernel(q.device, q, k, v, out, lse, table, seqused_k, *given)

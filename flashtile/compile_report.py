@@ -139,8 +139,9 @@ class CompileReport:
     tensor_core: dict[str, int]
     """Tensor-core instructions in the binary by name: HMMA, HGMMA (wgmma), QGMMA (fp8), UTCHMMA (tcgen05)."""
     lost_barriers: int
-    """mbarriers initialised that no partition is given, so that the compiler puts a tile in their place. A card
-    that switches between processes may write such a barrier's state back, over the tile's first bytes."""
+    """mbarriers initialised that no partition is given, so that the compiler puts a tile in their place. A
+    card that switches between processes may write such a barrier's state back, over the tile's first bytes.
+    """
     spill_budget: int
     shared_limit: int
     expects_tensor_cores: bool

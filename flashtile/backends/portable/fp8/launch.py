@@ -50,8 +50,8 @@ class AttendLaunch:
         self, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
     ) -> tuple[Tensor, Tensor]:
         problem = self._problem
-        out = q.new_empty(self._out_shape, dtype=problem.out_dtype)
-        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
+        lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         if problem.varlen:  # tokens that belong to no sequence are written by no program
             out.zero_()
             lse.fill_(-torch.inf)

@@ -110,7 +110,28 @@ def rotate_halves(x, pointers, position, inside, column, cos_ptr, sin_ptr, HALF:
     angle = position[:, None] * HALF + pair[None, :]
     cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
-    return x * cos + tl.where(first[None, :], -other, other) * sin
+    return x.to(tl.float32) * cos + tl.where(first[None, :], -other, other) * sin
+
+
+@triton.jit
+def largest_magnitude(x):
+    """Of the numbers of x, as float32; not finite if one of them is infinite.
+
+    Numbers of 16 bits are compared as the integers that their bits are, so that they stay in 16 bits: as
+    float32, a block of them would take twice the registers.
+    """
+    if x.dtype == tl.float32:
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    else:
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+        largest = tl.max(tl.max(bits, 1), 0).to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32)
+    return largest
+
+
+@triton.jit
+def finite_or_nan(x):
+    """x with NaN in place of infinities."""
+    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
 @kernel(do_not_specialize=RUNTIME_INTEGERS)
@@ -184,7 +205,7 @@ def quantize_kernel(
     inside = (row < used)[:, None]
     if HEAD_DIM < BLOCK_D:
         inside = inside & (column < HEAD_DIM)[None, :]
-    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    x = tl.load(pointers, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
     if cos_ptr is not None:
         offset = rotary_offset
         if rotary_offsets is not None:
@@ -193,20 +214,21 @@ def quantize_kernel(
         in_use = (row < used)[:, None]
         HALF: tl.constexpr = ROTARY_DIM // 2
         if INTERLEAVED:
-            x = rotate_neighbours(x, position, in_use, cos_ptr, sin_ptr, HALF)
+            x = rotate_neighbours(x.to(tl.float32), position, in_use, cos_ptr, sin_ptr, HALF)
         else:
             x = rotate_halves(x, pointers, position, in_use, column, cos_ptr, sin_ptr, HALF)
     if TRANSFORM_STAGES > 0:
-        x = hadamard(x * (sign_of_column(column, seed) * HEADROOM)[None, :], TRANSFORM_STAGES)
+        signs = sign_of_column(column, seed) * HEADROOM
+        x = hadamard(x.to(tl.float32) * signs[None, :], TRANSFORM_STAGES)
 
     if PASS == LARGEST_GIVEN:
-        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+        x = finite_or_nan(x)
     else:
-        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+        largest = largest_magnitude(x)
         # e4m3 has no infinity: what is not finite becomes NaN, and counts for no scale.
         if not (largest < float("inf")):
-            x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
-            largest = tl.max(tl.max(tl.where(x == x, tl.abs(x), 0.0), 1), 0)
+            x = finite_or_nan(x)
+            largest = largest_magnitude(tl.where(x == x, x, 0.0))
         if PASS == LARGEST_ONLY:
             tl.atomic_max(largest_ptr + scale_at, largest)
             return
@@ -215,7 +237,7 @@ def quantize_kernel(
         if VARLEN:
             number += (start // BLOCK_M).to(tl.int32) + b
         tl.store(scales_ptr + scale_at + number, tl.div_rn(largest, E4M3_MAX) * normalizer)
-    scaled = x * tl.div_rn(E4M3_MAX, largest)
+    scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
     values = scaled.to(tl.float8e4nv) if NATIVE else encode_bits(scaled)
 
     if TRANSPOSED:

@@ -20,8 +20,13 @@ from flashtile.fp8.hadamard import normalizer
 from flashtile.fp8.layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 from flashtile.fp8.problem import QuantizeProblem, QuantizeTensors
 
-NUMBERS_A_THREAD = 64
-"""Of a tile, held in registers as float32."""
+NUMBERS_A_THREAD = 32
+"""Of a tile, held in registers."""
+REGISTERS = 64
+"""Of a thread: enough for them, and few enough for two to four programs on a multiprocessor, of which one
+reads while another computes."""
+ROTARY_NUMBERS_A_THREAD = 64
+"""With rotary embedding, whose angles take registers, too."""
 
 
 def constants(problem: QuantizeProblem, native: bool) -> dict[str, Any]:
@@ -42,22 +47,21 @@ def constants(problem: QuantizeProblem, native: bool) -> dict[str, Any]:
 
 
 def num_warps(problem: QuantizeProblem) -> int:
-    threads = problem.rows * padded(problem.stored_head_dim) // NUMBERS_A_THREAD
-    return max(threads // 32, 1)
+    numbers = ROTARY_NUMBERS_A_THREAD if problem.rotary_dim else NUMBERS_A_THREAD
+    return max(problem.rows * padded(problem.stored_head_dim) // numbers // 32, 1)
 
 
 def spill_budget(problem: QuantizeProblem) -> int:
-    """Bytes of register spills accepted of :func:`num_warps`.
-
-    The largest tile fills the register file: in half as many warps, which spill as well, it took 14 % longer
-    on a H100.
-    """
-    return 20 if num_warps(problem) == 16 and problem.role == "k" else 0
+    """Bytes of register spills accepted: the largest tile and its angles fill the register file."""
+    return 200 if problem.rotary_dim and num_warps(problem) == 16 else 0
 
 
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
     """What a launch says to the compiler: bits are the CPU's, so that no product joins a sum."""
-    return {"num_warps": num_warps(problem), "enable_fp_fusion": False}
+    options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}
+    if not problem.rotary_dim and torch.version.hip is None:  # AMD's compiler has no such option
+        options["maxnreg"] = REGISTERS
+    return options
 
 
 class QuantizeLaunch:
@@ -72,8 +76,8 @@ class QuantizeLaunch:
         problem = self._problem
         # Scales and columns of no sequence, and rows behind the last, are written by no program.
         allocate = x.new_zeros if problem.varlen else x.new_empty
-        values = allocate(problem.values_shape, dtype=E4M3)
-        scales = allocate(problem.scales_shape, dtype=torch.float32)
+        values = allocate(*problem.values_shape, dtype=E4M3)
+        scales = allocate(*problem.scales_shape, dtype=torch.float32)
         programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
         if programs == 0:
             return values, scales.fill_(SMALLEST_LARGEST / E4M3_MAX)

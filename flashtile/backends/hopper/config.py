@@ -175,6 +175,7 @@ _THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=216, features_spill_
 _TWO_Q = F(2, 128, Q_IN_REGISTERS=128, spill_budget=76, features_spill_budget=180)
 _SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
 _SHORT_TURNS = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=136)
+_SHORT_BLOCKS = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36)
 _WIDE_SHORT = F(
     2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=140
 )
@@ -199,7 +200,7 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (64, 64, False): ((ANY_LENGTH, _THREE),),
     (64, 64, True): ((4096, F(2, 128, Q_STAGES=2)), (ANY_LENGTH, _THREE)),
     (128, 128, False): ((2048, _SHORT), (4096, _TWO), (ANY_LENGTH, _TWO_Q)),
-    (128, 128, True): ((2048, _SHORT_TURNS), (8192, _TWO), (ANY_LENGTH, _TWO_Q)),
+    (128, 128, True): ((1024, _SHORT_BLOCKS), (2048, _SHORT_TURNS), (8192, _TWO), (ANY_LENGTH, _TWO_Q)),
     (256, 256, False): ((1024, _WIDE_SHORT), (8192, _WIDE), (ANY_LENGTH, _WIDE_Q)),
     (256, 256, True): ((1024, _WIDE_SHORT), (ANY_LENGTH, _WIDE_CAUSAL)),
     (64, 128, False): ((ANY_LENGTH, _TWO),),
@@ -217,6 +218,12 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
 }
 
 
+# (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.
+_BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
+    (128, 128): ((2048, _SHORT_BLOCKS),),
+}
+
+
 def padded(head_dim: int) -> int:
     """The head size that the tiles have: TMA fills what is missing with zeros."""
     return next(size for size in (64, 128, 256) if head_dim <= size)
@@ -225,10 +232,12 @@ def padded(head_dim: int) -> int:
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed = left != UNLIMITED or right != UNLIMITED
+    sizes = padded(problem.head_dim), padded(problem.head_dim_v)
     seen = problem.seqlen_k
+    rows = _TABLE[(*sizes, windowed)]
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
-    rows = _TABLE[padded(problem.head_dim), padded(problem.head_dim_v), windowed]
+        rows = _BOTH_EDGES.get(sizes, ()) + rows
     return next(config for keys, config in rows if seen < keys)
 
 

@@ -11,6 +11,7 @@ import triton
 from triton import knobs
 
 from flashtile.backends import compat
+from flashtile.backends.hopper.launch import View
 from flashtile.backends.portable.launch import KeptKernel
 
 GRID = (7, 1, 1)
@@ -154,11 +155,20 @@ def test_tensor_maps_are_encoded_once_for_each_address(monkeypatch):
     ]
 
 
+def test_a_tensor_is_described_by_its_address():
+    """Memory that is no tensor: a part of a workspace."""
+    tensor = torch.empty(4, 16, dtype=torch.bfloat16)
+    view = View([4, 16], [16, 1], [2, 16], torch.bfloat16)
+    by_tensor, by_address = view.of(tensor), view.of(tensor.data_ptr())
+    assert by_address.base.data_ptr() == by_tensor.base.data_ptr()
+    assert {**vars(by_address), "base": None} == {**vars(by_tensor), "base": None}
+
+
 def test_kept_tensor_maps_are_bounded():
     encoded = []
     maps = compat.TensorMaps(SeenBy([1]), lambda descriptor: encoded.append(descriptor) or [descriptor])
     tensors = [torch.empty(1) for _ in range(maps.LIMIT + 1)]
     for tensor in tensors:
-        maps.encode(tensor)
+        maps.encode(tensor.data_ptr(), tensor)
     assert len(maps) == 1
     assert len(encoded) == maps.LIMIT + 1

@@ -245,6 +245,28 @@ def losses(backend: str, seed: int, config: TrainingConfig) -> Tensor:
     return torch.tensor(fit(model.to(config.device), config, python_library()).losses)
 
 
+@pytest.mark.parametrize("case", [CAUSAL, replace(CAUSAL, head_dim=256)], ids=["d128", "d256"])
+def test_a_profiler_sees_the_launches_of_repeated_calls(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then Triton itself makes the descriptors, of memory that is no tensor, too."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+    inputs = case.inputs("cuda")
+    q, k, v = (t.detach().requires_grad_() for t in inputs.qkv)
+    upstream = torch.randn_like(inputs.qkv[0])
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = flashtile.attention(q, k, v, deterministic=True, **inputs.arguments)
+        return torch.autograd.grad(out, (q, k, v), upstream)
+
+    gradients()
+    expected = gradients()
+    seen: list[object] = []
+    monkeypatch.setattr(runtime.launch_enter_hook, "calls", [seen.append])
+    found = gradients()
+    assert len(seen) == 4
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_training_takes_the_same_course() -> None:
     """As near to the portable kernels' as other initial weights are to each other."""
     config = TrainingConfig(

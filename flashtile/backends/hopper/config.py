@@ -232,12 +232,12 @@ def padded(head_dim: int) -> int:
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed = left != UNLIMITED or right != UNLIMITED
-    sizes = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     seen = problem.seqlen_k
-    rows = _TABLE[(*sizes, windowed)]
+    rows = _TABLE[block_d, block_dv, windowed]
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
-        rows = _BOTH_EDGES.get(sizes, ()) + rows
+        rows = _BOTH_EDGES.get((block_d, block_dv), ()) + rows
     return next(config for keys, config in rows if seen < keys)
 
 

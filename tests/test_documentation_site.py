@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -44,13 +46,20 @@ class Elements(HTMLParser):
             self.loaded.add(attributes.get("href") or "")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built strictly: the first warning is an error."""
-    place = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+    """Built strictly, the first warning is an error; once for all workers of pytest-xdist."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    place, built = shared / "site", shared / "site is built"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
+            result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stdout + result.stderr
+            built.touch()
     return place
 
 

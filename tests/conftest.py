@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from cases import CASES
-from targets import CUDA, TARGETS
+from targets import CUDA, INTERPRETING, TARGETS
 
 settings.register_profile(
     "flashtile",
@@ -40,13 +40,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked ``gpu`` is skipped where there is none."""
-    if CUDA:
-        return
-    skip = pytest.mark.skip(reason="no CUDA device (or TRITON_INTERPRET=1)")
+    """What is marked ``gpu`` or ``interpreter`` is skipped where there is none."""
+    skips = {}
+    if not CUDA:
+        skips["gpu"] = pytest.mark.skip(reason="no CUDA device (or TRITON_INTERPRET=1)")
+    if not INTERPRETING:
+        skips["interpreter"] = pytest.mark.skip(reason="needs TRITON_INTERPRET=1")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for name, skip in skips.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
 import triton

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
 import triton.language as tl

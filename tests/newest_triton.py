@@ -19,9 +19,9 @@ from flashtile.compile_report import CompileCase, report
 pytestmark = pytest.mark.compile
 
 HOPPER = "sm_90a"
-MORE_SPILLS = 1152
+MORE_SPILLS = 1280
 """Bytes of register spills beyond the budget, which is what the releases of the measurements spill. Triton
-3.9.0 spills up to 1144 more."""
+3.9.0 spills up to 1236 more."""
 
 
 def representative_cases() -> list[CompileCase]:

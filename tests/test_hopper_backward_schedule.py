@@ -15,10 +15,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from flashtile.backends.hopper import backward, backward_finish, backward_schedule, backward_wide_dkv
+from flashtile.backends.hopper import backward, backward_schedule, backward_wide_dkv
 from flashtile.backends.hopper import schedule as forward_schedule
 from flashtile.backends.hopper.backward_compile_cases import compile_cases
-from flashtile.backends.hopper.backward_launch import section_of, variant_of
+from flashtile.backends.hopper.backward_launch import heads_kept, section_of, variant_of
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import (
     BackwardConfig,
@@ -91,7 +91,6 @@ block_of_step = as_python(backward_schedule, "block_of_step")
 turn_of = as_python(backward_schedule, "turn_of")
 padded_row = as_python(backward_schedule, "padded_row")
 item_count = as_python(forward_schedule, "item_count")
-cell = as_python(backward_finish, "cell")
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]
 LENGTHS = [(1, 1), (17, 40), (40, 17), (32, 64), (64, 32), (33, 65), (64, 8), (5, 70), (70, 5), (48, 48)]
@@ -203,7 +202,8 @@ def test_turns_are_dense_and_descend_in_place(
 def make_schedule(
     blocks: int, heads: int, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more: int
 ) -> backward_schedule.Schedule:
-    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "q_blocks": 1, "section": 1} | more
+    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "q_blocks": 1, "section": 1}
+    fields |= {"all_heads": heads, "kept": 1, "vectors": 1} | more
     return backward_schedule.Schedule(
         blocks=blocks,
         heads=heads,
@@ -328,6 +328,25 @@ def test_sections_leave_room_in_the_l2_cache() -> None:
     assert section(seqlen_q=64) == 64
     assert section(seqlen_q=64, varlen=True) == 16
     assert section(seqlen_q=1024, batch=7, num_heads_q=1, num_heads_kv=1) == 7
+    assert section(seqlen_q=4096, window_right=0) == 2  # a causal mask: 12 MB instead of 20
+    assert section(seqlen_q=4096, window_left=64, window_right=64) == 4
+
+
+@pytest.mark.parametrize("seqlen", [64, 512, 4096, 2**20])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_heads_whose_sums_are_kept(seqlen: int, causal: bool, deterministic: bool) -> None:
+    """Those at work have room twice, and heads of one section do not wait for one another."""
+    problem = replace(PROBLEM, batch=64, seqlen_q=seqlen, seqlen_k=seqlen, deterministic=deterministic)
+    problem = replace(problem, total_q=64 * seqlen, total_k=64 * seqlen, window_right=0 if causal else -1)
+    heads, section = 64 * problem.num_heads_kv, section_of(problem)
+    kept = heads_kept(problem, 128, section, 132)
+    assert kept <= heads
+    assert kept == heads or kept * ceil_div(seqlen, 128) >= 2 * 132
+    if deterministic:
+        assert kept >= section
+    if seqlen == 512 and not deterministic:
+        assert kept == 67
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -350,25 +369,16 @@ def test_padded_rows_of_sequences_never_meet(block_m: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128])
-def test_cells_are_in_the_order_of_the_accumulator(columns: int) -> None:
+def test_sums_are_stored_in_the_order_of_the_accumulator(columns: int) -> None:
     """Register i of lane l in warp w of wgmma's D has row 16 w + 8 (i / 2 % 2) + l / 4 and column
     8 (i / 4) + 2 (l % 4) + i % 2 (PTX, "wgmma.mma_async", figure of matrix D)."""
     threads, registers = 128, columns // 2
-    found = set()
+    tile = torch.arange(64 * columns).reshape(64, columns)
+    stored = as_python(backward, "in_register_order")(tile).flatten()
     for thread, i in itertools.product(range(threads), range(registers)):
         warp, lane = divmod(thread, 32)
         row, column = 16 * warp + 8 * (i // 2 % 2) + lane // 4, 8 * (i // 4) + 2 * (lane % 4) + i % 2
-        found.add(cell(row, column, columns))
-        assert cell(row, column, columns) == (i // 2) * 2 * threads + 2 * thread + i % 2
-    assert found == set(range(64 * columns))
-
-
-@pytest.mark.parametrize("columns", [32, 64, 128])
-def test_what_is_stored_is_where_it_is_read(columns: int) -> None:
-    tile = torch.arange(64 * columns).reshape(64, columns)
-    stored = as_python(backward, "in_register_order")(tile).flatten()
-    rows, places = torch.arange(64)[:, None], torch.arange(columns)[None, :]
-    assert torch.equal(stored[cell(rows, places, columns)], tile)
+        assert stored[(i // 2) * 2 * threads + 2 * thread + i % 2] == tile[row, column]
 
 
 def test_chunks_give_back_what_they_were_given() -> None:

@@ -10,7 +10,7 @@ query rows that see them, of every query head that shares the key head. Per step
 Two *consumer* warpgroups own 64 keys each, so that P^T and dS^T are, in the registers where they arise,
 already the left operands of dV and dK. dS^T also goes to shared memory, and each warpgroup makes one half of
 dQ from it. A *producer* warp loads by TMA, an *adder* warp adds dQ to a buffer in fp32, by TMA as well;
-``backward_finish`` scales and casts it.
+*keeper* warps make dQ of it (``backward_sums``).
 
 The product dQ lags one step behind, so that the tensor cores always have work queued: dQ of the step before
 and dP^T run under the exponentials, dV under dS, dK under the turn to the next step.
@@ -30,7 +30,9 @@ from flashtile.backends.hopper import config
 from flashtile.backends.hopper.backward_schedule import (
     Pointers,
     Schedule,
+    block_of_item,
     block_of_step,
+    blocks_of_head,
     find_keys,
     head_of_batch,
     load_keys,
@@ -48,13 +50,20 @@ from flashtile.backends.hopper.backward_scores import (
     row_of,
     slope_of,
 )
+from flashtile.backends.hopper.backward_sums import (
+    KEEPER_WARPS,
+    await_room,
+    count_up,
+    keeper,
+    make_keep,
+    sums_row,
+)
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.compat import (
     aggregate,
     async_add,
     async_load,
     async_store,
-    partition_barrier,
 )
 from flashtile.backends.hopper.opaque import narrow, pin_halves, widen
 from flashtile.backends.hopper.schedule import item_count
@@ -79,11 +88,12 @@ class Steps:
     dp_shift: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
-    dk: gl.shared_memory_descriptor
-    dv: gl.shared_memory_descriptor
+    gradient: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, shift, dp_shift, ds, dq, dk, dv):
+    def __init__(
+        self, kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, shift, dp_shift, ds, dq, gradient
+    ):
         self.kv_full = kv_full
         self.kv_empty = kv_empty
         self.ds_full = ds_full
@@ -95,8 +105,7 @@ class Steps:
         self.dp_shift = dp_shift
         self.ds = ds
         self.dq = dq
-        self.dk = dk
-        self.dv = dv
+        self.gradient = gradient
 
 
 @gluon.jit
@@ -150,24 +159,6 @@ def producer(
 
 
 @gluon.jit
-def pass_turn(counter, LATER: gl.constexpr):
-    """Let the next block of keys add, once all additions but the last LATER, 2 or 0, are done: not only read
-    from shared memory."""
-    if LATER == 2:
-        one = gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 2; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        one = gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    partition_barrier()
-    gl.atomic_add(counter, one, sem="release", scope="gpu")
-
-
-@gluon.jit
 def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
     """Adds both halves of dQ of each step to global memory.
 
@@ -176,6 +167,7 @@ def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
     """
     DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
     items = item_count(C, pointers, schedule)
+    blocks = blocks_of_head(C, pointers, schedule)
     i = 0
     turn = 0
     item = queue.wait(turn, 1)
@@ -184,38 +176,43 @@ def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
         work = find_keys(C, item, pointers, schedule)
         begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
         cut, count, left, full = step_order(begin, end, full_begin, full_end)
+        key_head, _ = block_of_item(C, item, blocks, schedule)
+        await_room(C, key_head, blocks, pointers, schedule)
         for g in range(C.GROUP):
             head = head_of_batch(C, work, g, schedule.heads)
             for j in range(count):
                 m = block_of_step(j, begin, end, cut, left, full)
-                block = head * schedule.q_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
+                sums_block = sums_row(C, work, key_head, g, m * C.BLOCK_M, schedule) // C.BLOCK_M
                 if C.DETERMINISTIC:
+                    block = head * schedule.q_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
                     my_turn = turn_of(C, work, m, schedule)
                     seen = gl.load(pointers.turns + block, volatile=True)
                     if seen != my_turn:
                         if before >= 0:
-                            pass_turn(pointers.turns + before, 0)
+                            count_up(pointers.turns + before, 0)
                         before = block * 0 - 1
                         while seen != my_turn:
                             seen = gl.load(pointers.turns + block, volatile=True)
                 for w in gl.static_range(2):
                     mbarrier.wait(s.dq_full.index(w), i & 1)
-                    async_add(dq_desc, [(block * 2 + w) * (DQ_COLUMNS // 4), 0], s.dq.index(w))
+                    async_add(dq_desc, [(sums_block * 2 + w) * (DQ_COLUMNS // 4), 0], s.dq.index(w))
                 if C.DETERMINISTIC:
                     if before >= 0:
-                        pass_turn(pointers.turns + before, 2)
+                        count_up(pointers.turns + before, 2)
                     before = block
                 tma.store_wait(1)
                 mbarrier.arrive(s.dq_empty.index(0), count=1)
                 tma.store_wait(0)
                 mbarrier.arrive(s.dq_empty.index(1), count=1)
                 i += 1
+        if C.DETERMINISTIC:  # noqa: SIM102 - constants decide first, in an if of their own
+            if before >= 0:
+                count_up(pointers.turns + before, 0)
+                before = item * 0 - 1
+        count_up(pointers.added + key_head, 0)
         queue.release(turn)
         turn += 1
         item = queue.wait(turn, 1)
-    if C.DETERMINISTIC:  # noqa: SIM102 - constants decide first, in an if of their own
-        if before >= 0:
-            pass_turn(pointers.turns + before, 0)
 
 
 @gluon.jit
@@ -236,7 +233,7 @@ def in_register_order(x):
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
     (w, r, t). Stored so, a tile needs one address a thread and meets no bank twice; what reads the buffer
-    knows the order (``backward_finish``).
+    knows the order (``backward_sums``).
     """
     N: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
@@ -323,19 +320,33 @@ def step(
 
 
 @gluon.jit
-def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, tile, gradient, schedule):
-    """TMA store of this warpgroup's keys; rows behind the last key are not written."""
-    tma.store_wait(0)  # of the gradient before
-    tile.reshape(gradient.shape).store(gradient.to(desc.dtype))
-    fence_async_shared()
-    row = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
-    if C.VARLEN or C.SEQUSED:
-        end = work.start_k + work.seqlen_k
-        if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
-            end = work.sequence * schedule.seqlen_k + work.seqlen_k
-        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, work.head, 0], tile)
+def store_gradient(
+    C: gl.constexpr, W: gl.constexpr, desc, work, tile, gradient, COLUMN: gl.constexpr, schedule
+):
+    """TMA store of this warpgroup's keys, columns ``COLUMN`` and on, as many at a time as ``desc`` has; rows
+    behind the last key are not written."""
+    ROWS: gl.constexpr = gradient.shape[0]
+    WIDTH: gl.constexpr = gradient.shape[1]
+    PART: gl.constexpr = desc.block_type.shape[-1]
+    if WIDTH > PART:
+        left, right = gl.split(gradient.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)))
+        store_gradient(C, W, desc, work, tile, left, COLUMN, schedule)
+        store_gradient(C, W, desc, work, tile, right, COLUMN + WIDTH // 2, schedule)
     else:
-        async_store(desc, [work.sequence, row, work.head, 0], tile)
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+        tma.store_wait(0)  # of the part before
+        part = gl.convert_layout(gradient.to(desc.dtype), layout, assert_trivial=True)
+        tile.reshape([ROWS, PART]).store(part)
+        fence_async_shared()
+        row = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+        if C.VARLEN or C.SEQUSED:
+            end = work.start_k + work.seqlen_k
+            if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
+                end = work.sequence * schedule.seqlen_k + work.seqlen_k
+            place = RAGGED_ROWS - work.seqlen_k + row
+            async_store(desc, [RAGGED_ROWS, end, place, work.head, COLUMN], tile)
+        else:
+            async_store(desc, [work.sequence, row, work.head, COLUMN], tile)
 
 
 @gluon.jit
@@ -399,8 +410,8 @@ def consumer(
         else:
             mbarrier.arrive(s.kv_empty, count=1)
         work = find_keys(C, queue.read(turn, 4), pointers, schedule)
-        store_gradient(C, W, dv_desc, work, s.dv.index(W), dv_sum, schedule)
-        store_gradient(C, W, dk_desc, work, s.dk.index(W), dk_sum * numbers.scale, schedule)
+        store_gradient(C, W, dv_desc, work, s.gradient.index(W), dv_sum, 0, schedule)
+        store_gradient(C, W, dk_desc, work, s.gradient.index(W), dk_sum * numbers.scale, 0, schedule)
         queue.release(turn)
         turn += 1
         item = queue.wait(turn, 4)
@@ -409,12 +420,16 @@ def consumer(
 
 @gluon_kernel(do_not_specialize=Schedule._fields)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dq_desc, dk_desc, dv_desc,
-    table, seqused_k, alibi_slopes, turns, next_item,
-    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section,
-    scale, scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dq_desc, sums_desc, dk_desc, dv_desc,
+    table, seqused_k, alibi_slopes, turns, dq, counters,
+    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section, all_heads,
+    kept, vectors, scale, scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; each takes the next items when it has time."""
+    """Grid: one program for each multiprocessor at most; each takes the next items when it has time.
+
+    dq_desc and sums_desc are the same memory; counters: next_item, next_part, and for each key head added and
+    cleared.
+    """
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
@@ -426,11 +441,8 @@ def backward_kernel(
     )
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_N, C.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [2, C.BLOCK_N, C.BLOCK_M], ds_layout)
-    dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
-    dk = gl.allocate_shared_memory(dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
-    dv = dk
-    if C.BLOCK_D != C.BLOCK_DV:
-        dv = gl.allocate_shared_memory(dtype, [2] + dv_desc.block_type.shape, dv_desc.layout)
+    dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    gradient = gl.allocate_shared_memory(dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -442,12 +454,17 @@ def backward_kernel(
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
-    s = Steps(kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, shift, dp_shift, ds, dq, dk, dv)
+    s = Steps(kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, shift, dp_shift, ds, dq_parts, gradient)
     queue = make_queue()
-    pointers = Pointers(table, seqused_k, alibi_slopes, turns, next_item)
-    schedule = Schedule(
-        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section
+    keep = make_keep(sums_desc)
+    added = counters + 2
+    pointers = Pointers(
+        table, seqused_k, alibi_slopes, turns, dq, counters, counters + 1, added, added + all_heads
     )
+    schedule = Schedule(
+        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section,
+        all_heads, kept, vectors,
+    )  # fmt: skip
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
     gl.warp_specialize(
         [
@@ -458,7 +475,8 @@ def backward_kernel(
                 schedule,
             )),
             (adder, (C, queue, s, dq_desc, pointers, schedule)),
+            (keeper, (C, keep, sums_desc, pointers, schedule, scale)),
         ],
-        [4, 1, 1],
-        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
+        [4, 1, 1, KEEPER_WARPS],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any
 
 from flashtile.backends.hopper import backward_launch, backward_wide_launch
 from flashtile.backends.hopper.backward import backward_kernel
-from flashtile.backends.hopper.backward_finish import TILE_ROWS, finish_kernel
 from flashtile.backends.hopper.backward_wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward_wide_dq import dq_kernel
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, tensors
@@ -42,8 +41,8 @@ _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256))
 
 _INPUTS = ("q_desc", "k_desc", "v_desc", "do_desc", "shift_desc", "dp_shift_desc")
-_VIEWS = (*_INPUTS, "dq_desc", "dk_desc", "dv_desc")
-_INTEGER_POINTERS = ("table", "seqused_k", "turns", "next_item")
+_VIEWS = (*_INPUTS, "dq_desc", "sums_desc", "dk_desc", "dv_desc")
+_INTEGER_POINTERS = ("table", "seqused_k", "turns", "next_item", "counters")
 _FLOAT_POINTERS = ("alibi_slopes", "shift", "dp_shift")
 _FLOATS = ("scale", "scale_log2", "softcap_rate", "softcap_log2", "zero")
 
@@ -56,8 +55,6 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for sizes, (mask, problem) in itertools.product((*_TABLE, *_WIDE), _MASKS.items()):
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
-    yield _finish_case(_FULL)
-    yield _finish_case(replace(_FEATURES, head_dim=128, head_dim_v=128))
     yield _prepare_case(replace(_FULL, head_dim=128, head_dim_v=128))
 
 
@@ -67,7 +64,7 @@ def _products(mask: str, problem: Problem) -> Iterator[CompileCase]:
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     if not isinstance(config, WideBackwardConfig):
         variant = backward_launch.variant_of(problem, config)
-        own = backward_launch.views(problem, variant, *tensors(problem), rows)
+        own = backward_launch.views(problem, variant, *tensors(problem), rows, kept=3)
         yield _case(mask, problem, config, backward_kernel, dict(zip(_VIEWS, own, strict=True)), variant)
         return
     statistics_shape = ((1 if problem.varlen else problem.batch) * problem.num_heads_q, rows)
@@ -95,6 +92,8 @@ def _case(
             signature[name] = "*i32"
         elif name in _FLOAT_POINTERS:
             signature[name] = "*fp32"
+        elif name == "dq":
+            signature[name] = "*bf16"
         elif name != "C":
             signature[name] = "fp32" if name in _FLOATS else "i32"
     what = kernel.fn.__name__.removesuffix("_kernel")
@@ -110,38 +109,15 @@ def _case(
     )
 
 
-def _finish_case(problem: Problem) -> CompileCase:
-    variant = backward_launch.variant_of(problem, choose_backward(problem))
-    constants: dict[str, Any] = {
-        "VARLEN": problem.varlen,
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": variant.BLOCK_D,
-        "PART_COLUMNS": backward_launch.part_columns(variant),
-        "BLOCK_M": TILE_ROWS,
-        "ROW_PAD": ROW_PAD,
-    }
-    signature = {"accumulator": "*fp32", "dq": "*bf16", "softmax_scale": "fp32"}
-    if problem.varlen:
-        signature["cu_seqlens_q"] = "*i32"
-    else:
-        constants["cu_seqlens_q"] = None
-    signature |= dict.fromkeys(("num_heads_q", "seqlen_q", "total_q", "padded_rows"), "i32")
-    return CompileCase(
-        name=f"hopper backward finish head_dim {problem.head_dim}{' varlen' if problem.varlen else ''}",
-        kernel=finish_kernel,
-        signature=signature,
-        constants=constants,
-        tensor_cores=False,
-    )
-
-
 def _prepare_case(problem: Problem) -> CompileCase:
     """With an accumulator to be zeroed, a sink and a gradient into lse."""
     tensors = ("out_ptr", "dout_ptr")
     rows = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "dsink_ptr", "accumulator_ptr", "sink")
-    signature = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(rows, "*fp32") | {"next_item": "*i32"}
+    signature = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(rows, "*fp32") | {"counters_ptr": "*i32"}
     signature |= {"shift_factor": "fp32"}
-    signature |= dict.fromkeys(("num_heads_q", "seqlen_q", "total_q", "padded_rows"), "i32")
+    signature |= dict.fromkeys(
+        ("num_heads_q", "seqlen_q", "total_q", "padded_rows", "counters", "zeroed_heads"), "i32"
+    )
     return CompileCase(
         name=f"hopper backward prepare head_dim {problem.head_dim}",
         kernel=prepare_kernel,

@@ -1,4 +1,4 @@
-"""From tensors to the Hopper backward's three kernels: prepare, the five products, finish."""
+"""From tensors to the Hopper backward's two kernels: prepare, and the five products with the sums of dQ."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flashtile.backends.hopper import tile_table
 from flashtile.backends.hopper.backward import backward_kernel
-from flashtile.backends.hopper.backward_finish import TILE_ROWS, finish_kernel
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
+    GRADIENT_PART,
+    KEEPER_CHUNK,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     WARPGROUP_ROWS,
@@ -30,7 +31,7 @@ from flashtile.backends.hopper.launch import (
     score_numbers,
 )
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
-from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
+from flashtile.backends.portable.backward_prepare import padded_rows
 from flashtile.backends.portable.launch import (
     KeptKernel,
     bent,
@@ -42,10 +43,11 @@ from flashtile.backends.portable.launch import (
 )
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
-COUNTER_FLOATS = 32
-"""Room for the counter of items, a line of the L2 cache."""
-SECTION_BYTES = 20 * 2**20
-"""Of the L2 cache's 50 MB; programs are at work on two sections at a time."""
+LINE = 32
+"""Floats of a line of the L2 cache, between whose multiples each part of the workspace begins."""
+SECTION_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
+"""Of the L2 cache's 50 MB; programs are at work on two sections at a time. With blocks of keys of equal cost
+larger ones are faster, with the triangle of a causal mask, under which sums are complete later, smaller."""
 SMALLEST_SCALE = 1e-6
 """Below it, lse in units of raw products would lose its digits, or overflow."""
 
@@ -80,13 +82,38 @@ def part_columns(variant: BackwardVariant) -> int:
     return variant.BLOCK_D // (2 * WARPGROUP_ROWS // variant.BLOCK_M)
 
 
+def key_heads(problem: Problem) -> int:
+    """Counted through the batch when dense."""
+    return problem.num_heads_kv * (1 if problem.varlen else problem.batch)
+
+
+def uneven(problem: Problem) -> bool:
+    """Whether some blocks of keys meet more rows than others, as under a causal mask."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return (left == UNLIMITED) != (right == UNLIMITED)
+
+
 def section_of(problem: Problem) -> int:
     """Key heads whose blocks are taken in turn in a deterministic sum: as many as the L2 cache has room for,
-    with q, dO and the sums of dQ, and a divisor of all heads (dense: of the batch's)."""
+    with q, dO and the sums of dQ, and a divisor of all heads."""
     row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
-    most = SECTION_BYTES // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
-    heads = problem.num_heads_kv * (1 if problem.varlen else problem.batch)
-    return largest_divisor(heads, most)
+    room = SECTION_BYTES["uneven" if uneven(problem) else "even"]
+    most = room // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
+    return largest_divisor(key_heads(problem), most)
+
+
+def heads_kept(problem: Problem, block_n: int, section: int, programs: int) -> int:
+    """Key heads whose sums of dQ have room at a time.
+
+    Twice as many as programs are at work on: while those of one are completed and converted, blocks of the
+    next have begun. A deterministic sum completes its sections as a whole and needs more; never less than a
+    section, whose heads must not wait for one another. Still more would leave the L2 cache.
+    """
+    blocks = math.ceil(problem.total_k / (1 if problem.varlen else problem.batch) / block_n)
+    kept = math.ceil(2 * programs / max(blocks, 1)) + 1
+    if problem.deterministic:
+        kept = kept + section if uneven(problem) else max(kept, 5 * section // 2)
+    return min(kept, key_heads(problem))
 
 
 def key_items(problem: Problem, block_n: int) -> int:
@@ -115,7 +142,7 @@ class Begun(NamedTuple):
     workspace: Tensor
     shift: Tensor | int
     dp_shift: Tensor | int
-    next_item: Tensor | int
+    counters: Tensor | int
     accumulator: Tensor | int | None
 
 
@@ -126,16 +153,18 @@ class Beginning:
     fifth longer on the host.
 
     Args:
-        columns: of a sum of dQ in fp32, zeroed beforehand; 0 for none.
+        counters: of the programs, 0 at the start.
+        kept, columns: of the sums of dQ, in fp32: key heads, and columns; 0 for none.
     """
 
-    def __init__(self, problem: Problem, columns: int) -> None:
+    def __init__(self, problem: Problem, counters: int, kept: int = 0, columns: int = 0) -> None:
         sequences = 1 if problem.varlen else problem.batch
         rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
         self.statistics_shape = (sequences * problem.num_heads_q, rows)
         self._some_unwritten = problem.varlen or problem.seqused_k
         count = sequences * problem.num_heads_q * rows
-        self._sizes = [count, count, COUNTER_FLOATS, count * columns]
+        sums = kept * problem.group_size * rows * columns
+        self._sizes = [count, count, math.ceil(counters / LINE) * LINE, sums]
         self._offsets = [4 * offset for offset in accumulate(self._sizes, initial=0)]
 
     def __call__(
@@ -159,20 +188,20 @@ class Beginning:
         dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
         workspace = q.new_empty(self._offsets[-1] // 4, dtype=torch.float32)
         parts = self._addresses(workspace) if last.takes_addresses else self._tensors(workspace)
-        shift, dp_shift, next_item, accumulator = parts
-        dsink = prepare_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras, accumulator, next_item)
+        shift, dp_shift, counters, accumulator = parts
+        dsink = prepare_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras, accumulator, counters)
         return Begun(dout, dq, dk, dv, dsink, workspace, *parts)
 
     def _addresses(self, workspace: Tensor) -> tuple[int, int, int, int | None]:
         start = workspace.data_ptr()
-        shift, dp_shift, next_item, accumulator, end = self._offsets
+        shift, dp_shift, counters, accumulator, end = self._offsets
         sums = start + accumulator if accumulator < end else None
-        return start + shift, start + dp_shift, start + next_item, sums
+        return start + shift, start + dp_shift, start + counters, sums
 
     def _tensors(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The first call compiles, for which Triton wants tensors."""
-        shift, dp_shift, next_item, accumulator = workspace.split_with_sizes(self._sizes)
-        return shift, dp_shift, next_item.view(torch.int32), accumulator if accumulator.numel() else None
+        shift, dp_shift, counters, accumulator = workspace.split_with_sizes(self._sizes)
+        return shift, dp_shift, counters.view(torch.int32), accumulator if accumulator.numel() else None
 
 
 class BackwardLaunch:
@@ -181,8 +210,8 @@ class BackwardLaunch:
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
         self._variant = variant_of(problem, config)
-        self._begin = Beginning(problem, self._variant.BLOCK_D)
-        self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+        self._key_heads = key_heads(problem)
+        self._kernels: tuple[KeptKernel, KeptKernel] | None = None
 
     def __call__(
         self,
@@ -198,12 +227,12 @@ class BackwardLaunch:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
         if self._kernels is None:
             self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
-        prepare, products, finish = self._kernels
+        prepare, products = self._kernels
         device = q.device
-        dout, dq, dk, dv, dsink, _workspace, shift, dp_shift, next_item, accumulator = self._begin(
-            prepare, finish, dout, dlse, q, k, v, out, lse, extras
+        dout, dq, dk, dv, dsink, _workspace, shift, dp_shift, counters, accumulator = self._begin(
+            prepare, products, dout, dlse, q, k, v, out, lse, extras
         )
-        turns = next_item
+        turns = counters
         if self._problem.deterministic:
             turns = q.new_zeros(*self._turns_shape, dtype=torch.int32)
         table = lse
@@ -219,15 +248,16 @@ class BackwardLaunch:
             shift,
             dp_shift,
             accumulator,
+            accumulator,
             dk,
             dv,
             table,
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
             turns,
-            next_item,
+            dq,
+            counters,
         )
-        finish(device, accumulator, dq, cu_seqlens_q)
         return dq, dk, dv, dsink
 
     def _prepare(
@@ -237,11 +267,9 @@ class BackwardLaunch:
         k: Tensor,
         v: Tensor,
         alibi_slopes: Tensor | None,
-    ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
+    ) -> tuple[KeptKernel, KeptKernel]:
         problem, variant = self._problem, self._variant
-        heads, rows = self._begin.statistics_shape
         factor = LOG2_E if variant.BENT else 1 / problem.softmax_scale
-        prepare = prepare_launch(problem, dlse is not None, factor, variant.BLOCK_D)
         blocks = math.ceil(problem.seqlen_k / variant.BLOCK_N)
         items = key_items(problem, variant.BLOCK_N)
         self._table_kernel: KeptKernel | None = None
@@ -249,10 +277,16 @@ class BackwardLaunch:
             self._table_shape = (1 + items, TABLE_WIDTH.value)
             self._table_kernel = key_table_kernel(problem, variant.BLOCK_N)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        section = section_of(problem)
+        all_items = (items * problem.num_heads_kv,)
+        kept = heads_kept(problem, variant.BLOCK_N, section, num_programs(all_items, q.device))
+        counters = 2 + 2 * self._key_heads
+        self._begin = Beginning(problem, counters, kept, variant.BLOCK_D)
+        heads, rows = self._begin.statistics_shape
         q_blocks = rows // variant.BLOCK_M
         self._turns_shape = (heads * q_blocks,)
         scalars = (
-            items * problem.num_heads_kv,
+            *all_items,
             blocks,
             problem.num_heads_kv,
             problem.seqlen_q,
@@ -262,7 +296,10 @@ class BackwardLaunch:
             right,
             stride_of_two(alibi_slopes),
             q_blocks,
-            section_of(problem),
+            section,
+            self._key_heads,
+            kept,
+            problem.head_dim // 8,
             problem.softmax_scale,
             *score_numbers(problem),
             0.0,
@@ -273,30 +310,20 @@ class BackwardLaunch:
             scalars,
             (variant,),
             None,
-            views(problem, variant, q, k, v, rows),
+            views(problem, variant, q, k, v, rows, kept),
             maxnreg=LAUNCH_REGISTERS[2],
         )
-        finish = KeptKernel(
-            finish_kernel,
-            math.ceil(problem.seqlen_q / TILE_ROWS) * problem.num_heads_q * problem.batch,
-            (problem.softmax_scale, problem.num_heads_q, problem.seqlen_q, problem.total_q, rows),
-            (
-                problem.varlen,
-                problem.head_dim,
-                variant.BLOCK_D,
-                part_columns(variant),
-                TILE_ROWS,
-                ROW_PAD,
-            ),
-            None,
+        prepare = prepare_launch(
+            problem, dlse is not None, factor, counters, variant.BLOCK_D, kept * problem.group_size
         )
-        return prepare, products, finish
+        return prepare, products
 
 
 def views(
-    problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, rows: int
+    problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, rows: int, kept: int
 ) -> tuple[View, ...]:
-    """Of q, k, v, dout, shift, dp_shift, the accumulator of dq, dk and dv."""
+    """Of q, k, v, dout, shift, dp_shift, the sums of dQ as they are added to and as they are converted, dk
+    and dv."""
     dtype = problem.dtype
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
@@ -305,9 +332,8 @@ def views(
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
     sequences = 1 if problem.varlen else problem.batch
     statistics = View([sequences * heads_q, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
-    part = part_columns(variant) // 4
-    accumulator_rows = sequences * heads_q * rows * d // 256
-    accumulator = View([accumulator_rows, 256], [256, 1], [part, 256], torch.float32, swizzled=False)
+    tiles = kept * problem.group_size * rows // WARPGROUP_ROWS
+    part, chunk = [part_columns(variant) // 4, 256], [d // 8, KEEPER_CHUNK // (8 * d), 64]
     return (
         view_q(q.shape, q.stride(), block_m, d, dtype),
         view_k(k.shape, k.stride(), block_n, d, dtype),
@@ -315,7 +341,8 @@ def views(
         view_q(problem.out_shape, contiguous_strides(problem.out_shape), block_m, dv, dtype),
         statistics,
         statistics,
-        accumulator,
-        view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, d, dtype),
-        view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, dv, dtype),
+        View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
+        View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
+        view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
+        view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
     )

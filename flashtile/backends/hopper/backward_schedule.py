@@ -25,8 +25,15 @@ class Pointers(NamedTuple):
     seqused_k: Any
     alibi_slopes: Any
     turns: Any
+    dq: Any
     next_item: Any
-    """The first item that no program has taken yet; 0 at the start."""
+    """The first item that no program has taken yet; 0 at the start, as all counters."""
+    next_part: Any
+    """The same of the sums of dQ, of which each block of keys stands for a part of its head's."""
+    added: Any
+    """Of each key head, the blocks that have added all that they have to its sums."""
+    cleared: Any
+    """Of each key head, the parts of the sums that are converted, and zero again."""
 
 
 class Schedule(NamedTuple):
@@ -49,6 +56,12 @@ class Schedule(NamedTuple):
     """Blocks of padded query rows of a head."""
     section: Any
     """Key heads whose blocks are taken in turn in a deterministic sum; it divides all heads of the batch."""
+    all_heads: Any
+    """Of k, counted through the batch when dense."""
+    kept: Any
+    """Key heads whose sums there is room for; one that comes so many later takes a head's place."""
+    vectors: Any
+    """Of 8 columns, in a row of dQ."""
 
 
 @gluon.jit
@@ -76,9 +89,29 @@ def find_keys(C: gl.constexpr, item, pointers, schedule):
     items wait for earlier ones, and there block n meets its first rows ``BLOCK_N`` rows after block n - 1
     has: last blocks first, none waits long.
     """
+    head, block = block_of_item(C, item, blocks_of_head(C, pointers, schedule), schedule)
+    work, blocks = sequence_of(C, head, block, pointers, schedule)
+    place, seqlen_k = work.place, work.seqlen_k
+    if C.DETERMINISTIC:
+        place = blocks - 1 - place
+    if C.SEQUSED:
+        seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + work.sequence), 0), seqlen_k)
+    return Work(work.sequence, work.head, place, work.start_q, work.start_k, work.seqlen_q, seqlen_k)
+
+
+@gluon.jit
+def blocks_of_head(C: gl.constexpr, pointers, schedule):
+    """Blocks of keys, in all sequences that the table has."""
+    blocks = schedule.blocks
     if C.VARLEN:
-        rows = gl.load(pointers.table)
-        head, place = block_of_item(C, item, rows, schedule)
+        blocks = gl.load(pointers.table)
+    return blocks
+
+
+@gluon.jit
+def sequence_of(C: gl.constexpr, head, place, pointers, schedule):
+    """(block ``place`` of a key head, counted through the batch when dense; blocks of its sequence)"""
+    if C.VARLEN:
         row = pointers.table + (1 + place) * TABLE_WIDTH
         sequence = gl.load(row)
         place = gl.load(row + 1)
@@ -89,19 +122,14 @@ def find_keys(C: gl.constexpr, item, pointers, schedule):
         seqlen_q = gl.minimum(gl.load(row + 5), schedule.seqlen_q)
         blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     else:
-        head, place = block_of_item(C, item, schedule.blocks, schedule)
         sequence = head // schedule.heads
         head = head % schedule.heads
-        start_q = item * 0
+        start_q = place * 0
         start_k = sequence * schedule.rows_k
         seqlen_q = schedule.seqlen_q + start_q
         seqlen_k = schedule.seqlen_k + start_q
-        blocks = schedule.blocks
-    if C.DETERMINISTIC:
-        place = blocks - 1 - place
-    if C.SEQUSED:
-        seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
-    return Work(sequence, head, place, start_q, start_k, seqlen_q, seqlen_k)
+        blocks = schedule.blocks + start_q
+    return Work(sequence, head, place, start_q, start_k, seqlen_q, seqlen_k), blocks
 
 
 @gluon.jit

@@ -239,7 +239,7 @@ def value_consumer(
             cut = (m < full_begin) | (m >= full_end)
             dv = value_step(C, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers)
             i += 1
-        store_gradient(C, 0, gradients.dv_desc, work, gradients.dv, dv, schedule)
+        store_gradient(C, 0, gradients.dv_desc, work, gradients.dv, dv, 0, schedule)
         tma.store_wait(0)
         k.release(turn)
         turn += 1
@@ -264,7 +264,7 @@ def key_consumer(
         for _ in range((end - begin) * C.GROUP):
             dk = key_step(C, i, dk, q, do, v, weights, statistics)
             i += 1
-        store_gradient(C, 0, gradients.dk_desc, work, gradients.dk, dk * numbers.scale, schedule)
+        store_gradient(C, 0, gradients.dk_desc, work, gradients.dk, dk * numbers.scale, 0, schedule)
         tma.store_wait(0)
         v.release(turn)
         turn += 1
@@ -300,9 +300,9 @@ def dkv_kernel(
     queue = make_ring(gl.allocate_shared_memory(gl.int32, [2, 1], one), 2, 2)
     statistics = Statistics(shift, dp_shift)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
-    pointers = Pointers(table, seqused_k, alibi_slopes, table, next_item)
+    pointers = Pointers(table, seqused_k, alibi_slopes, table, table, next_item, table, table, table)
     schedule = Schedule(
-        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, blocks, 1
+        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, blocks, 1, 0, 0, 0
     )
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(

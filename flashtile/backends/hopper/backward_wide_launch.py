@@ -55,7 +55,7 @@ class WideBackwardLaunch:
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
         self._dkv, self._dq = variants(problem, config)
-        self._begin = backward_launch.Beginning(problem, columns=0)
+        self._begin = backward_launch.Beginning(problem, counters=1)
         self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -124,7 +124,7 @@ class WideBackwardLaunch:
         programs = num_programs(scalars, q.device)
         scalars = (self._begin.statistics_shape[1], *scalars, slope_stride, *numbers)
         compute_dq = KeptKernel(dq_kernel, programs, scalars, (dq,), None, (*inputs, of["dq"]), **options)
-        return prepare_launch(problem, dlse is not None, LOG2_E), compute_dkdv, compute_dq
+        return prepare_launch(problem, dlse is not None, LOG2_E, counters=1), compute_dkdv, compute_dq
 
 
 def views(

@@ -13,6 +13,13 @@ RAGGED_ROWS = 2**30
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """By number of consumer warpgroups; with a producer's 24 they fill the 64 K registers of a multiprocessor."""
+KEEPER_WARPS = 2
+"""Warps of the backward that make dQ of its sums, beside its producer and its adder."""
+KEEPER_CHUNK = 1024
+KEEPER_STAGES = 3
+"""Sums that they take at a time, and how many such chunks they have on the way."""
+GRADIENT_PART = 64
+"""Columns of dK and dV that leave together."""
 O_PART = 64
 """Columns of the output that leave together with ``O_IN_PARTS``."""
 LAUNCH_REGISTERS = {2: 168, 3: 128}
@@ -242,10 +249,10 @@ def choose(problem: Problem) -> ForwardConfig:
 
 
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(128, causal_spill_budget=16, features_spill_budget=1716),
-    (128, 128): BackwardConfig(64, spill_budget=8, causal_spill_budget=12, features_spill_budget=252),
-    (64, 128): BackwardConfig(64, features_spill_budget=24),
-    (128, 64): BackwardConfig(64, features_spill_budget=52),
+    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=40, features_spill_budget=1824),
+    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=48, features_spill_budget=200),
+    (64, 128): BackwardConfig(64, features_spill_budget=48),
+    (128, 64): BackwardConfig(64, features_spill_budget=88),
 }
 
 
@@ -274,10 +281,11 @@ def backward_smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> 
     both = block_d + block_dv
     tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
     ds = 2 * config.BLOCK_N * config.BLOCK_M
-    gradients = config.BLOCK_N * (block_d if block_d == block_dv else both)
+    gradients = config.BLOCK_N * GRADIENT_PART
     statistics = 2 * config.STAGES * config.BLOCK_M
     dq = config.BLOCK_M * block_d
-    return 2 * (tiles + ds + gradients) + 4 * (statistics + dq)
+    sums = KEEPER_CHUNK * (KEEPER_STAGES + 1)
+    return 2 * (tiles + ds + gradients) + 4 * (statistics + dq + sums)
 
 
 def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from flashtile.backends.portable.tiles import LOG2_E, RUNTIME_INTEGERS, load_til
 
 ROW_PAD = 128
 """Rows of ``shift`` and ``dp_shift`` come in blocks of this many; no backward BLOCK_M is larger."""
+COUNTERS_AT_ONCE = tl.constexpr(1024)
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
@@ -35,7 +36,7 @@ def statistics_offset(
         return (b.to(tl.int64) * num_heads_q + head) * padded_rows
 
 
-@kernel(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=(*RUNTIME_INTEGERS, "counters", "zeroed_heads"))
 def prepare_kernel(
     out_ptr,
     dout_ptr,
@@ -45,7 +46,7 @@ def prepare_kernel(
     dp_shift_ptr,
     dsink_ptr,
     accumulator_ptr,
-    next_item,
+    counters_ptr,
     cu_seqlens_q,
     sink,
     shift_factor,
@@ -53,6 +54,8 @@ def prepare_kernel(
     seqlen_q,
     total_q,
     padded_rows,
+    counters,
+    zeroed_heads,
     VARLEN: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -63,13 +66,15 @@ def prepare_kernel(
 ):
     """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets shift
     -inf (its probabilities are 0) and dp_shift 0. dsink [programs] gets a term of each, heads fastest.
-    Kernels that add dQ up in memory have an accumulator of COLUMNS floats a padded row; it is zeroed, and so
-    is the counter of the items that their programs take.
+    Kernels that add dQ up in memory have an accumulator of COLUMNS floats a padded row, of which the first
+    ``zeroed_heads``, counted through the batch, are zeroed, and so are all ``counters`` of their programs.
     """
     num_blocks = tl.cdiv(seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
     pid = tl.program_id(0)
-    if next_item is not None and pid == 0:
-        tl.store(next_item, 0)
+    if counters_ptr is not None and pid == 0:
+        for first in range(0, counters, COUNTERS_AT_ONCE):
+            place = first + tl.arange(0, COUNTERS_AT_ONCE)
+            tl.store(counters_ptr + place, tl.zeros_like(place), mask=place < counters)
     # Heads vary fastest: neighbouring programs read neighbouring memory.
     head = pid % num_heads_q
     row_start = (pid // num_heads_q) % num_blocks * BLOCK_M
@@ -104,9 +109,11 @@ def prepare_kernel(
     tl.store(shift_ptr + offset + rows, tl.where(empty, lse, -lse * shift_factor))
     dp_shift = tl.where(empty, 0.0, dp_shift)
     tl.store(dp_shift_ptr + offset + rows, dp_shift)
-    if COLUMNS > 0:
-        cells = tl.arange(0, BLOCK_M * COLUMNS)
-        tl.store(accumulator_ptr + offset.to(tl.int64) * COLUMNS + cells, tl.zeros_like(cells).to(tl.float32))
+    if COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
+        if b * num_heads_q * (not VARLEN) + head < zeroed_heads:
+            cells = tl.arange(0, BLOCK_M * COLUMNS)
+            zeros = tl.zeros_like(cells).to(tl.float32)
+            tl.store(accumulator_ptr + offset.to(tl.int64) * COLUMNS + cells, zeros)
     if sink is not None:
         score = tl.load(sink + head).to(tl.float32)
         p = tl.exp2((score - tl.where(empty, float("inf"), lse)) * LOG2_E)

@@ -105,7 +105,7 @@ def _prepare_case(dtype: str, head_dim: int) -> CompileCase:
         "dlse_ptr": None,
         "dsink_ptr": None,
         "accumulator_ptr": None,
-        "next_item": None,
+        "counters_ptr": None,
     }
     return CompileCase(
         name=f"prepare {dtype} head_dim {head_dim}",

@@ -219,14 +219,29 @@ class ForwardLaunch:
         return out, lse
 
 
-def prepare_launch(problem: Problem, has_dlse: bool, shift_factor: float, columns: int = 0) -> KeptKernel:
+def prepare_launch(
+    problem: Problem,
+    has_dlse: bool,
+    shift_factor: float,
+    counters: int = 0,
+    columns: int = 0,
+    zeroed_heads: int = 0,
+) -> KeptKernel:
     """``prepare_kernel`` for one signature; ``columns`` of an accumulator of dQ, 0 without one."""
     blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPARE_BLOCK_M)
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return KeptKernel(
         prepare_kernel,
         blocks * problem.num_heads_q * problem.batch,
-        (shift_factor, problem.num_heads_q, problem.seqlen_q, problem.total_q, rows),
+        (
+            shift_factor,
+            problem.num_heads_q,
+            problem.seqlen_q,
+            problem.total_q,
+            rows,
+            counters,
+            zeroed_heads,
+        ),
         (
             problem.varlen,
             has_dlse,
@@ -250,7 +265,7 @@ def prepare_rows(
     dlse: Tensor | None,
     extras: Extras,
     accumulator: Tensor | int | None = None,
-    next_item: Tensor | int | None = None,
+    counters: Tensor | int | None = None,
 ) -> Tensor | None:
     """Fill ``shift`` and ``dp_shift``, two floats a padded row, by :func:`prepare_launch`'s kernel.
 
@@ -262,7 +277,7 @@ def prepare_rows(
         heads = sink.shape[0]
         terms = out.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
     prepare(
-        out.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, next_item, extras.cu_seqlens_q,
+        out.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, counters, extras.cu_seqlens_q,
         sink,
     )  # fmt: skip
     return None if sink is None or terms is None else terms.sum(0).to(sink.dtype)

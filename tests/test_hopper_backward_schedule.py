@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
 from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows
 from flashtile.compile_report import ARCHITECTURES, report
+from kernels_as_python import functions_of, make_work
 
 KIB = 1024
 BARRIERS = KIB
@@ -66,22 +67,7 @@ PYTHON_GL = SimpleNamespace(
 
 
 def as_python(module: ModuleType, name: str) -> Callable:
-    """A function of a kernel's module, and those that it calls, without the compiler."""
-    names: dict[str, Any] = {}
-    for each, value in vars(module).items():
-        if hasattr(value, "fn"):
-            names[each] = FunctionType(value.fn.__code__, names, each, value.fn.__defaults__)
-        else:
-            names[each] = getattr(value, "value", value)  # of a constexpr
-    names["gl"] = PYTHON_GL
-    names["Work"] = make_work
-    return names[name]
-
-
-def make_work(
-    sequence: int, head: int, place: int, start_q: int, start_k: int, seqlen_q: int, seqlen_k: int
-) -> SimpleNamespace:
-    return SimpleNamespace(**locals())
+    return functions_of(module, gl=PYTHON_GL, Work=make_work)[name]
 
 
 find_keys = as_python(backward_schedule, "find_keys")

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from flashtile.backends.hopper import backward, backward_schedule, backward_sums
 from flashtile.backends.hopper.backward_schedule import Pointers, Schedule
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
 from flashtile.backends.portable.backward_prepare import padded_rows
+from kernels_as_python import functions_of, make_work
 
 ROWS = 64
 BLOCK_N = 128
@@ -141,64 +142,28 @@ PYTHON_GL = SimpleNamespace(
 )
 
 
-class Work(SimpleNamespace):
-    def __init__(self, *fields: int) -> None:
-        names = ("sequence", "head", "place", "start_q", "start_k", "seqlen_q", "seqlen_k")
-        super().__init__(**dict(zip(names, fields, strict=True)))
+def patient(counter: Pointer, count: int) -> None:
+    """In place of ``await_count``."""
+    end = time.monotonic() + PATIENCE
+    while counter.load() < count:
+        assert time.monotonic() < end, "waits forever"
 
 
-def as_python(program: int, programs: int) -> dict[str, Callable]:
-    """The functions of the keeper's module and of the adder's, as one program runs them."""
-    gl = SimpleNamespace(
-        **vars(PYTHON_GL), program_id=lambda axis: program, num_programs=lambda axis: programs
-    )
-    names: dict[str, Any] = {}
-    for module in (schedule, backward_schedule, backward, backward_sums):
-        for each, value in vars(module).items():
-            if hasattr(value, "fn"):
-                names[each] = FunctionType(value.fn.__code__, names, each, value.fn.__defaults__)
-            else:
-                names[each] = getattr(value, "value", value)
-
-    def patient(counter: Pointer, count: int) -> None:
-        end = time.monotonic() + PATIENCE
-        while gl.load(counter) < count:
-            assert time.monotonic() < end, "waits forever"
-
-    names |= {"gl": gl, "Work": Work, "wide": int, "await_count": patient}
-    names |= dict.fromkeys(("await_writes", "fence_async_shared", "partition_barrier"), nothing)
-    names |= {"mbarrier": SimpleNamespace(wait=nothing, expect=nothing)}
-    names |= {"async_load": async_load, "async_store": async_store}
-    return names
-
-
-class Items:
-    """The queue of a program: two slots, of which each reader gives back its use."""
-
-    def __init__(self, take: Callable[[], int]) -> None:
-        self._take, self._given, self._released = take, [], []
-        self._changed = threading.Condition()
-
-    def give(self) -> int:
-        item = self._take()
-        with self._changed:
-            turn = len(self._given)
-            free = turn < 2 or self._changed.wait_for(lambda: self._released[turn - 2] == 1, PATIENCE)
-            assert free, "waits forever"
-            self._given.append(item)
-            self._released.append(0)
-            self._changed.notify_all()
-        return item
-
-    def wait(self, turn: int, warps: int) -> int:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self._given) > turn, PATIENCE), "waits forever"
-            return self._given[turn]
-
-    def release(self, turn: int) -> None:
-        with self._changed:
-            self._released[turn] += 1
-            self._changed.notify_all()
+FUNCTIONS = functions_of(
+    schedule,
+    backward_schedule,
+    backward,
+    backward_sums,
+    gl=PYTHON_GL,
+    Work=make_work,
+    wide=int,
+    mbarrier=SimpleNamespace(wait=nothing, expect=nothing),
+    async_load=async_load,
+    async_store=async_store,
+    await_count=patient,
+    **dict.fromkeys(("await_writes", "fence_async_shared", "partition_barrier"), nothing),
+)
+"""The keeper's and the adder's; programs differ only in what they take from the counters."""
 
 
 DENSE = [(2, (300, 500)), (3, (64, 128)), (1, (1, 700)), (2, (129, 1))]
@@ -257,22 +222,22 @@ def run(
     )  # fmt: skip
     errors: list[BaseException] = []
 
-    def adder(names: dict[str, Callable], queue: Items) -> None:
-        items = names["item_count"](C, pointers, numbers)
-        turn, item = 0, queue.give()
-        while item < items:
-            work = names["find_keys"](C, item, pointers, numbers)
-            key_head, _ = names["block_of_item"](C, item, items_of_head, numbers)
-            following = queue.give()
-            names["await_room"](C, key_head, items_of_head, pointers, numbers)
+    def adder() -> None:
+        item = atomic_add(pointers.next_item, 1)
+        while item < FUNCTIONS["item_count"](C, pointers, numbers):
+            following = atomic_add(
+                pointers.next_item, 1
+            )  # as the producer: before it waits
+            work = FUNCTIONS["find_keys"](C, item, pointers, numbers)
+            key_head, _ = FUNCTIONS["block_of_item"](C, item, items_of_head, numbers)
+            FUNCTIONS["await_room"](C, key_head, items_of_head, pointers, numbers)
             for g in range(group):
-                first = names["sums_row"](C, work, key_head, g, 0, numbers)
+                first = FUNCTIONS["sums_row"](C, work, key_head, g, 0, numbers)
                 with LOCK:
                     added = sums.view(-1, block_d)[first : first + -(-work.seqlen_q // ROWS) * ROWS]
                     added += (key_head * group + g + 1) * 2.0**-10
             atomic_add(pointers.added + key_head, 1)
-            queue.release(turn)
-            turn, item = turn + 1, following
+            item = following
 
     def guarded(function: Callable, *arguments: Any) -> threading.Thread:
         def body() -> None:
@@ -286,12 +251,10 @@ def run(
         return thread
 
     threads = []
-    for program in range(programs):
-        names = as_python(program, programs)
-        queue = Items(lambda: atomic_add(pointers.next_item, 1))
-        threads.append(guarded(adder, names, queue))
-        view = Sums(sums, block_d)
-        threads.append(guarded(names["keeper"], C, keep_of(view), view, pointers, numbers, 0.5))
+    view = Sums(sums, block_d)
+    for _ in range(programs):
+        threads.append(guarded(adder))
+        threads.append(guarded(FUNCTIONS["keeper"], C, keep_of(view), view, pointers, numbers, 0.5))
     for thread in threads:
         thread.join(2 * PATIENCE)
     assert not errors, errors
@@ -332,7 +295,7 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
     for head_dim, block_m in itertools.product((64, 128), (64, 128)):
         columns = head_dim // 2 if block_m == ROWS else head_dim
         tile = torch.arange(ROWS * head_dim, dtype=torch.float32).reshape(ROWS, head_dim)
-        store = as_python(0, 1)["in_register_order"]
+        store = FUNCTIONS["in_register_order"]
         sums = torch.cat([store(part).flatten() for part in tile.split(columns, 1)])
         dq = torch.empty(ROWS * head_dim)
         C = SimpleNamespace(
@@ -343,5 +306,5 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
         )  # fmt: skip
         pointers = SimpleNamespace(dq=Pointer(dq))
         view = Sums(torch.cat([sums, sums * 0]), head_dim)
-        as_python(0, 1)["convert_part"](C, keep_of(view), view, 0, 0, 0, pointers, numbers, 2.0)
+        FUNCTIONS["convert_part"](C, keep_of(view), view, 0, 0, 0, pointers, numbers, 2.0)
         assert torch.equal(dq.view(ROWS, head_dim), 2 * tile)

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -18,17 +17,13 @@ from flashtile.backends.hopper import schedule
 from flashtile.backends.hopper.config import choose, every_row, smem_bytes
 from flashtile.compile_report import ARCHITECTURES
 from flashtile.problem import Problem
+from kernels_as_python import functions_of
 
 KIB = 1024
 
 
 def as_python(function: Any) -> Callable:
-    """A function of the kernel, and those that it calls, without the compiler."""
-    names = {name: value for name, value in vars(schedule).items() if not hasattr(value, "fn")}
-    for name, value in vars(schedule).items():
-        if hasattr(value, "fn"):
-            names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
-    return names[function.fn.__name__]
+    return functions_of(schedule)[function.fn.__name__]
 
 
 @pytest.mark.parametrize("items", [0, 1, 5, 131, 132, 133, 1000, 2048])

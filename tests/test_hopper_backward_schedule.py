@@ -188,8 +188,7 @@ def test_turns_are_dense_and_descend_in_place(
 def make_schedule(
     blocks: int, heads: int, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more: int
 ) -> backward_schedule.Schedule:
-    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "q_blocks": 1, "section": 1}
-    fields |= {"all_heads": heads, "kept": 1, "vectors": 1} | more
+    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "section": 1} | more
     return backward_schedule.Schedule(
         blocks=blocks,
         heads=heads,

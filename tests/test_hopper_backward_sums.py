@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from flashtile.backends.hopper import backward, backward_schedule, backward_sums, config, schedule
 from flashtile.backends.hopper.backward_schedule import Pointers, Schedule
+from flashtile.backends.hopper.backward_sums import Sums
 from flashtile.backends.hopper.schedule import TABLE_WIDTH
 from flashtile.backends.portable.backward_prepare import padded_rows
 from kernels_as_python import functions_of, make_work
@@ -94,11 +95,11 @@ class Values:
         return self.values
 
 
-class Sums:
-    """As TMA sees them: [tiles x groups of 8 columns, groups of 8 rows, 64]."""
+class View:
+    """The sums as TMA sees them: [tiles x groups of 8 columns, groups of 8 rows, 64]."""
 
-    def __init__(self, sums: torch.Tensor, block_d: int) -> None:
-        self.memory = sums.view(-1, 8, 64)
+    def __init__(self, memory: torch.Tensor, block_d: int) -> None:
+        self.memory = memory.view(-1, 8, 64)
         shape = [block_d // 8, config.KEEPER_CHUNK // (8 * block_d), 64]
         self.block_type = SimpleNamespace(shape=shape, nbytes=4 * math.prod(shape))
 
@@ -110,16 +111,16 @@ class Sums:
         return self.memory[at[0] : at[0] + columns, at[1] : at[1] + groups]
 
 
-def async_load(sums: Sums, at: list[int], barrier: Any, tile: Tile) -> None:
-    tile.store(sums.box(at))
+def async_load(view: View, at: list[int], barrier: Any, tile: Tile) -> None:
+    tile.store(view.box(at))
 
 
-def async_store(sums: Sums, at: list[int], tile: Tile) -> None:
-    sums.box(at)[...] = tile.values
+def async_store(view: View, at: list[int], tile: Tile) -> None:
+    view.box(at)[...] = tile.values
 
 
-def keep_of(sums: Sums) -> SimpleNamespace:
-    shape = sums.block_type.shape
+def keep_of(view: View) -> SimpleNamespace:
+    shape = view.block_type.shape
     zeros = Tile(*shape)
     zeros.store(torch.zeros(shape))
     return SimpleNamespace(
@@ -205,19 +206,19 @@ def run(
     )  # fmt: skip
     numbers = Schedule(
         items=heads * batch * blocks, blocks=blocks, heads=heads, seqlen_q=longest_q, seqlen_k=longest_k,
-        rows_k=longest_k, left=-1, right=-1, alibi_stride=0, q_blocks=rows // block_m,
-        section=max(section, 1), all_heads=all_heads, kept=kept, vectors=head_dim // 8,
+        rows_k=longest_k, left=-1, right=-1, alibi_stride=0, section=max(section, 1),
     )  # fmt: skip
-    sums = torch.zeros(kept * group, rows, block_d)  # by the preparation
+    memory = torch.zeros(kept * group, rows, block_d)  # by the preparation
     # Tokens of sequences without keys are nobody's: their gradients are zeroed when they are allocated.
     dq = torch.zeros if varlen else torch.empty
     dq = dq(total_q if varlen else batch * longest_q, heads * group, head_dim).fill_(
         0.0 if varlen else torch.nan
     )
     counters = torch.zeros(2 + 2 * all_heads, dtype=torch.int64)
-    pointers = Pointers(
-        table=Pointer(table), seqused_k=None, alibi_slopes=None, turns=None, dq=Pointer(dq.view(-1)),
-        next_item=Pointer(counters), next_part=Pointer(counters, 1), added=Pointer(counters, 2),
+    pointers = Pointers(table=Pointer(table), seqused_k=None, alibi_slopes=None, next_item=Pointer(counters))
+    sums = Sums(
+        q_blocks=rows // block_m, all_heads=all_heads, kept=kept, vectors=head_dim // 8, turns=None,
+        dq=Pointer(dq.view(-1)), next_part=Pointer(counters, 1), added=Pointer(counters, 2),
         cleared=Pointer(counters, 2 + all_heads),
     )  # fmt: skip
     errors: list[BaseException] = []
@@ -225,18 +226,16 @@ def run(
     def adder() -> None:
         item = atomic_add(pointers.next_item, 1)
         while item < FUNCTIONS["item_count"](C, pointers, numbers):
-            following = atomic_add(
-                pointers.next_item, 1
-            )  # as the producer: before it waits
+            following = atomic_add(pointers.next_item, 1)  # as the producer: before it waits
             work = FUNCTIONS["find_keys"](C, item, pointers, numbers)
             key_head, _ = FUNCTIONS["block_of_item"](C, item, items_of_head, numbers)
-            FUNCTIONS["await_room"](C, key_head, items_of_head, pointers, numbers)
+            FUNCTIONS["await_room"](key_head, items_of_head, sums)
             for g in range(group):
-                first = FUNCTIONS["sums_row"](C, work, key_head, g, 0, numbers)
+                first = FUNCTIONS["sums_row"](C, work, key_head, g, 0, sums)
                 with LOCK:
-                    added = sums.view(-1, block_d)[first : first + -(-work.seqlen_q // ROWS) * ROWS]
+                    added = memory.view(-1, block_d)[first : first + -(-work.seqlen_q // ROWS) * ROWS]
                     added += (key_head * group + g + 1) * 2.0**-10
-            atomic_add(pointers.added + key_head, 1)
+            atomic_add(sums.added + key_head, 1)
             item = following
 
     def guarded(function: Callable, *arguments: Any) -> threading.Thread:
@@ -251,10 +250,10 @@ def run(
         return thread
 
     threads = []
-    view = Sums(sums, block_d)
+    view = View(memory, block_d)
     for _ in range(programs):
         threads.append(guarded(adder))
-        threads.append(guarded(FUNCTIONS["keeper"], C, keep_of(view), view, pointers, numbers, 0.5))
+        threads.append(guarded(FUNCTIONS["keeper"], C, keep_of(view), view, pointers, numbers, sums, 0.5))
     for thread in threads:
         thread.join(2 * PATIENCE)
     assert not errors, errors
@@ -296,15 +295,13 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
         columns = head_dim // 2 if block_m == ROWS else head_dim
         tile = torch.arange(ROWS * head_dim, dtype=torch.float32).reshape(ROWS, head_dim)
         store = FUNCTIONS["in_register_order"]
-        sums = torch.cat([store(part).flatten() for part in tile.split(columns, 1)])
+        memory = torch.cat([store(part).flatten() for part in tile.split(columns, 1)])
         dq = torch.empty(ROWS * head_dim)
         C = SimpleNamespace(
             VARLEN=False, SEQUSED=False, GROUP=1, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim
         )
-        numbers = Schedule(
-            1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 128 // block_m, 1, 1, 1, head_dim // 8
-        )  # fmt: skip
-        pointers = SimpleNamespace(dq=Pointer(dq))
-        view = Sums(torch.cat([sums, sums * 0]), head_dim)
-        FUNCTIONS["convert_part"](C, keep_of(view), view, 0, 0, 0, pointers, numbers, 2.0)
+        numbers = Schedule(1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 1)
+        sums = Sums(128 // block_m, 1, 1, head_dim // 8, None, Pointer(dq), None, None, None)
+        view = View(torch.cat([memory, memory * 0]), head_dim)
+        FUNCTIONS["convert_part"](C, keep_of(view), view, 0, 0, 0, None, numbers, sums, 2.0)
         assert torch.equal(dq.view(ROWS, head_dim), 2 * tile)

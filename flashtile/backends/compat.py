@@ -75,8 +75,7 @@ def launcher(
             return
         arguments: list[Any] = []
         for encoder, tensor in zip(encoders, tensors, strict=False):
-            address = tensor if type(tensor) is int else tensor.data_ptr()
-            arguments += encoder.get(address) or encoder.encode(address, tensor)
+            arguments += encoder[tensor if type(tensor) is int else tensor.data_ptr()]
         run(*grid, stream, *kernel, *arguments, *addresses, *fixed)
 
     return launch
@@ -94,8 +93,8 @@ class TensorMaps(dict[int, list]):
         self._view = view
         self._encode = encode
 
-    def encode(self, address: int, tensor: Tensor | int) -> list:
-        descriptor = self._view.of(tensor)
+    def __missing__(self, address: int) -> list:
+        descriptor = self._view.of(address)
         if self._encode is None:
             return [descriptor]
         if len(self) >= self.LIMIT:
@@ -113,7 +112,7 @@ def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
     wrapped = getattr(run, "launch", None)
     variables = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
     known = set(variables) == {"launcher", "tensordesc_indices", "tensordesc_meta"}
-    # What has no metadata becomes no tensor map, but a list with the tensor itself, which is not to be kept.
+    # What has no metadata becomes no tensor map.
     if not known or None in variables["tensordesc_meta"]:
         return run, [TensorMaps(view, None) for view in views]
     from triton.backends.nvidia.driver import make_tensordesc_arg

@@ -52,6 +52,7 @@ from flashtile.backends.hopper.backward_scores import (
 )
 from flashtile.backends.hopper.backward_sums import (
     KEEPER_WARPS,
+    Sums,
     await_room,
     count_up,
     keeper,
@@ -159,7 +160,7 @@ def producer(
 
 
 @gluon.jit
-def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
+def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule, sums):
     """Adds both halves of dQ of each step to global memory.
 
     In a deterministic sum, a step's turn is passed on after the additions of the step behind it are issued,
@@ -177,28 +178,28 @@ def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
         begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
         cut, count, left, full = step_order(begin, end, full_begin, full_end)
         key_head, _ = block_of_item(C, item, blocks, schedule)
-        await_room(C, key_head, blocks, pointers, schedule)
+        await_room(key_head, blocks, sums)
         for g in range(C.GROUP):
             head = head_of_batch(C, work, g, schedule.heads)
             for j in range(count):
                 m = block_of_step(j, begin, end, cut, left, full)
-                sums_block = sums_row(C, work, key_head, g, m * C.BLOCK_M, schedule) // C.BLOCK_M
+                sums_block = sums_row(C, work, key_head, g, m * C.BLOCK_M, sums) // C.BLOCK_M
                 if C.DETERMINISTIC:
-                    block = head * schedule.q_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
+                    block = head * sums.q_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
                     my_turn = turn_of(C, work, m, schedule)
-                    seen = gl.load(pointers.turns + block, volatile=True)
+                    seen = gl.load(sums.turns + block, volatile=True)
                     if seen != my_turn:
                         if before >= 0:
-                            count_up(pointers.turns + before, 0)
+                            count_up(sums.turns + before, 0)
                         before = block * 0 - 1
                         while seen != my_turn:
-                            seen = gl.load(pointers.turns + block, volatile=True)
+                            seen = gl.load(sums.turns + block, volatile=True)
                 for w in gl.static_range(2):
                     mbarrier.wait(s.dq_full.index(w), i & 1)
                     async_add(dq_desc, [(sums_block * 2 + w) * (DQ_COLUMNS // 4), 0], s.dq.index(w))
                 if C.DETERMINISTIC:
                     if before >= 0:
-                        count_up(pointers.turns + before, 2)
+                        count_up(sums.turns + before, 2)
                     before = block
                 tma.store_wait(1)
                 mbarrier.arrive(s.dq_empty.index(0), count=1)
@@ -207,9 +208,9 @@ def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule):
                 i += 1
         if C.DETERMINISTIC:  # noqa: SIM102 - constants decide first, in an if of their own
             if before >= 0:
-                count_up(pointers.turns + before, 0)
+                count_up(sums.turns + before, 0)
                 before = item * 0 - 1
-        count_up(pointers.added + key_head, 0)
+        count_up(sums.added + key_head, 0)
         queue.release(turn)
         turn += 1
         item = queue.wait(turn, 1)
@@ -418,11 +419,11 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon_kernel(do_not_specialize=Schedule._fields)
+@gluon_kernel(do_not_specialize=(*Schedule._fields, *Sums._fields[:4]))
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dq_desc, sums_desc, dk_desc, dv_desc,
     table, seqused_k, alibi_slopes, turns, dq, counters,
-    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section, all_heads,
+    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, section, q_blocks, all_heads,
     kept, vectors, scale, scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most; each takes the next items when it has time.
@@ -458,13 +459,9 @@ def backward_kernel(
     queue = make_queue()
     keep = make_keep(sums_desc)
     added = counters + 2
-    pointers = Pointers(
-        table, seqused_k, alibi_slopes, turns, dq, counters, counters + 1, added, added + all_heads
-    )
-    schedule = Schedule(
-        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, q_blocks, section,
-        all_heads, kept, vectors,
-    )  # fmt: skip
+    pointers = Pointers(table, seqused_k, alibi_slopes, counters)
+    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, section)
+    sums = Sums(q_blocks, all_heads, kept, vectors, turns, dq, counters + 1, added, added + all_heads)
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
     gl.warp_specialize(
         [
@@ -474,8 +471,8 @@ def backward_kernel(
                 C, queue, q, do, s, q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, pointers,
                 schedule,
             )),
-            (adder, (C, queue, s, dq_desc, pointers, schedule)),
-            (keeper, (C, keep, sums_desc, pointers, schedule, scale)),
+            (adder, (C, queue, s, dq_desc, pointers, schedule, sums)),
+            (keeper, (C, keep, sums_desc, pointers, schedule, sums, scale)),
         ],
         [4, 1, 1, KEEPER_WARPS],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],

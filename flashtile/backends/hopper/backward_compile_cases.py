@@ -67,7 +67,7 @@ def _products(mask: str, problem: Problem) -> Iterator[CompileCase]:
         own = backward_launch.views(problem, variant, *tensors(problem), rows, kept=3)
         yield _case(mask, problem, config, backward_kernel, dict(zip(_VIEWS, own, strict=True)), variant)
         return
-    statistics_shape = ((1 if problem.varlen else problem.batch) * problem.num_heads_q, rows)
+    statistics_shape = (backward_launch.sequences(problem) * problem.num_heads_q, rows)
     found = backward_wide_launch.views(problem, *tensors(problem), statistics_shape)
     views = {f"{name}_desc": view for name, view in found.items()}
     views |= dict.fromkeys(("shift_desc", "dp_shift_desc"), views.pop("statistics_desc"))

@@ -82,9 +82,14 @@ def part_columns(variant: BackwardVariant) -> int:
     return variant.BLOCK_D // (2 * WARPGROUP_ROWS // variant.BLOCK_M)
 
 
+def sequences(problem: Problem) -> int:
+    """Along the first dimension of dense tensors; a variable-length batch is one."""
+    return 1 if problem.varlen else problem.batch
+
+
 def key_heads(problem: Problem) -> int:
     """Counted through the batch when dense."""
-    return problem.num_heads_kv * (1 if problem.varlen else problem.batch)
+    return problem.num_heads_kv * sequences(problem)
 
 
 def uneven(problem: Problem) -> bool:
@@ -109,7 +114,7 @@ def heads_kept(problem: Problem, block_n: int, section: int, programs: int) -> i
     next have begun. A deterministic sum completes its sections as a whole and needs more; never less than a
     section, whose heads must not wait for one another. Still more would leave the L2 cache.
     """
-    blocks = math.ceil(problem.total_k / (1 if problem.varlen else problem.batch) / block_n)
+    blocks = math.ceil(problem.total_k / sequences(problem) / block_n)
     kept = math.ceil(2 * programs / max(blocks, 1)) + 1
     if problem.deterministic:
         kept = kept + section if uneven(problem) else max(kept, 5 * section // 2)
@@ -158,11 +163,10 @@ class Beginning:
     """
 
     def __init__(self, problem: Problem, counters: int, kept: int = 0, columns: int = 0) -> None:
-        sequences = 1 if problem.varlen else problem.batch
         rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
-        self.statistics_shape = (sequences * problem.num_heads_q, rows)
+        self.statistics_shape = (sequences(problem) * problem.num_heads_q, rows)
         self._some_unwritten = problem.varlen or problem.seqused_k
-        count = sequences * problem.num_heads_q * rows
+        count = math.prod(self.statistics_shape)
         sums = kept * problem.group_size * rows * columns
         self._sizes = [count, count, math.ceil(counters / LINE) * LINE, sums]
         self._offsets = [4 * offset for offset in accumulate(self._sizes, initial=0)]
@@ -210,7 +214,6 @@ class BackwardLaunch:
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
         self._variant = variant_of(problem, config)
-        self._key_heads = key_heads(problem)
         self._kernels: tuple[KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -278,15 +281,16 @@ class BackwardLaunch:
             self._table_kernel = key_table_kernel(problem, variant.BLOCK_N)
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         section = section_of(problem)
-        all_items = (items * problem.num_heads_kv,)
-        kept = heads_kept(problem, variant.BLOCK_N, section, num_programs(all_items, q.device))
-        counters = 2 + 2 * self._key_heads
+        all_items, all_heads = items * problem.num_heads_kv, key_heads(problem)
+        programs = num_programs((all_items,), q.device)
+        kept = heads_kept(problem, variant.BLOCK_N, section, programs)
+        counters = 2 + 2 * all_heads
         self._begin = Beginning(problem, counters, kept, variant.BLOCK_D)
         heads, rows = self._begin.statistics_shape
         q_blocks = rows // variant.BLOCK_M
         self._turns_shape = (heads * q_blocks,)
         scalars = (
-            *all_items,
+            all_items,
             blocks,
             problem.num_heads_kv,
             problem.seqlen_q,
@@ -295,9 +299,9 @@ class BackwardLaunch:
             left,
             right,
             stride_of_two(alibi_slopes),
-            q_blocks,
             section,
-            self._key_heads,
+            q_blocks,
+            all_heads,
             kept,
             problem.head_dim // 8,
             problem.softmax_scale,
@@ -306,7 +310,7 @@ class BackwardLaunch:
         )
         products = KeptKernel(
             backward_kernel,
-            num_programs(scalars, q.device),
+            programs,
             scalars,
             (variant,),
             None,
@@ -330,8 +334,9 @@ def views(
     heads_q = problem.num_heads_q
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
-    sequences = 1 if problem.varlen else problem.batch
-    statistics = View([sequences * heads_q, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
+    statistics = View(
+        [sequences(problem) * heads_q, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False
+    )
     tiles = kept * problem.group_size * rows // WARPGROUP_ROWS
     part, chunk = [part_columns(variant) // 4, 256], [d // 8, KEEPER_CHUNK // (8 * d), 64]
     return (

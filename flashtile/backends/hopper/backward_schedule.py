@@ -24,16 +24,8 @@ class Pointers(NamedTuple):
     table: Any
     seqused_k: Any
     alibi_slopes: Any
-    turns: Any
-    dq: Any
     next_item: Any
-    """The first item that no program has taken yet; 0 at the start, as all counters."""
-    next_part: Any
-    """The same of the sums of dQ, of which each block of keys stands for a part of its head's."""
-    added: Any
-    """Of each key head, the blocks that have added all that they have to its sums."""
-    cleared: Any
-    """Of each key head, the parts of the sums that are converted, and zero again."""
+    """The first item that no program has taken yet; 0 at the start."""
 
 
 class Schedule(NamedTuple):
@@ -52,16 +44,8 @@ class Schedule(NamedTuple):
     left: Any
     right: Any
     alibi_stride: Any
-    q_blocks: Any
-    """Blocks of padded query rows of a head."""
     section: Any
     """Key heads whose blocks are taken in turn in a deterministic sum; it divides all heads of the batch."""
-    all_heads: Any
-    """Of k, counted through the batch when dense."""
-    kept: Any
-    """Key heads whose sums there is room for; one that comes so many later takes a head's place."""
-    vectors: Any
-    """Of 8 columns, in a row of dQ."""
 
 
 @gluon.jit

@@ -9,6 +9,8 @@ Nobody waits for what comes later: a head's additions wait for an earlier head's
 earlier head's additions. Conversions are taken one by one, as blocks of keys are, by programs that run.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -27,6 +29,28 @@ BLOCK = gl.constexpr(64)
 """Sums of 8 rows and 8 columns that do."""
 
 
+class Sums(NamedTuple):
+    """What the kernel is told of them: integers, then pointers, of which counters are 0 at the start."""
+
+    q_blocks: Any
+    """Blocks of padded query rows of a head."""
+    all_heads: Any
+    """Of k, counted through the batch when dense."""
+    kept: Any
+    """Key heads whose sums there is room for; one that comes so many later takes a head's place."""
+    vectors: Any
+    """Of 8 columns, in a row of dQ."""
+    turns: Any
+    """Of each block of padded rows, the blocks of keys that have added to it; of a deterministic sum."""
+    dq: Any
+    next_part: Any
+    """The first part that no program has taken yet; each block of keys stands for one of its head's sums."""
+    added: Any
+    """Of each key head, the blocks that have added all that they have to its sums."""
+    cleared: Any
+    """Of each key head, the parts of the sums that are converted, and zero again."""
+
+
 @gluon.jit
 def between_proxies():
     """Order what this thread has seen of other programs before what it has TMA do."""
@@ -38,17 +62,11 @@ def between_proxies():
 @gluon.jit
 def await_writes(LATER: gl.constexpr):
     """Wait until all that this thread has written by TMA is in memory, not only read from shared memory; but
-    for the last LATER, 2 or 0."""
-    if LATER == 2:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 2; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+    for the last LATER."""
+    gl.inline_asm_elementwise(
+        f"cp.async.bulk.wait_group {LATER}; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -77,11 +95,11 @@ def await_count(counter, count):
 
 
 @gluon.jit
-def await_room(C: gl.constexpr, key_head, blocks, pointers, schedule):
+def await_room(key_head, blocks, sums):
     """Wait until a key head's sums are zero: those of the first heads are from the start."""
-    before = key_head - schedule.kept
+    before = key_head - sums.kept
     if before >= 0:
-        await_count(pointers.cleared + before, blocks)
+        await_count(sums.cleared + before, blocks)
 
 
 @gluon.jit
@@ -91,10 +109,10 @@ def wide(number):
 
 
 @gluon.jit
-def sums_row(C: gl.constexpr, work, key_head, g, row, schedule):
+def sums_row(C: gl.constexpr, work, key_head, g, row, sums):
     """Where row ``row`` of a sequence, of query head ``g`` of the key head, lies among all that have sums."""
-    head = key_head % schedule.kept * C.GROUP + g
-    return head * (schedule.q_blocks * C.BLOCK_M) + padded_row(C, work, row)
+    head = key_head % sums.kept * C.GROUP + g
+    return head * (sums.q_blocks * C.BLOCK_M) + padded_row(C, work, row)
 
 
 @aggregate
@@ -120,7 +138,7 @@ def make_keep(sums_desc):
 
 
 @gluon.jit
-def tile_of_part(C: gl.constexpr, t, work, blocks):
+def tile_of_part(t, work, blocks):
     """(query head of the group, first row) of tile ``t``, of 64 rows, of the part of a key head's sums that
     block ``work.place`` of its sequence's ``blocks`` stands for."""
     tiles = max((work.seqlen_q + ROWS - 1) // ROWS, 1)
@@ -135,22 +153,22 @@ def tiles_of_part(C: gl.constexpr, work, blocks):
 
 
 @gluon.jit
-def sums_of_tile(C: gl.constexpr, t, work, blocks, key_head, schedule):
+def sums_of_tile(C: gl.constexpr, t, work, blocks, key_head, sums):
     """The first of the tile's groups of 8 columns among all of them."""
-    g, row = tile_of_part(C, t, work, blocks)
-    return sums_row(C, work, key_head, g, row, schedule) // ROWS * (C.BLOCK_D // VECTOR)
+    g, row = tile_of_part(t, work, blocks)
+    return sums_row(C, work, key_head, g, row, sums) // ROWS * (C.BLOCK_D // VECTOR)
 
 
 @gluon.jit
-def dq_of_tile(C: gl.constexpr, t, work, blocks, pointers, schedule):
+def dq_of_tile(C: gl.constexpr, t, work, blocks, schedule, sums):
     """(where the tile's dQ begins, how many of its rows there are)"""
-    g, row = tile_of_part(C, t, work, blocks)
+    g, row = tile_of_part(t, work, blocks)
     token = wide(work.start_q + row)
     if not C.VARLEN:
         token += wide(work.sequence) * work.seqlen_q
     heads = schedule.heads * C.GROUP
-    vector = (token * heads + work.head * C.GROUP + g) * schedule.vectors
-    return pointers.dq + vector * VECTOR, work.seqlen_q - row
+    vector = (token * heads + work.head * C.GROUP + g) * sums.vectors
+    return sums.dq + vector * VECTOR, work.seqlen_q - row
 
 
 @gluon.jit
@@ -163,7 +181,7 @@ def load_chunk(keep, sums_desc, i, tile, c):
 
 
 @gluon.jit
-def convert_part(C: gl.constexpr, keep, sums_desc, i, key_head, block, pointers, schedule, scale):
+def convert_part(C: gl.constexpr, keep, sums_desc, i, key_head, block, pointers, schedule, sums, scale):
     """dQ of the part of a key head's sums that its block number ``block`` stands for, and zeros in its place
     for a later head. Returns the new ``i``, which counts the uses of the ring.
 
@@ -178,22 +196,21 @@ def convert_part(C: gl.constexpr, keep, sums_desc, i, key_head, block, pointers,
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     cell = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     row = group * 16 + cell // VECTOR
-    row_vectors = schedule.heads * C.GROUP * schedule.vectors
+    row_vectors = schedule.heads * C.GROUP * sums.vectors
     cells = (row * row_vectors + column) * VECTOR + cell % VECTOR
     work, blocks = sequence_of(C, key_head, block, pointers, schedule)
     chunks = tiles_of_part(C, work, blocks) * CHUNKS
-    again = key_head + schedule.kept < schedule.all_heads
-    tile = sums_of_tile(C, 0, work, blocks, key_head, schedule)
-    following = sums_of_tile(C, 1, work, blocks, key_head, schedule)
-    dq, rows = dq_of_tile(C, 0, work, blocks, pointers, schedule)
+    again = key_head + sums.kept < sums.all_heads
+    tile = sums_of_tile(C, 0, work, blocks, key_head, sums)
+    following, dq, rows = tile * 0, sums.dq, work.seqlen_q  # their types: each tile's first chunk sets them
     for n in range(min(chunks, KEEPER_STAGES)):
         load_chunk(keep, sums_desc, i + n, tile, n)
     for n in range(chunks):
         c = n % CHUNKS
         if c == 0:
-            tile = sums_of_tile(C, n // CHUNKS, work, blocks, key_head, schedule)
-            following = sums_of_tile(C, n // CHUNKS + 1, work, blocks, key_head, schedule)
-            dq, rows = dq_of_tile(C, n // CHUNKS, work, blocks, pointers, schedule)
+            tile = sums_of_tile(C, n // CHUNKS, work, blocks, key_head, sums)
+            following = sums_of_tile(C, n // CHUNKS + 1, work, blocks, key_head, sums)
+            dq, rows = dq_of_tile(C, n // CHUNKS, work, blocks, schedule, sums)
         slot = i % KEEPER_STAGES
         mbarrier.wait(keep.full.index(slot), (i // KEEPER_STAGES) & 1)
         values = keep.tiles.index(slot).load(layout) * scale  # [columns / 8, rows / 8, 64]
@@ -207,14 +224,14 @@ def convert_part(C: gl.constexpr, keep, sums_desc, i, key_head, block, pointers,
                 keep, sums_desc, i + KEEPER_STAGES, following if later >= CHUNKS else tile, later % CHUNKS
             )
         first = c * GROUPS % 4 * 16 + c * GROUPS // 4 * VECTOR
-        inside = (row < rows - first) & (column < schedule.vectors)
+        inside = (row < rows - first) & (column < sums.vectors)
         gl.store(dq + first * row_vectors * VECTOR + cells, values, mask=inside, cache_modifier=".cs")
         i += 1
     return i
 
 
 @gluon.jit
-def keeper(C: gl.constexpr, keep, sums_desc, pointers, schedule, scale):
+def keeper(C: gl.constexpr, keep, sums_desc, pointers, schedule, sums, scale):
     """Makes dQ of sums that are complete, part after part."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [KEEPER_WARPS, 1, 1], [2, 1, 0])
     keep.zeros.store(gl.full(sums_desc.block_type.shape, 0.0, gl.float32, layout))
@@ -222,11 +239,11 @@ def keeper(C: gl.constexpr, keep, sums_desc, pointers, schedule, scale):
     partition_barrier()
     blocks = blocks_of_head(C, pointers, schedule)
     i = 0
-    part = gl.atomic_add(pointers.next_part, 1)
-    while part < blocks * schedule.all_heads:
-        following = gl.atomic_add(pointers.next_part, 1)  # here, the wait hides that it takes its time
+    part = gl.atomic_add(sums.next_part, 1)
+    while part < blocks * sums.all_heads:
+        following = gl.atomic_add(sums.next_part, 1)  # here, the wait hides that it takes its time
         head = part // blocks
-        await_count(pointers.added + head, blocks)
-        i = convert_part(C, keep, sums_desc, i, head, part % blocks, pointers, schedule, scale)
-        count_up(pointers.cleared + head, 0)
+        await_count(sums.added + head, blocks)
+        i = convert_part(C, keep, sums_desc, i, head, part % blocks, pointers, schedule, sums, scale)
+        count_up(sums.cleared + head, 0)
         part = following

@@ -300,10 +300,8 @@ def dkv_kernel(
     queue = make_ring(gl.allocate_shared_memory(gl.int32, [2, 1], one), 2, 2)
     statistics = Statistics(shift, dp_shift)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
-    pointers = Pointers(table, seqused_k, alibi_slopes, table, table, next_item, table, table, table)
-    schedule = Schedule(
-        items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, blocks, 1, 0, 0, 0
-    )
+    pointers = Pointers(table, seqused_k, alibi_slopes, next_item)
+    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, 1)
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(
         [

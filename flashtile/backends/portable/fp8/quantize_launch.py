@@ -70,28 +70,27 @@ class QuantizeLaunch:
     def __init__(self, problem: QuantizeProblem, native: bool) -> None:
         self._problem = problem
         self._native = native
+        self._values_shape, self._scales_shape = problem.values_shape, problem.scales_shape
+        self._programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
         self._kernels: list[KeptKernel] = []
 
     def __call__(self, x: Tensor, tensors: QuantizeTensors, seed: int | None) -> tuple[Tensor, Tensor]:
         problem = self._problem
         # Scales and columns of no sequence, and rows behind the last, are written by no program.
         allocate = x.new_zeros if problem.varlen else x.new_empty
-        values = allocate(*problem.values_shape, dtype=E4M3)
-        scales = allocate(*problem.scales_shape, dtype=torch.float32)
-        programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
-        if programs == 0:
+        values = allocate(*self._values_shape, dtype=E4M3)
+        scales = allocate(*self._scales_shape, dtype=torch.float32)
+        if self._programs == 0:
             return values, scales.fill_(SMALLEST_LARGEST / E4M3_MAX)
         if not self._kernels:
-            self._kernels = self._prepare(x, tensors, seed, programs)
+            self._kernels = self._prepare(x, tensors, seed)
         stored = values if self._native else values.view(torch.uint8)
         largest = None if problem.method == "block" else torch.zeros_like(scales)
         for kernel in self._kernels:
             kernel(x.device, x, stored, scales, largest, *tensors)
         return values, scales
 
-    def _prepare(
-        self, x: Tensor, tensors: QuantizeTensors, seed: int | None, programs: int
-    ) -> list[KeptKernel]:
+    def _prepare(self, x: Tensor, tensors: QuantizeTensors, seed: int | None) -> list[KeptKernel]:
         problem = self._problem
         heads, blocks = problem.num_heads, problem.blocks
         scale_strides = {
@@ -118,7 +117,7 @@ class QuantizeLaunch:
         return [
             KeptKernel(
                 quantize_kernel,
-                programs,
+                self._programs,
                 scalars,
                 (number.value, *fixed),
                 None,

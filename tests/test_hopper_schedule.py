@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.hopper import schedule
+from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import choose, every_row, smem_bytes
+from flashtile.backends.hopper.launch import variant_of
 from flashtile.compile_report import ARCHITECTURES
 from flashtile.problem import Problem
 from kernels_as_python import functions_of
@@ -36,6 +40,58 @@ def test_every_item_is_taken_once(items: int, programs: int) -> None:
         for turn in range(turns_of(program, programs, items))
     ]
     assert sorted(taken) == list(range(items))
+
+
+@pytest.mark.parametrize("items", [0, 1, 131, 132, 133, 1000])
+def test_every_item_is_taken_from_the_queue_once(items: int) -> None:
+    """Programs that come free in any order."""
+    row = [0, 0]
+
+    def atomic_add(place: int, value: int) -> int:
+        row[place] += value
+        return row[place] - value
+
+    next_item = functions_of(schedule, gl=SimpleNamespace(atomic_add=atomic_add))["next_item"]
+    pointers, programs = SimpleNamespace(table=0), 132
+    taken: list[int] = []
+    holding = list(range(min(programs, items)))  # as launched: no more programs than items
+    order = random.Random(0)
+    while holding:
+        taken.append(holding.pop(order.randrange(len(holding))))
+        following = next_item(pointers, min(programs, items))
+        if following < items:
+            holding.append(following)
+    assert sorted(taken) == list(range(items))
+    assert row[0] == 0  # the number of rows of a table
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool) -> None:
+    problem = replace(
+        PLAIN,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        varlen=varlen,
+        window_right=0 if causal else -1,
+    )
+    config = choose(problem)
+    variant = variant_of(problem, config)
+    assert not (variant.QUEUED and variant.PAIRED)  # a queue comes out even without pairs
+    if varlen or not causal:
+        assert variant.QUEUED is varlen
+    else:
+        assert variant.PAIRED is (seqlen < config.paired_below)
+        assert variant.QUEUED is (config.QUEUED and not variant.PAIRED)
+    both_edges = replace(problem, window_left=100, window_right=0)
+    assert variant_of(both_edges, config).QUEUED is varlen
+    without = variant_of(problem, config, has_queue=False)
+    assert not without.QUEUED
+    assert without.PAIRED is (causal and (varlen or seqlen < config.paired_below))
 
 
 @pytest.mark.parametrize("paired", [False, True])

@@ -52,8 +52,18 @@ def test_every_block_of_rows_has_its_turn(call):
     assert found == expected
     key_blocks = [-(-seqlen_k // work.variant.BLOCK_N) for _, seqlen_k in call.sequences]
     for programs in (5, min(H100.sm_count, work.items)):
-        queues = [hopper._queue(work, program, programs, key_blocks, 1) for program in range(programs)]
-        assert len([path for queue in queues for _, path in queue]) == work.items
+        queues = [list(items) for items in work.dealt(programs)]
+        assert sorted(item for items in queues for item in items) == list(range(work.items))
+        paths = [path for items in queues for path in hopper._paths(work, items, key_blocks, 1)]
+        assert len(paths) == work.items
+
+
+def test_programs_that_take_from_a_queue_end_together():
+    """Whatever items cost, none ends later than another by more than the dearest."""
+    costs = [1 + item * 37 % 101 for item in range(1000)]
+    ends = [sum(costs[item] for item in items) for items in hopper.dealt(1000, 132, costs.__getitem__)]
+    assert sum(ends) == sum(costs)
+    assert max(ends) - min(ends) <= max(costs)
 
 
 def test_loads_are_the_blocks_that_some_row_sees(call):

@@ -7,9 +7,10 @@ there.
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -25,6 +26,8 @@ from flashtile.problem import Extras, Options, Problem
 
 LARGEST_HEAD_DIM = 256
 
+START_AND_END = 1
+"""Blocks of keys that the start and the end of a block of query rows cost, about."""
 VISITS = 2**19
 """Pieces that programs visit in a simulation, about: half a second's worth."""
 
@@ -61,8 +64,7 @@ def forward(call: Call, card: Card) -> KernelTraffic:
         unit = -(-max(key_blocks) // UNITS)
         turns = max(WAVES, VISITS * unit * work.items // (loaded * programs))
         queues = [
-            list(islice(_queue(work, program, programs, key_blocks, unit), turns))
-            for program in range(programs)
+            list(islice(_paths(work, items, key_blocks, unit), turns)) for items in work.dealt(programs)
         ]
         walked = sum(len(path) for queue in queues for _, path in queue) * unit
         missed, compulsory = (misses(map(iter, queues), pieces) for pieces in (capacity / unit, math.inf))
@@ -78,17 +80,37 @@ def forward(call: Call, card: Card) -> KernelTraffic:
     )
 
 
-def _queue(
-    work: _Work, program: int, programs: int, key_blocks: list[int], unit: int
-) -> Iterator[tuple[int, list[int]]]:
-    """What a program walks: (first piece of a key/value head, pieces of it), turn by turn."""
+def dealt(items: int, programs: int, cost: Callable[[int], int] | None) -> Iterator[Iterable[int]]:
+    """The items of each program, in its order.
+
+    Args:
+        cost: of an item, if they are taken from a queue; else they are dealt out in turn.
+    """
     from flashtile.backends.hopper.schedule import turns_of, work_item
 
+    if cost is None:
+        for program in range(programs):
+            turns = range(turns_of.fn(program, programs, items))
+            yield (work_item.fn(turn, program, programs) for turn in turns)
+        return
+    taken: list[list[int]] = [[] for _ in range(programs)]
+    free = [(0, program) for program in range(programs)]
+    for item in range(items):
+        now, program = heapq.heappop(free)
+        taken[program].append(item)
+        heapq.heappush(free, (now + cost(item), program))
+    yield from taken
+
+
+def _paths(
+    work: _Work, items: Iterable[int], key_blocks: list[int], unit: int
+) -> Iterator[tuple[int, list[int]]]:
+    """What a program walks: (first piece of a key/value head, pieces of it), item by item."""
     pieces = [-(-blocks // unit) for blocks in key_blocks]
     heads_kv = work.heads // work.variant.KV_GROUP
     first = list(accumulate((count * heads_kv for count in pieces), initial=0))
-    for turn in range(turns_of.fn(program, programs, work.items)):
-        sequence, head, walks = work.item(work_item.fn(turn, program, programs))
+    for item in items:
+        sequence, head, walks = work.item(item)
         base = first[sequence] + head // work.variant.KV_GROUP * pieces[sequence]
         yield base, path_of((walk[::-1] for walk in walks), unit)
 
@@ -146,6 +168,14 @@ class _Work:
             for place in range(items_of.fn(len(walks[sequence]), variant.PAIRED))
         ]
         return cls(variant, heads, section_of(problem, variant), walks, table, len(table) * heads)
+
+    def dealt(self, programs: int) -> Iterator[Iterable[int]]:
+        """As :func:`dealt`."""
+
+        def cost(item: int) -> int:
+            return sum(START_AND_END + len(walk) for walk in self.item(item)[2])
+
+        return dealt(self.items, programs, cost if self.variant.QUEUED else None)
 
     def item(self, item: int) -> tuple[int, int, list[range]]:
         """Its sequence, its head, and what its blocks of rows walk."""

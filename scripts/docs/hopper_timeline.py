@@ -8,7 +8,6 @@ block more for the start and end of each block of queries.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -16,14 +15,14 @@ import torch
 
 from flashtile.backends.hopper.config import choose
 from flashtile.backends.hopper.launch import section_of, variant_of
-from flashtile.backends.hopper.schedule import block_of, blocks_of, dense_item, items_of, turns_of, work_item
+from flashtile.backends.hopper.schedule import block_of, blocks_of, dense_item, items_of
+from flashtile.io_model.hopper import START_AND_END, dealt
 from flashtile.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 132
 SHOWN = 24
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
-START_AND_END = 1
 
 
 def problem_of(seqlen: int) -> Problem:
@@ -45,38 +44,45 @@ def problem_of(seqlen: int) -> Problem:
     )
 
 
-def spans(problem: Problem, paired_below: int, program: int) -> list[tuple[int, int, int]]:
-    """(begin, duration, block of queries) of all that a program computes."""
-    config = replace(choose(problem), paired_below=paired_below)
-    variant = variant_of(problem, config)
+def spans(problem: Problem) -> list[list[tuple[int, int, int]]]:
+    """(begin, duration, block of queries) of all that each program computes."""
+    variant = variant_of(problem, choose(problem))
     blocks = -(-problem.seqlen_q // variant.BLOCK_M)
     per_head = items_of.fn(blocks, variant.PAIRED)
     section = section_of(problem, variant)
-    found, now = [], 0
-    for turn in range(turns_of.fn(program, PROGRAMS, per_head * problem.batch * HEADS)):
-        item = work_item.fn(turn, program, PROGRAMS)
+
+    def blocks_of_item(item: int) -> list[tuple[int, int]]:
+        """(block of queries, what it costs) of each of the item's."""
         _, _, place = dense_item.fn(item, per_head, HEADS, section)
-        for part in range(blocks_of.fn(blocks, place, variant.PAIRED)):
-            block = block_of.fn(blocks, place, part, variant.PAIRED)
-            keys = -(-(block + 1) * variant.BLOCK_M // variant.BLOCK_N) + START_AND_END
+        parts = range(blocks_of.fn(blocks, place, variant.PAIRED))
+        found = [block_of.fn(blocks, place, part, variant.PAIRED) for part in parts]
+        return [(m, START_AND_END - (-(m + 1) * variant.BLOCK_M // variant.BLOCK_N)) for m in found]
+
+    def cost(item: int) -> int:
+        return sum(keys for _, keys in blocks_of_item(item))
+
+    programs = []
+    for items in dealt(per_head * problem.batch * HEADS, PROGRAMS, cost if variant.QUEUED else None):
+        found, now = [], 0
+        for block, keys in (block for item in items for block in blocks_of_item(item)):
             found.append((now, keys, block))
             now += keys
-    return found
+        programs.append(found)
+    return programs
 
 
 def draw(path: Path) -> None:
     plt.rcParams["svg.hashsalt"] = "flashtile"  # the same file each time
     figure, axes = plt.subplots(2, 1, figsize=(9, 6), layout="constrained")
-    for axis, seqlen, paired_below, title in (
-        (axes[0], 2048, 2**31, "S = 2048: pairs of a long and a short block"),
-        (axes[1], 16384, 0, "S = 16384: the longest blocks of all heads first"),
+    for axis, seqlen, title in (
+        (axes[0], 2048, "S = 2048: pairs of a long and a short block"),
+        (axes[1], 16384, "S = 16384: a queue, of eight heads the longest blocks first"),
     ):
-        problem = problem_of(seqlen)
+        programs = spans(problem_of(seqlen))
         colours = plt.get_cmap("viridis")
         last = seqlen // 128 - 1
         for row in range(SHOWN):
-            program = row * PROGRAMS // SHOWN
-            for begin, length, block in spans(problem, paired_below, program):
+            for begin, length, block in programs[row * PROGRAMS // SHOWN]:
                 colour = colours(block / last)
                 axis.barh(row, length, left=begin, color=colour, edgecolor="white", linewidth=0.4)
         axis.set(title=title, xlabel="blocks of keys", ylabel=f"{SHOWN} of {PROGRAMS} programs", yticks=[])

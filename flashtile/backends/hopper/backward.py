@@ -37,7 +37,6 @@ from flashtile.backends.hopper.backward_schedule import (
     head_of_batch,
     load_keys,
     load_rows,
-    make_queue,
     padded_row,
     row_blocks,
     step_order,
@@ -67,6 +66,7 @@ from flashtile.backends.hopper.compat import (
     async_store,
 )
 from flashtile.backends.hopper.opaque import narrow, pin_halves, widen
+from flashtile.backends.hopper.queue import make_queue
 from flashtile.backends.hopper.schedule import item_count
 from flashtile.backends.kernel_cache import gluon_kernel
 
@@ -419,6 +419,15 @@ def consumer(
     tma.store_wait(0)
 
 
+@gluon.jit
+def await_preparation():
+    """With programmatic dependent launch, programs may begin before the kernel in front of them has ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
 @gluon_kernel(do_not_specialize=(*Schedule._fields, *Sums._fields[:4]))
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dq_desc, sums_desc, dk_desc, dv_desc,
@@ -431,6 +440,7 @@ def backward_kernel(
     dq_desc and sums_desc are the same memory; counters: next_item, next_part, and for each key head added and
     cleared.
     """
+    await_preparation()
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
@@ -456,7 +466,7 @@ def backward_kernel(
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     s = Steps(kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, shift, dp_shift, ds, dq_parts, gradient)
-    queue = make_queue()
+    queue = make_queue(3)
     keep = make_keep(sums_desc)
     added = counters + 2
     pointers = Pointers(table, seqused_k, alibi_slopes, counters)

@@ -316,6 +316,7 @@ class BackwardLaunch:
             None,
             views(problem, variant, q, k, v, rows, kept),
             maxnreg=LAUNCH_REGISTERS[2],
+            launch_pdl=True,
         )
         prepare = prepare_launch(
             problem, dlse is not None, factor, counters, variant.BLOCK_D, kept * problem.group_size

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.hopper import config
-from flashtile.backends.hopper.compat import aggregate, async_load
+from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.schedule import TABLE_WIDTH, Work, key_range
 from flashtile.backends.portable import backward_prepare
 
@@ -201,55 +200,3 @@ def load_keys(C: gl.constexpr, desc, work, barrier, tile):
         async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, work.head, 0], barrier, tile)
     else:
         async_load(desc, [work.sequence, row, work.head, 0], barrier, tile)
-
-
-@aggregate
-class Queue:
-    """Items, handed from the producer, which takes them one by one, to three other partitions."""
-
-    items: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, items, full, empty):
-        self.items = items
-        self.full = full
-        self.empty = empty
-
-    @gluon.jit
-    def give(self, turn, item):
-        """Producer: ``item`` is the program's number ``turn``."""
-        slot = turn % 2
-        mbarrier.wait(self.empty.index(slot), ((turn // 2) & 1) ^ 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        self.items.index(slot).store(gl.full([1], 0, gl.int32, layout) + item)
-        mbarrier.arrive(self.full.index(slot), count=1)
-
-    @gluon.jit
-    def wait(self, turn, WARPS: gl.constexpr):
-        """Item number ``turn`` of the program, for a partition of so many warps."""
-        mbarrier.wait(self.full.index(turn % 2), (turn // 2) & 1)
-        return self.read(turn, WARPS)
-
-    @gluon.jit
-    def read(self, turn, WARPS: gl.constexpr):
-        """The same, once it has been waited for: what follows from it need not stay in registers."""
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        return gl.max(self.items.index(turn % 2).load(layout), 0)
-
-    @gluon.jit
-    def release(self, turn):
-        mbarrier.arrive(self.empty.index(turn % 2), count=1)
-
-
-@gluon.jit
-def make_queue():
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    items = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=3)
-    return Queue(items, full, empty)

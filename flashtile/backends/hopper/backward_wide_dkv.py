@@ -49,6 +49,7 @@ from flashtile.backends.hopper.backward_scores import (
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.opaque import narrow, widen
+from flashtile.backends.hopper.queue import make_queue
 from flashtile.backends.hopper.schedule import item_count
 from flashtile.backends.kernel_cache import gluon_kernel
 
@@ -89,25 +90,6 @@ def from_chunks(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def give(queue, turn, item):
-    """Producer: ``item`` is the program's number ``turn``."""
-    slot = queue.acquire(turn)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    queue.tiles.index(slot).store(gl.full([1], 0, gl.int32, layout) + item)
-    mbarrier.arrive(queue.full.index(slot), count=1)
-
-
-@gluon.jit
-def take(queue, turn):
-    """Item number ``turn`` of the program, for a warpgroup."""
-    slot = queue.wait(turn)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    item = gl.max(queue.tiles.index(slot).load(layout), 0)
-    queue.release(turn)
-    return item
-
-
-@gluon.jit
 def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
     """Block ``m`` of q or dO of query head ``g`` of the group, and its rows' numbers."""
     row = m * C.BLOCK_M
@@ -138,7 +120,7 @@ def producer(
     turn = 0
     item = gl.atomic_add(pointers.next_item, 1)
     while item < items:
-        give(queue, turn, item)
+        queue.give(turn, item)
         work = find_keys(C, item, pointers, schedule)
         begin, end, _, _ = row_blocks(C, work, schedule.left, schedule.right)
         if begin < end:
@@ -159,7 +141,7 @@ def producer(
             mbarrier.arrive(v.full.index(v.acquire(turn)), count=1)
         turn += 1
         item = gl.atomic_add(pointers.next_item, 1)
-    give(queue, turn, item)
+    queue.give(turn, item)
 
 
 @gluon.jit
@@ -226,7 +208,7 @@ def value_consumer(
     items = item_count(C, pointers, schedule)
     i = 0
     turn = 0
-    item = take(queue, turn)
+    item = queue.take(turn, 4)
     while item < items:
         work = find_keys(C, item, pointers, schedule)
         begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
@@ -243,7 +225,7 @@ def value_consumer(
         tma.store_wait(0)
         k.release(turn)
         turn += 1
-        item = take(queue, turn)
+        item = queue.take(turn, 4)
 
 
 @gluon.jit
@@ -255,7 +237,7 @@ def key_consumer(
     items = item_count(C, pointers, schedule)
     i = 0
     turn = 0
-    item = take(queue, turn)
+    item = queue.take(turn, 4)
     while item < items:
         work = find_keys(C, item, pointers, schedule)
         begin, end, _, _ = row_blocks(C, work, schedule.left, schedule.right)
@@ -268,7 +250,7 @@ def key_consumer(
         tma.store_wait(0)
         v.release(turn)
         turn += 1
-        item = take(queue, turn)
+        item = queue.take(turn, 4)
 
 
 @gluon_kernel(do_not_specialize=Schedule._fields)
@@ -296,8 +278,7 @@ def dkv_kernel(
     if C.BLOCK_D != C.BLOCK_DV:
         dk = gl.allocate_shared_memory(dtype, dk_desc.block_type.shape, dk_desc.layout)
         dv = gl.allocate_shared_memory(dtype, dv_desc.block_type.shape, dv_desc.layout)
-    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queue = make_ring(gl.allocate_shared_memory(gl.int32, [2, 1], one), 2, 2)
+    queue = make_queue(2)
     statistics = Statistics(shift, dp_shift)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
     pointers = Pointers(table, seqused_k, alibi_slopes, next_item)

@@ -45,7 +45,9 @@ def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVari
     """Of the kernel of dK and dV, and of that of dQ, which has the forward's schedule."""
     dkv = replace(backward_launch.variant_of(problem, config), DETERMINISTIC=False)  # it always is
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
-    dq = replace(launch.variant_of(problem, rows), SINK=False, PACK=1, KV_GROUP=problem.group_size)
+    dq = replace(
+        launch.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
+    )
     return dkv, dq
 
 

@@ -32,22 +32,20 @@ PLAIN = Problem(
     softmax_scale=1.0,
 )
 _CAUSAL = replace(PLAIN, window_right=0)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+"""Among which every row of the table finds its own."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table with a plain or causal problem, and with every feature at once."""
+    """Each row of the table with plain or causal problems, and with every feature at once."""
     if arch != HOPPER:
         return
-    for block_d, block_dv, windowed, keys, config in every_row():
-        length = min(keys // 2, PLAIN.seqlen_k)
-        plain = replace(
-            _CAUSAL if windowed else PLAIN,
-            head_dim=block_d,
-            head_dim_v=block_dv,
-            seqlen_q=length,
-            seqlen_k=length,
-        )
-        yield _forward_case(plain, config, config.spill_budget)
+    for block_d, block_dv, windowed, _, config in every_row():
+        same = replace(_CAUSAL if windowed else PLAIN, head_dim=block_d, head_dim_v=block_dv)
+        lengths = (replace(same, seqlen_q=length, seqlen_k=length) for length in LENGTHS)
+        kernels = {variant_of(plain, config): plain for plain in lengths if choose(plain) is config}
+        for plain in kernels.values():
+            yield _forward_case(plain, config, config.spill_budget)
         if windowed:
             everything = replace(
                 plain,
@@ -74,7 +72,7 @@ def _forward_case(problem: Problem, config: ForwardConfig, spill_budget: int) ->
     signature = dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), descriptors, strict=True))
     signature |= dict.fromkeys(Pointers._fields, "*fp32") | dict.fromkeys(Schedule._fields, "i32")
     signature |= dict.fromkeys(Numbers._fields, "fp32")
-    for name, present in (("table", problem.varlen), ("seqused_k", problem.seqused_k)):
+    for name, present in (("table", variant.QUEUED), ("seqused_k", problem.seqused_k)):
         if present:
             signature[name] = "*i32"
     return CompileCase(
@@ -110,6 +108,7 @@ def _name(problem: Problem, variant: Variant) -> str:
             ("lazy", variant.LAZY_RESCALE),
             ("packed", variant.PACK > 1),
             ("pairs", variant.PAIRED),
+            ("queue", variant.QUEUED),
         )
         if present
     ]

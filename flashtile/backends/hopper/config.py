@@ -44,6 +44,8 @@ class ForwardConfig:
         PIN_WAIT: the wait for P V stays behind the exponentials, where the assembler would move it in front.
         paired_below: under a mask with a right edge, sequences of fewer keys take their blocks of queries in
             pairs (``schedule.blocks_of``), longer ones the dearest of all heads first.
+        QUEUED: these longer ones from a queue, unless there is a left edge, too, and most blocks cost the
+            same. Those of a variable-length batch always are.
         spill_budget: bytes of register spills that were measured and accepted, none of them in the loop over
             uncut blocks; features_spill_budget: the same with every feature at once.
     """
@@ -59,6 +61,7 @@ class ForwardConfig:
     LAZY_RESCALE: bool = False
     PIN_WAIT: bool = False
     paired_below: int = 8192
+    QUEUED: bool = False
     spill_budget: int = 0
     features_spill_budget: int = 0
 
@@ -80,6 +83,8 @@ class Variant:
     SINK: bool
     EVEN_N: bool
     """No block has keys behind the last, in any sequence."""
+    QUEUED: bool
+    """Programs take items from a queue, as they have time, and not in turn."""
     PAIRED: bool
     """Programs take blocks of query rows in pairs that cost the same together (``schedule.blocks_of``)."""
     PACK: int
@@ -176,15 +181,15 @@ class BackwardVariant:
 
 
 F = ForwardConfig
-_TWO = F(2, 128, features_spill_budget=56)
-_NARROW = F(2, 64, spill_budget=28, features_spill_budget=52)
-_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=216, features_spill_budget=532)
-_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, spill_budget=76, features_spill_budget=180)
+_TWO = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=60)
+_NARROW = F(2, 64, spill_budget=28, features_spill_budget=64)
+_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=484)
+_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=196)
 _SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
-_SHORT_TURNS = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=136)
+_SHORT_TURNS = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=88)
 _SHORT_BLOCKS = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36)
 _WIDE_SHORT = F(
-    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=140
+    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=44
 )
 _WIDE = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
 _WIDE_Q = replace(_WIDE, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
@@ -195,8 +200,8 @@ _WIDE_CAUSAL = F(
     Q_IN_REGISTERS=128,
     LAZY_RESCALE=True,
     paired_below=4096,
-    spill_budget=64,
-    features_spill_budget=316,
+    spill_budget=116,
+    features_spill_budget=244,
 )
 ANY_LENGTH = 2**31
 
@@ -205,7 +210,7 @@ ANY_LENGTH = 2**31
 # H100, S = 512 to 16384: docs/measured.md. Rows of unequal head sizes have the tiles that fit; not timed.
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (64, 64, False): ((ANY_LENGTH, _THREE),),
-    (64, 64, True): ((4096, F(2, 128, Q_STAGES=2)), (ANY_LENGTH, _THREE)),
+    (64, 64, True): ((4096, F(2, 128, Q_STAGES=2, features_spill_budget=8)), (ANY_LENGTH, _THREE)),
     (128, 128, False): ((2048, _SHORT), (4096, _TWO), (ANY_LENGTH, _TWO_Q)),
     (128, 128, True): ((1024, _SHORT_BLOCKS), (2048, _SHORT_TURNS), (8192, _TWO), (ANY_LENGTH, _TWO_Q)),
     (256, 256, False): ((1024, _WIDE_SHORT), (8192, _WIDE), (ANY_LENGTH, _WIDE_Q)),

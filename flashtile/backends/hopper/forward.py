@@ -31,6 +31,7 @@ from flashtile.backends.hopper import config
 from flashtile.backends.hopper.channels import make_channel, make_turn
 from flashtile.backends.hopper.compat import async_load, async_store
 from flashtile.backends.hopper.opaque import pin, rescale, settle
+from flashtile.backends.hopper.queue import make_queue
 from flashtile.backends.hopper.schedule import (
     Numbers,
     Pointers,
@@ -41,6 +42,7 @@ from flashtile.backends.hopper.schedule import (
     find_work,
     item_count,
     key_blocks,
+    next_item,
     own_blocks,
     turns_of,
     work_item,
@@ -477,20 +479,39 @@ def attend_tile(
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers):
+def attend_item(
+    C: gl.constexpr, W: gl.constexpr, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+):
+    """The blocks of query rows of an item; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
+    work = find_work(C, item, pointers, schedule)
+    blocks = block_count(C, work, schedule)
+    for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+        block = block_of(blocks, work.place, part, C.PAIRED)
+        i = attend_tile(C, W, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+        j += 1
+    return i, j
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    items = item_count(C, pointers, schedule)
     i = 0
     j = 0
-    for turn_number in range(turns_of(program, programs, item_count(C, pointers, schedule))):
-        work = find_work(C, work_item(turn_number, program, programs), pointers, schedule)
-        blocks = block_count(C, work, schedule)
-        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-            block = block_of(blocks, work.place, part, C.PAIRED)
-            i = attend_tile(
-                C, W, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
-            )
-            j += 1
+    if C.QUEUED:
+        t = 0
+        item = queue.take(t, 4)
+        while item < items:
+            i, j = attend_item(C, W, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+            t += 1
+            item = queue.take(t, 4)
+    else:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        for t in range(turns_of(program, programs, items)):
+            item = work_item(t, program, programs)
+            i, j = attend_item(C, W, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
     tma.store_wait(0)
 
 
@@ -517,18 +538,37 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
 
 
 @gluon.jit
-def producer(C: gl.constexpr, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+def load_item(C: gl.constexpr, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+    """What :func:`attend_item` waits for."""
+    work = find_work(C, item, pointers, schedule)
+    blocks = block_count(C, work, schedule)
+    for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+        block = block_of(blocks, work.place, part, C.PAIRED)
+        i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule)
+        j += 1
+    return i, j
+
+
+@gluon.jit
+def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
     """One warp that keeps the tiles of q, k and v coming."""
     program, programs = gl.program_id(0), gl.num_programs(0)
+    items = item_count(C, pointers, schedule)
     i = 0
     j = 0
-    for turn_number in range(turns_of(program, programs, item_count(C, pointers, schedule))):
-        work = find_work(C, work_item(turn_number, program, programs), pointers, schedule)
-        blocks = block_count(C, work, schedule)
-        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-            block = block_of(blocks, work.place, part, C.PAIRED)
-            i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule)
-            j += 1
+    if C.QUEUED:
+        t = 0
+        item = program
+        queue.give(t, item)
+        while item < items:
+            i, j = load_item(C, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+            t += 1
+            item = next_item(pointers, programs)  # here, blocks of keys on their way hide that it takes time
+            queue.give(t, item)
+    else:
+        for t in range(turns_of(program, programs, items)):
+            item = work_item(t, program, programs)
+            i, j = load_item(C, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
 
 
 @gluon_kernel(do_not_specialize=Schedule._fields)
@@ -539,12 +579,14 @@ def forward_kernel(
 ):  # fmt: skip
     """Pointers to what a call has not (a table, used lengths, slopes, a sink) are never followed.
 
-    Grid: one program for each multiprocessor at most; the tiles are dealt out by ``work_item``.
+    Grid: one program for each multiprocessor at most; the tiles are dealt out by ``work_item``, or taken
+    from a queue, whose counter lies in ``table``.
     """
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, 1)
     turn = make_turn(C.WARPGROUPS if C.PING_PONG else 1)
+    queue = make_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:
         o_tiles = q.tiles
     else:
@@ -558,9 +600,9 @@ def forward_kernel(
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 1, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (producer, (C, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, 1],
             [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
@@ -568,10 +610,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 1, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 2, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (producer, (C, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 2, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, 4, 1],
             [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],

@@ -143,9 +143,12 @@ def pack_of(problem: Problem, block_m: int) -> int:
     return group if together <= 0.75 * apart else 1
 
 
-def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
+def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) -> Variant:
+    """``has_queue``: of the kernel; without one, variable lengths are dealt out in pairs."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     pack = pack_of(problem, config.BLOCK_M)
+    short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
+    one_edge = right != UNLIMITED and left == UNLIMITED
     return Variant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
@@ -155,7 +158,8 @@ def variant_of(problem: Problem, config: ForwardConfig) -> Variant:
         ALIBI=problem.alibi,
         SINK=problem.sink,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
-        PAIRED=right != UNLIMITED and (problem.varlen or problem.seqlen_k < config.paired_below),
+        QUEUED=has_queue and (problem.varlen or (config.QUEUED and one_edge and not short)),
+        PAIRED=right != UNLIMITED and short,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         BENT=bent(problem),
@@ -185,7 +189,7 @@ def section_of(problem: Problem, variant: Variant) -> int:
     last block to the first, and programs come out even only if those of many heads do so together.
     """
     heads = problem.batch * problem.num_heads_q // variant.PACK
-    if variant.PAIRED:
+    if variant.PAIRED or variant.QUEUED:
         most = max(HEADS_IN_STEP, variant.KV_GROUP)
     else:
         blocks = math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
@@ -224,6 +228,8 @@ class ForwardLaunch:
             table = q.new_empty(*self._table_shape, dtype=torch.int32)
             used = lse if seqused_k is None else seqused_k
             self._table_kernel(device, table, cu_seqlens_q, cu_seqlens_k, used)
+        elif self._variant.QUEUED:
+            table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         kernel(
             device,
             q,

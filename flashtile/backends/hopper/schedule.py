@@ -11,7 +11,10 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.hopper.compat import aggregate
 
 TABLE_WIDTH = gl.constexpr(8)
-"""Integers of a row of the tile table of a variable-length batch; row 0 holds the number of the others."""
+"""Integers of a row of the tile table of a variable-length batch; row 0 holds the number of the others, and
+the items that were taken from the queue."""
+TAKEN = gl.constexpr(1)
+"""Where in row 0; a call that has no table but a queue has this row alone."""
 
 
 class Pointers(NamedTuple):
@@ -90,6 +93,12 @@ def turns_of(program, programs, items):
     full = items // programs
     place = programs - 1 - program if full % 2 else program
     return full + 1 if place < items % programs else full
+
+
+@gluon.jit
+def next_item(pointers, programs):
+    """One that nobody has: of a queue, of which each of ``programs`` had one to begin with."""
+    return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 
 
 @gluon.jit

@@ -54,7 +54,8 @@ def tile_table_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Row 1 + rank of ``table``: sequence, place, start_q, start_k, seqlen_q, seqlen_k. Row 0: their number.
+    """Row 1 + rank of ``table``: sequence, place, start_q, start_k, seqlen_q, seqlen_k. Row 0: their number,
+    and that none was taken yet.
 
     One program for each of ``batch`` sequences. Sequences with more keys come first, and all items of one
     cost about the same.
@@ -75,6 +76,7 @@ def tile_table_kernel(
         total += tl.sum(counts)
     if b == 0:
         tl.store(table, tl.minimum(total, capacity))
+        tl.store(table + 1, 0)
     count = tl.minimum(item_count(seqlen_q, blocks, PAIRED, BLOCK_M), capacity - rank)
     for first in range(0, count, CHUNK):
         place = first + tl.arange(0, CHUNK)

@@ -93,11 +93,13 @@ def prepare_kernel(
         lse_offset = (b64 * num_heads_q + head) * seqlen_q + row_start
     stride = num_heads_q * HEAD_DIM_V
     out = load_tile(
-        out_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False
-    )
+        out_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False,
+        "evict_first",
+    )  # fmt: skip
     dout = load_tile(
-        dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False
-    )
+        dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False,
+        "evict_first",
+    )  # fmt: skip
     dp_shift = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     rows = tl.arange(0, BLOCK_M)
     inside = row_start + rows < len_q

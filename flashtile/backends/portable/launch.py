@@ -21,8 +21,10 @@ from flashtile.backends.portable.config import Config, KernelConfig, padded
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
 
+NUM_WARPS = 4
+"""Of kernels without a configuration, unless said otherwise."""
 PREPARE_BLOCK_M = 64
-PREPARE_NUM_WARPS = 4
+PREPARE_NUM_WARPS = 8
 
 
 class KeptKernel:
@@ -49,7 +51,7 @@ class KeptKernel:
         self._fixed = (*scalars, *constants)
         self._options: dict[str, Any] = {"enable_fp_fusion": True}
         if config is None:
-            self._options |= {"num_warps": PREPARE_NUM_WARPS, **options}
+            self._options |= {"num_warps": NUM_WARPS, **options}
         else:
             self._options |= {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
         self._run: Any = None
@@ -252,6 +254,7 @@ def prepare_launch(
             columns,
         ),
         None,
+        num_warps=PREPARE_NUM_WARPS,
     )
 
 

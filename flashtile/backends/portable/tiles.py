@@ -129,22 +129,28 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     WIDE: tl.constexpr,
+    EVICTION: tl.constexpr = "",
 ):
-    """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past ``length`` (if MASKED) and past HEAD_DIM."""
+    """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past ``length`` (if MASKED) and past HEAD_DIM.
+
+    EVICTION: "evict_first" for what is not read again soon.
+    """
     rows = tile_index(BLOCK, WIDE)
     columns = tl.arange(0, BLOCK_D)
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     if MASKED:
         if HEAD_DIM == BLOCK_D:
-            return tl.load(pointers, mask=(start + rows < length)[:, None], other=0.0)
+            return tl.load(
+                pointers, mask=(start + rows < length)[:, None], other=0.0, eviction_policy=EVICTION
+            )
         else:
             inside = (start + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
-            return tl.load(pointers, mask=inside, other=0.0)
+            return tl.load(pointers, mask=inside, other=0.0, eviction_policy=EVICTION)
     else:
         if HEAD_DIM == BLOCK_D:
-            return tl.load(pointers)
+            return tl.load(pointers, eviction_policy=EVICTION)
         else:
-            return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+            return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit

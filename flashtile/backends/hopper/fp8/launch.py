@@ -71,7 +71,7 @@ class ForwardLaunch:
 
 
 def fp8_variant_of(problem: Fp8Problem, config: Fp8Config) -> Fp8Variant:
-    common = vars(hopper.variant_of(problem, config))
+    common = vars(hopper.variant_of(problem, config, has_queue=False))
     consumer, producer = REGISTERS[config.warpgroups, problem.v_transposed]
     return Fp8Variant(
         **common | {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer},

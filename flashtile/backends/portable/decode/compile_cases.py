@@ -16,7 +16,7 @@ from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
-from flashtile.backends.portable.launch import PREPARE_NUM_WARPS
+from flashtile.backends.portable.launch import NUM_WARPS
 from flashtile.compile_report import CompileCase, architecture
 from flashtile.decode.problem import FP8, DecodeProblem
 
@@ -237,7 +237,7 @@ def _plain_case(
     kernel: Any,
     tensors: dict[str, torch.dtype],
     constants: dict[str, Any],
-    num_warps: int = PREPARE_NUM_WARPS,
+    num_warps: int = NUM_WARPS,
 ) -> CompileCase:
     """A kernel without products."""
     return CompileCase(

@@ -94,11 +94,11 @@ def prepare_kernel(
     stride = num_heads_q * HEAD_DIM_V
     out = load_tile(
         out_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False,
-        "evict_first",
+        ONCE=True,
     )  # fmt: skip
     dout = load_tile(
         dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False,
-        "evict_first",
+        ONCE=True,
     )  # fmt: skip
     dp_shift = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     rows = tl.arange(0, BLOCK_M)

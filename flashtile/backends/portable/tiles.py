@@ -129,28 +129,27 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     WIDE: tl.constexpr,
-    EVICTION: tl.constexpr = "",
+    ONCE: tl.constexpr = False,
 ):
     """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past ``length`` (if MASKED) and past HEAD_DIM.
 
-    EVICTION: "evict_first" for what is not read again soon.
+    With ONCE, other lines stay in the caches rather than these.
     """
+    policy: tl.constexpr = "evict_first" if ONCE else ""
     rows = tile_index(BLOCK, WIDE)
     columns = tl.arange(0, BLOCK_D)
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     if MASKED:
         if HEAD_DIM == BLOCK_D:
-            return tl.load(
-                pointers, mask=(start + rows < length)[:, None], other=0.0, eviction_policy=EVICTION
-            )
+            return tl.load(pointers, mask=(start + rows < length)[:, None], other=0.0, eviction_policy=policy)
         else:
             inside = (start + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
-            return tl.load(pointers, mask=inside, other=0.0, eviction_policy=EVICTION)
+            return tl.load(pointers, mask=inside, other=0.0, eviction_policy=policy)
     else:
         if HEAD_DIM == BLOCK_D:
-            return tl.load(pointers, eviction_policy=EVICTION)
+            return tl.load(pointers, eviction_policy=policy)
         else:
-            return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0, eviction_policy=EVICTION)
+            return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0, eviction_policy=policy)
 
 
 @triton.jit

@@ -57,8 +57,8 @@ def tile_table_kernel(
     """Row 1 + rank of ``table``: sequence, place, start_q, start_k, seqlen_q, seqlen_k. Row 0: their number,
     and that none was taken yet.
 
-    One program for each of ``batch`` sequences. Sequences with more keys come first: pairs of one cost
-    about the same, single blocks come the dearest first.
+    One program for each of ``batch`` sequences. Sequences with more keys come first, and all items of one
+    cost about the same.
     """
     b = tl.program_id(0)
     start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)

@@ -48,7 +48,7 @@ def forward(call: Call, card: Card) -> KernelTraffic:
 
     Of large grids, the first turns of every program are simulated, and the rest is taken to go on alike.
     """
-    work = _Work.of(call)
+    work = Work.of(call)
     width = (call.head_dim + call.width_v) * call.element_bytes
     key_blocks = [-(-seqlen_k // work.variant.BLOCK_N) for _, seqlen_k in call.sequences]
     block_bytes = width * call.rows_k / (sum(key_blocks) * call.num_heads_kv)
@@ -80,6 +80,11 @@ def forward(call: Call, card: Card) -> KernelTraffic:
     )
 
 
+def cost_of(walk: range) -> int:
+    """Of a block of query rows that walks these blocks of keys, in blocks of keys."""
+    return START_AND_END + len(walk)
+
+
 def dealt(items: int, programs: int, cost: Callable[[int], int] | None) -> Iterator[Iterable[int]]:
     """The items of each program, in its order.
 
@@ -103,7 +108,7 @@ def dealt(items: int, programs: int, cost: Callable[[int], int] | None) -> Itera
 
 
 def _paths(
-    work: _Work, items: Iterable[int], key_blocks: list[int], unit: int
+    work: Work, items: Iterable[int], key_blocks: list[int], unit: int
 ) -> Iterator[tuple[int, list[int]]]:
     """What a program walks: (first piece of a key/value head, pieces of it), item by item."""
     pieces = [-(-blocks // unit) for blocks in key_blocks]
@@ -116,7 +121,7 @@ def _paths(
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """The items of a launch.
 
     Args:
@@ -136,7 +141,7 @@ class _Work:
     items: int
 
     @classmethod
-    def of(cls, call: Call) -> _Work:
+    def of(cls, call: Call) -> Work:
         from flashtile.backends.hopper.launch import section_of, variant_of
         from flashtile.backends.hopper.schedule import items_of
 
@@ -173,7 +178,7 @@ class _Work:
         """As :func:`dealt`."""
 
         def cost(item: int) -> int:
-            return sum(START_AND_END + len(walk) for walk in self.item(item)[2])
+            return sum(cost_of(walk) for walk in self.item(item)[2])
 
         return dealt(self.items, programs, cost if self.variant.QUEUED else None)
 

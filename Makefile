@@ -36,7 +36,7 @@ test-interpreter: $(READY)
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
 	OMP_NUM_THREADS=1 bash scripts/with-newest-triton $(VENV) \
-	  $(RUN) -m pytest tests/newest_triton.py -n $(WORKERS) --dist worksteal
+	  $(RUN) -m pytest tests/backends/newest_triton.py -n $(WORKERS) --dist worksteal
 
 test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is installed
 	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"

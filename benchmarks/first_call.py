@@ -2,8 +2,8 @@
 
     python benchmarks/first_call.py [processes]
 
-New processes on a GPU, in turn without and with the key that ``flashtile.backends.kernel_cache`` keeps, in
-the user's own cache. PyTorch, CUDA and Triton are up before the clock starts.
+New processes on a GPU, in turn without and with the key that ``flashtile.backends.common.kernel_cache``
+keeps, in the user's own cache. PyTorch, CUDA and Triton are up before the clock starts.
 """
 
 from __future__ import annotations

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashtile.decode.cascade import flash_attn_with_shared_prefix
-from flashtile.decode.functional import (
-    append_kvcache,
-    copy_blocks,
-    flash_attn_combine,
-    flash_attn_with_kvcache,
-)
-from flashtile.dispatch import Explanation, explain
-from flashtile.functional import (
+from flashtile.attn.functional import (
     attention,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -21,6 +13,14 @@ from flashtile.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flashtile.decode.cascade import flash_attn_with_shared_prefix
+from flashtile.decode.functional import (
+    append_kvcache,
+    copy_blocks,
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+)
+from flashtile.dispatch import Explanation, explain
 from flashtile.merge import merge_states
 
 __version__ = "0.1.0"

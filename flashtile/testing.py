@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import functional, reference
+from flashtile import reference
+from flashtile.attn import functional
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0}
 """How much further from the reference than plain PyTorch each result may be."""

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flashtile import functional, reference
+from flashtile import reference
+from flashtile.attn import functional
 from flashtile.bench.workloads import Inputs, Workload
 from flashtile.problem import UNLIMITED
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.portable.config import padded
+from flashtile.backends.common.launch import padded
 
 KERNELS = ("forward", "dkdv", "dq")
 TOKENS = 16384
@@ -75,8 +75,9 @@ def _tensors(seqlen: int, candidate: Candidate, batch: int | None = None) -> tup
 
 def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     """A zero-argument callable that runs the candidate's kernel alone on prepared tensors."""
+    from flashtile.backends.common.kept_kernel import KernelConfig
     from flashtile.backends.portable import launch
-    from flashtile.backends.portable.config import Config, KernelConfig, choose
+    from flashtile.backends.portable.config import Config, choose
     from flashtile.problem import NO_EXTRAS, Options, Problem
 
     q, k, v, dout = tensors

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import as_int, make_options
+from flashtile.checks.values import check_prefix_values, wanted
 from flashtile.decode import operators
 from flashtile.decode.arguments import cast_for_autocast, check_flag, split_arguments
 from flashtile.decode.problem import CacheTensors, DecodeOptions
-from flashtile.decode.values import check_prefix_values, wanted
 from flashtile.problem import MAX_LENGTH, check_dense
 
 

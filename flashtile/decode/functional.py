@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import as_int, make_options
+from flashtile.checks.decode import check_combine, check_copy
 from flashtile.decode import operators
 from flashtile.decode.arguments import (
     cast_for_autocast,
@@ -21,7 +22,6 @@ from flashtile.decode.arguments import (
     lengths_tensor,
     split_arguments,
 )
-from flashtile.decode.checks import check_combine, check_copy
 from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 
 

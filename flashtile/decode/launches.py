@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.decode.checks import check_append, check_combine, check_copy, check_decode
+from flashtile.checks.decode import check_append, check_combine, check_copy, check_decode
+from flashtile.checks.values import check_append_values, check_copy_values, check_decode_values, wanted
 from flashtile.decode.dispatch import Launch, select
 from flashtile.decode.problem import (
     AppendOptions,
@@ -19,7 +20,6 @@ from flashtile.decode.problem import (
     DecodeOptions,
     DecodeProblem,
 )
-from flashtile.decode.values import check_append_values, check_copy_values, check_decode_values, wanted
 from flashtile.launches import LaunchCache, signatures
 
 _decode_launches = LaunchCache()

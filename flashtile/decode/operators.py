@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.attn.operators import _library
+from flashtile.checks.decode import check_append, check_combine, check_copy, check_decode
 from flashtile.decode import launches
-from flashtile.decode.checks import check_append, check_combine, check_copy, check_decode
 from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions, out_dtype
-from flashtile.operators import _library
 
 _library.define(
     "decode(Tensor q, Tensor k_cache, Tensor v_cache, "

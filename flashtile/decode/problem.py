@@ -1,6 +1,6 @@
 """What the decoding functions compute: frozen descriptions of their calls, hashable, without data.
 
-A backend prepares a launch for each; the checks of what is described are in :mod:`flashtile.decode.checks`.
+A backend prepares a launch for each; the checks of what is described are in :mod:`flashtile.checks.decode`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class DecodeProblem(Results):
     def from_tensors(
         cls, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
     ) -> DecodeProblem:
-        """Describe a call that :func:`flashtile.decode.checks.check_decode` has found right."""
+        """Describe a call that :func:`flashtile.checks.decode.check_decode` has found right."""
         varlen = tensors.cu_seqlens_q is not None
         if tensors.cu_seqlens_q is not None:
             assert options.max_seqlen_q is not None
@@ -217,7 +217,7 @@ class AppendProblem(NamedTuple):
         tensors: AppendTensors,
         options: AppendOptions,
     ) -> AppendProblem:
-        """Describe a call that :func:`flashtile.decode.checks.check_append` has found right."""
+        """Describe a call that :func:`flashtile.checks.decode.check_append` has found right."""
         slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
         if slots:
             batch, seqlen_new = 1, k.shape[0]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import make_options
+from flashtile.checks.fp8 import check_attend, check_inputs
 from flashtile.dispatch import Explanation, explain_problem
-from flashtile.fp8.checks import check_attend, check_inputs
 from flashtile.fp8.dispatch import load_attending
 from flashtile.fp8.functional import agreed, scales_of, sequences
 from flashtile.fp8.layout import E4M3

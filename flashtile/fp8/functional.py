@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import apply_autocast, as_int, make_options
+from flashtile.checks.fp8 import check_inputs
 from flashtile.decode.arguments import check_flag
 from flashtile.fp8 import operators
-from flashtile.fp8.checks import check_inputs
 from flashtile.fp8.problem import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
 from flashtile.fp8.quantized import Quantized
 from flashtile.problem import NO_EXTRAS, Extras, Options, check_dense

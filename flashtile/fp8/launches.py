@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from flashtile.checks.fp8 import check_attend, check_quantize
 from flashtile.dispatch import select
-from flashtile.fp8.checks import check_attend, check_quantize
 from flashtile.fp8.dispatch import AttendLaunch, QuantizeLaunch, load_attending, load_quantizing
 from flashtile.fp8.problem import (
     AttendOptions,

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.attn.operators import _ARGUMENTS, _library, _split
+from flashtile.checks.fp8 import check_attend, check_quantize
 from flashtile.decode.operators import is_plain
 from flashtile.fp8 import launches
-from flashtile.fp8.checks import check_attend, check_quantize
 from flashtile.fp8.layout import E4M3
 from flashtile.fp8.problem import (
     AttendOptions,
@@ -21,7 +22,6 @@ from flashtile.fp8.problem import (
     QuantizeTensors,
     Scales,
 )
-from flashtile.operators import _ARGUMENTS, _library, _split
 from flashtile.problem import Extras, Options
 
 _library.define(

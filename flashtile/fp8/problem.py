@@ -122,7 +122,7 @@ class QuantizeProblem:
 
     @classmethod
     def from_tensors(cls, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> QuantizeProblem:
-        """Describe a call that :func:`flashtile.fp8.checks.check_quantize` has passed."""
+        """Describe a call that :func:`flashtile.checks.fp8.check_quantize` has passed."""
         cu_seqlens, seqused, cos, _, _ = tensors
         varlen = cu_seqlens is not None
         if cu_seqlens is not None:
@@ -177,7 +177,7 @@ class Fp8Problem(Problem):
         options: Options,
         fp8: AttendOptions,
     ) -> Fp8Problem:
-        """Describe a call that :func:`flashtile.fp8.checks.check_attend` has passed."""
+        """Describe a call that :func:`flashtile.checks.fp8.check_attend` has passed."""
         cu_seqlens_q = extras.cu_seqlens_q
         varlen = cu_seqlens_q is not None
         if cu_seqlens_q is not None:

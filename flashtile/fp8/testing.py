@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import functional
 from flashtile import reference as standard
+from flashtile.attn import functional
 from flashtile.fp8 import reference
 from flashtile.fp8.functional import QUANTIZING, agreed, attention, quantize
 from flashtile.fp8.layout import E4M3, P_EXPONENT

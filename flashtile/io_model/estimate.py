@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from flashtile.algorithms import flash1, flash2
 from flashtile.algorithms.memory import Memory
-from flashtile.backends.portable.config import Config, family_of_capability, padded, row
+from flashtile.backends.common.launch import padded
+from flashtile.backends.portable.config import Config, family_of_capability, row
 from flashtile.io_model import closed_forms, hopper, kernels
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card

@@ -91,7 +91,7 @@ def dealt(items: int, programs: int, cost: Callable[[int], int] | None) -> Itera
     Args:
         cost: of an item, if they are taken from a queue; else they are dealt out in turn.
     """
-    from flashtile.backends.hopper.schedule import turns_of, work_item
+    from flashtile.backends.hopper.forward.schedule import turns_of, work_item
 
     if cost is None:
         for program in range(programs):
@@ -142,8 +142,8 @@ class Work:
 
     @classmethod
     def of(cls, call: Call) -> Work:
-        from flashtile.backends.hopper.launch import section_of, variant_of
-        from flashtile.backends.hopper.schedule import items_of
+        from flashtile.backends.hopper.forward.launch import section_of, variant_of
+        from flashtile.backends.hopper.forward.schedule import items_of
 
         problem = _problem(call)
         variant = variant_of(problem, choose(problem))
@@ -184,7 +184,7 @@ class Work:
 
     def item(self, item: int) -> tuple[int, int, list[range]]:
         """Its sequence, its head, and what its blocks of rows walk."""
-        from flashtile.backends.hopper.schedule import block_of, blocks_of, dense_item
+        from flashtile.backends.hopper.forward.schedule import block_of, blocks_of, dense_item
 
         if self.variant.VARLEN:
             sequence, place = self.rows[item // self.heads]

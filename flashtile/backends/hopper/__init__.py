@@ -60,7 +60,7 @@ def configure(problem: Problem):
 
 
 def prepare_forward(problem: Problem, config):
-    from flashtile.backends.hopper.launch import ForwardLaunch
+    from flashtile.backends.hopper.forward.launch import ForwardLaunch
 
     return ForwardLaunch(problem, config)
 
@@ -74,9 +74,9 @@ def prepare_backward(problem: Problem, config):
         return portable.prepare_backward(problem, portable.configure(problem))
     chosen = choose_backward(problem)
     if isinstance(chosen, WideBackwardConfig):
-        from flashtile.backends.hopper.backward_wide_launch import WideBackwardLaunch
+        from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
 
         return WideBackwardLaunch(problem, chosen)
-    from flashtile.backends.hopper.backward_launch import BackwardLaunch
+    from flashtile.backends.hopper.backward.launch import BackwardLaunch
 
     return BackwardLaunch(problem, chosen)

@@ -9,15 +9,13 @@ gradient, in one order.
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
-from flashtile.backends.portable.backward_prepare import statistics_offset
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.preprocess import statistics_offset
+from flashtile.backends.common.tiles import RUNTIME_INTEGERS, load_tile, sequence
 from flashtile.backends.portable.tiles import (
-    RUNTIME_INTEGERS,
     bend_scores,
     block_range,
     load_slope,
-    load_tile,
-    sequence,
     store_tile,
     used_length,
     visible,

@@ -8,16 +8,14 @@ S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K. Rec
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
-from flashtile.backends.portable.backward_prepare import statistics_offset
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.preprocess import statistics_offset
+from flashtile.backends.common.tiles import RUNTIME_INTEGERS, load_tile, sequence
 from flashtile.backends.portable.tiles import (
-    RUNTIME_INTEGERS,
     bend_scores,
     block_range,
     load_slope,
-    load_tile,
     row_block,
-    sequence,
     store_tile,
     used_length,
     visible,

@@ -9,18 +9,13 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.preprocess import PREPARE_BLOCK_M, PREPARE_NUM_WARPS, ROW_PAD, prepare_kernel
 from flashtile.backends.portable import launch
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
-from flashtile.backends.portable.backward_prepare import ROW_PAD, prepare_kernel
-from flashtile.backends.portable.config import (
-    HEAD_DIMS,
-    KernelConfig,
-    family_of_capability,
-    row,
-)
+from flashtile.backends.portable.config import HEAD_DIMS, family_of_capability, row
 from flashtile.backends.portable.forward import forward_kernel
-from flashtile.backends.portable.launch import PREPARE_BLOCK_M, PREPARE_NUM_WARPS
 from flashtile.compile_report import CompileCase, architecture
 from flashtile.problem import Problem
 

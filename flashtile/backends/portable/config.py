@@ -9,23 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.launch import padded
 from flashtile.problem import UNLIMITED, Problem
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """Tile and launch of one kernel.
-
-    ``spill_budget`` is the bytes of register spills that were measured and accepted, for plain and causal
-    problems; ``features_spill_budget`` the same with soft-cap, ALiBi, windows and unused keys at once.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    spill_budget: int = 0
-    features_spill_budget: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,11 +100,6 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ("other", 4, 256): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
 HEAD_DIMS = (16, 32, 64, 128, 256)
-
-
-def padded(head_dim: int) -> int:
-    """The power of two, at least 16, that a tile of ``head_dim`` columns takes."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def family(device: torch.device) -> str:

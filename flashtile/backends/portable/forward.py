@@ -8,18 +8,14 @@ accumulator stays unscaled until the end and only the log-sum-exp is kept for th
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.tiles import LN_2, LOG2_E, RUNTIME_INTEGERS, load_tile, sequence
 from flashtile.backends.portable.tiles import (
-    LN_2,
-    LOG2_E,
-    RUNTIME_INTEGERS,
     bend_scores,
     block_range,
     load_slope,
-    load_tile,
     result_bases,
     row_block,
-    sequence,
     store_tile,
     used_length,
     visible,

@@ -6,86 +6,20 @@ Triton's own launch path binds and specialises every argument on every call (17 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends import compat
+from flashtile.backends.common.kept_kernel import KeptKernel, KernelConfig
+from flashtile.backends.common.launch import bent, padded, stride_of_two
+from flashtile.backends.common.preprocess import ROW_PAD, padded_rows, prepare_launch, prepare_rows
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
-from flashtile.backends.portable.backward_prepare import ROW_PAD, padded_rows, prepare_kernel
-from flashtile.backends.portable.config import Config, KernelConfig, padded
+from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
-
-NUM_WARPS = 4
-"""Of kernels without a configuration, unless said otherwise."""
-PREPARE_BLOCK_M = 64
-PREPARE_NUM_WARPS = 8
-
-
-class KeptKernel:
-    """One kernel at one grid with fixed scalar arguments; tensors of one signature come with each call.
-
-    Constants are the kernel's last parameters, in its order. ``views`` say how TMA sees the first tensors
-    (``flashtile.backends.hopper.launch.View``). ``options`` are further ones of the compiler.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: int,
-        scalars: tuple,
-        constants: tuple,
-        config: KernelConfig | None,
-        views: tuple = (),
-        **options: Any,
-    ) -> None:
-        self._kernel = kernel
-        self._views = views
-        self.programs = grid
-        self._grid = (grid, 1, 1)
-        self._fixed = (*scalars, *constants)
-        self._options: dict[str, Any] = {"enable_fp_fusion": True}
-        if config is None:
-            self._options |= {"num_warps": NUM_WARPS, **options}
-        else:
-            self._options |= {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
-        self._run: Any = None
-        self._index: int | None = None
-        """Of the device that it was compiled on."""
-
-    @property
-    def takes_addresses(self) -> bool:
-        """Whether it is compiled, so that a tensor may be given by its address."""
-        return self._run is not None
-
-    def __call__(self, device: torch.device, *tensors: Any) -> None:
-        if self._run is not None and torch._C._cuda_getDevice() == self._index:
-            self._run(torch._C._cuda_getCurrentRawStream(self._index), tensors)
-        elif device.type == "cuda" and torch.cuda.current_device() != device.index:
-            with torch.cuda.device(device):
-                self(device, *tensors)
-        else:
-            self._compile(device, tensors)
-
-    def _compile(self, device: torch.device, tensors: tuple) -> None:
-        """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
-        views = self._views
-        descriptors = [view.of(tensor) for view, tensor in zip(views, tensors, strict=False)]
-        arguments = (*descriptors, *tensors[len(views) :], *self._fixed)
-        compiled = self._kernel[self._grid](*arguments, **self._options)
-        if compiled is not None:  # None from the interpreter
-            self._run = compat.launcher(compiled, self._grid, self._fixed, views)
-            self._index = device.index
-
-
-def bent(problem: Problem) -> bool:
-    """Whether the scores are more than raw products times a positive scale (which keeps their maximum)."""
-    return problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
 
 
 def constants(
@@ -116,20 +50,6 @@ def constants(
         "WIDE": wide,
         "PRECISION": precision,
     }
-
-
-def stride_of_two(tensor: Tensor | None) -> int:
-    """From row to row of a tensor of two dimensions; 0 for one of fewer, which all share, and for None."""
-    return tensor.stride(0) if tensor is not None and tensor.dim() == 2 else 0
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """Of ``number``, at least 1: the largest divisor that is no larger than ``most``, but at least 1."""
-    return next(size for size in range(max(min(most, number), 1), 0, -1) if number % size == 0)
 
 
 def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> tuple:
@@ -219,71 +139,6 @@ class ForwardLaunch:
             )
         kernel(q.device, q, k, v, out, lse, *extras)
         return out, lse
-
-
-def prepare_launch(
-    problem: Problem,
-    has_dlse: bool,
-    shift_factor: float,
-    counters: int = 0,
-    columns: int = 0,
-    zeroed_heads: int = 0,
-) -> KeptKernel:
-    """``prepare_kernel`` for one signature; ``columns`` of an accumulator of dQ, 0 without one."""
-    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPARE_BLOCK_M)
-    rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
-    return KeptKernel(
-        prepare_kernel,
-        blocks * problem.num_heads_q * problem.batch,
-        (
-            shift_factor,
-            problem.num_heads_q,
-            problem.seqlen_q,
-            problem.total_q,
-            rows,
-            counters,
-            zeroed_heads,
-        ),
-        (
-            problem.varlen,
-            has_dlse,
-            problem.head_dim_v,
-            padded(problem.head_dim_v),
-            PREPARE_BLOCK_M,
-            ROW_PAD,
-            columns,
-        ),
-        None,
-        num_warps=PREPARE_NUM_WARPS,
-    )
-
-
-def prepare_rows(
-    prepare: KeptKernel,
-    shift: Tensor | int,
-    dp_shift: Tensor | int,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    extras: Extras,
-    accumulator: Tensor | int | None = None,
-    counters: Tensor | int | None = None,
-) -> Tensor | None:
-    """Fill ``shift`` and ``dp_shift``, two floats a padded row, by :func:`prepare_launch`'s kernel.
-
-    Returns the gradient of the sink, if there is one.
-    """
-    sink = extras.sink
-    terms = None
-    if sink is not None:
-        heads = sink.shape[0]
-        terms = out.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
-    prepare(
-        out.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, counters, extras.cu_seqlens_q,
-        sink,
-    )  # fmt: skip
-    return None if sink is None or terms is None else terms.sum(0).to(sink.dtype)
 
 
 class BackwardLaunch:

@@ -7,22 +7,7 @@ aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-RUNTIME_INTEGERS = (
-    "num_heads_q",
-    "group_size",
-    "seqlen_q",
-    "seqlen_k",
-    "total_q",
-    "total_k",
-    "padded_rows",
-    "window_left",
-    "window_right",
-    "alibi_stride_b",
-)
-"""Arguments whose value must not lead to another compilation (only strides decide how wide loads can be)."""
+from flashtile.backends.common.tiles import LOG2_E
 
 
 @triton.jit
@@ -62,17 +47,6 @@ def block_range(
 
 
 @triton.jit
-def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
-    """(first row in memory, length) of sequence ``b``; within the tensor whatever ``cu_seqlens`` says."""
-    if VARLEN:
-        start = min(max(tl.load(cu_seqlens + b), 0), total)
-        end = min(max(tl.load(cu_seqlens + b + 1), start), total)
-        return start.to(tl.int64), end - start
-    else:
-        return tl.zeros([], tl.int64), seqlen
-
-
-@triton.jit
 def used_length(seqused, b, length):
     """How many of the ``length`` tokens of sequence ``b`` are used; within it whatever ``seqused`` says."""
     if seqused is None:
@@ -107,49 +81,6 @@ def result_bases(
         row = b.to(tl.int64) * seqlen_q * num_heads_q
         lse_row = (b.to(tl.int64) * num_heads_q + head) * seqlen_q
     return out_ptr + (row + head) * HEAD_DIM_V, lse_ptr + lse_row
-
-
-@triton.jit
-def tile_index(BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Row numbers within a tile; 64-bit where a tile's own extent in memory does not fit 32 bits."""
-    index = tl.arange(0, BLOCK)
-    if WIDE:
-        index = index.to(tl.int64)
-    return index
-
-
-@triton.jit
-def load_tile(
-    base,
-    start,
-    length,
-    stride,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ONCE: tl.constexpr = False,
-):
-    """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past ``length`` (if MASKED) and past HEAD_DIM.
-
-    With ONCE, other lines stay in the caches rather than these.
-    """
-    policy: tl.constexpr = "evict_first" if ONCE else ""
-    rows = tile_index(BLOCK, WIDE)
-    columns = tl.arange(0, BLOCK_D)
-    pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
-    if MASKED:
-        if HEAD_DIM == BLOCK_D:
-            return tl.load(pointers, mask=(start + rows < length)[:, None], other=0.0, eviction_policy=policy)
-        else:
-            inside = (start + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
-            return tl.load(pointers, mask=inside, other=0.0, eviction_policy=policy)
-    else:
-        if HEAD_DIM == BLOCK_D:
-            return tl.load(pointers, eviction_policy=policy)
-        else:
-            return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0, eviction_policy=policy)
 
 
 @triton.jit

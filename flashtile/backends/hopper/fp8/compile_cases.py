@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from flashtile.backends.hopper.compile_cases import HOPPER
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
+from flashtile.backends.hopper.forward.compile_cases import HOPPER
+from flashtile.backends.hopper.forward.schedule import Numbers, Schedule
 from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
 from flashtile.backends.hopper.fp8.forward import ScaleArrays, forward_kernel
 from flashtile.backends.hopper.fp8.launch import fp8_variant_of, views
-from flashtile.backends.hopper.schedule import Numbers, Schedule
 from flashtile.compile_report import CompileCase
 from flashtile.fp8.layout import KEY_BLOCK, num_blocks, num_blocks_varlen
 from flashtile.fp8.problem import Fp8Problem

@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper.channels import make_channel, make_ring, make_turn
 from flashtile.backends.hopper.compat import async_load
-from flashtile.backends.hopper.forward import (
+from flashtile.backends.hopper.forward.kernel import (
     LN_2,
     WARPGROUP_ROWS,
     bend,
@@ -43,6 +44,18 @@ from flashtile.backends.hopper.forward import (
     tile_blocks,
     whole_end,
 )
+from flashtile.backends.hopper.forward.schedule import (
+    Numbers,
+    Pointers,
+    Schedule,
+    block_count,
+    block_of,
+    blocks_of,
+    find_work,
+    item_count,
+    turns_of,
+    work_item,
+)
 from flashtile.backends.hopper.fp8.softmax import (
     LEAST,
     P_LOG2,
@@ -55,19 +68,6 @@ from flashtile.backends.hopper.fp8.softmax import (
 )
 from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_layout
 from flashtile.backends.hopper.opaque import rescale, settle
-from flashtile.backends.hopper.schedule import (
-    Numbers,
-    Pointers,
-    Schedule,
-    block_count,
-    block_of,
-    blocks_of,
-    find_work,
-    item_count,
-    turns_of,
-    work_item,
-)
-from flashtile.backends.kernel_cache import gluon_kernel
 from flashtile.fp8 import layout
 
 QUERY_BLOCK = gl.constexpr(layout.QUERY_BLOCK)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.hopper import launch as hopper
+from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
+from flashtile.backends.hopper.forward import launch as hopper
+from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.forward import forward_kernel
-from flashtile.backends.hopper.schedule import TABLE_WIDTH
-from flashtile.backends.portable.launch import KeptKernel
 from flashtile.fp8.problem import Fp8Problem, Scales
 from flashtile.problem import Extras
 

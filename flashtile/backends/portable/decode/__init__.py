@@ -43,7 +43,7 @@ def prepare_decode(problem: DecodeProblem):
 
 
 def prepare_append(problem: AppendProblem):
-    from flashtile.backends.portable.decode.launch_cache import AppendLaunch
+    from flashtile.backends.portable.decode.append_launch import AppendLaunch
 
     return AppendLaunch(problem)
 
@@ -55,6 +55,6 @@ def prepare_combine(problem: CombineProblem):
 
 
 def prepare_copy(problem: CopyProblem):
-    from flashtile.backends.portable.decode.launch_cache import CopyLaunch
+    from flashtile.backends.portable.decode.append_launch import CopyLaunch
 
     return CopyLaunch(problem)

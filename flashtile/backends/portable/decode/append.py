@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.portable.decode.results import store_rows
 

@@ -13,7 +13,7 @@ table are read for keys that are seen, and for no others.
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.portable.decode.results import (
     normalised,
     store_results,

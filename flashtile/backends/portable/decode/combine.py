@@ -6,7 +6,8 @@ Deterministic: a row is summed by one program, in the order of the keys.
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.tiles import LN_2, LOG2_E
 from flashtile.backends.portable.decode.attend import RUNTIME_INTEGERS
 from flashtile.backends.portable.decode.results import (
     normalised,
@@ -24,7 +25,6 @@ from flashtile.backends.portable.decode.schedule import (
     share_of,
     tiles_of,
 )
-from flashtile.backends.portable.tiles import LN_2, LOG2_E
 
 
 @triton.jit

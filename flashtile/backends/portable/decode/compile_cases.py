@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import triton
 
-from flashtile.backends.portable.config import family_of_capability, padded
-from flashtile.backends.portable.decode import append, config, launch, launch_cache
+from flashtile.backends.common.kept_kernel import NUM_WARPS
+from flashtile.backends.common.launch import padded
+from flashtile.backends.portable.config import family_of_capability
+from flashtile.backends.portable.decode import append, config, launch
+from flashtile.backends.portable.decode import append_launch as launch_cache
 from flashtile.backends.portable.decode.append import append_kernel
 from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
-from flashtile.backends.portable.launch import NUM_WARPS
 from flashtile.compile_report import CompileCase, architecture
 from flashtile.decode.problem import FP8, DecodeProblem
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.backends.portable.config import KernelConfig, family, padded, precision_of
+from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.launch import padded
+from flashtile.backends.portable.config import family, precision_of
 from flashtile.decode.problem import DecodeProblem
 
 NARROW, WIDE, TALL = 16, 64, 128

@@ -7,7 +7,7 @@ block go different ways. Bytes are moved as they are.
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.common.kernel_cache import kernel
 
 
 @triton.jit

@@ -13,18 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.portable.config import padded
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import contiguous_strides, largest_divisor, padded, stride_of_two
 from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, multiprocessors
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.backends.portable.decode.steps import Features
-from flashtile.backends.portable.launch import (
-    KeptKernel,
-    contiguous_strides,
-    largest_divisor,
-    stride_of_two,
-)
 from flashtile.decode.problem import FP8, CombineProblem, DecodeProblem
 from flashtile.problem import LOG2_E, UNLIMITED
 

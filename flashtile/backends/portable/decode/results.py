@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashtile.backends.portable.tiles import LN_2, LOG2_E
+from flashtile.backends.common.tiles import LN_2, LOG2_E
 
 
 @triton.jit

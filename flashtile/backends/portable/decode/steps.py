@@ -5,8 +5,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.tiles import tile_index
 from flashtile.backends.portable.decode.e4m3 import decode_bits, split_pairs
-from flashtile.backends.portable.tiles import bend_scores, tile_index, visible
+from flashtile.backends.portable.tiles import bend_scores, visible
 
 
 class Features(NamedTuple):

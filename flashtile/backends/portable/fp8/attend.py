@@ -11,20 +11,17 @@ Where v is stored transposed, keys come in its order, so that P's columns need n
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.tiles import LN_2, LOG2_E, RUNTIME_INTEGERS, sequence
 from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.forward import sink_step
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.tiles import (
-    LN_2,
-    LOG2_E,
-    RUNTIME_INTEGERS,
     bend_scores,
     block_range,
     load_slope,
     result_bases,
     row_block,
-    sequence,
     store_tile,
     used_length,
     visible,

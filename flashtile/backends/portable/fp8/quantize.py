@@ -11,9 +11,10 @@ the result is the same to the bit as that of :mod:`flashtile.fp8.emulation`.
 import triton
 import triton.language as tl
 
-from flashtile.backends.kernel_cache import kernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.tiles import sequence
 from flashtile.backends.portable.decode.e4m3 import encode_bits
-from flashtile.backends.portable.tiles import sequence, used_length
+from flashtile.backends.portable.tiles import used_length
 
 E4M3_MAX = tl.constexpr(448.0)
 SMALLEST_LARGEST = tl.constexpr(2.0**-100)

@@ -8,14 +8,14 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.portable.config import padded
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.fp8.quantize import (
     LARGEST_GIVEN,
     LARGEST_ONLY,
     ONE_PASS,
     quantize_kernel,
 )
-from flashtile.backends.portable.launch import KeptKernel
 from flashtile.fp8.hadamard import normalizer
 from flashtile.fp8.layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 from flashtile.fp8.problem import QuantizeProblem, QuantizeTensors

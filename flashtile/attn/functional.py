@@ -1,0 +1,350 @@
+"""The front door: FlashAttention-2's functions by name, argument order and defaults, and :func:`attention`.
+
+Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever
+storing the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.arguments import apply_autocast, make_options, refuse_descales
+from flashtile.attn import operators
+from flashtile.decode.prefill import attention_over_pages
+from flashtile.problem import NO_EXTRAS, Extras, check_dense
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention, differentiable in q, k, v and sink (and through lse).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
+            float16, bfloat16, float32, or float64 (CPU only). Any strides whose last is 1.
+        k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
+            of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
+        v: as k, its head_dim may differ. Every head_dim is from 1 to 256.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0.
+            Tokens after the last offset belong to no sequence: their out and gradients are 0, their lse -inf.
+            Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
+            synchronises.
+        max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
+        seqused_k: (batch,) int32 on the device of q: keys that each sequence uses, of those it has in memory.
+            The others do not exist: they are not read, their gradients are 0, and masks are aligned to the
+            used length. Checked as the values of cu_seqlens are; the kernels clamp it.
+        softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
+        causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
+            ``i + seqlen_k - seqlen_q``.
+        window_size: (left, right) keys that a query sees beside its own position, inclusive; -1 is unlimited.
+            ``causal`` makes right 0.
+        softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
+        sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
+            every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
+            arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
+        deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
+            with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
+            ``torch.use_deterministic_algorithms(True)`` asks for it, too.
+        q_descale, k_descale, v_descale: FlashAttention-3's, for q, k and v of float8_e4m3fn alone: (batch,
+            heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
+            1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).
+        return_lse: also return the log-sum-exp of the scores of each row.
+        backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see
+            ``flashtile.explain``).
+
+    Returns:
+        out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse),
+        lse in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or
+        (heads_q, total_q), the sink included; -inf for a row that sees no key and has no sink.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+            There are no second derivatives and no forward mode: asking for either is a NotImplementedError.
+    """
+    out, lse = _call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """FlashAttention-2's ``flash_attn_func``: q (batch, seqlen_q, heads_q, head_dim), k and v
+    (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
+
+    Returns:
+        out; (out, lse) with ``return_lse``; (out, lse, None) with ``return_attn_probs`` (the third is
+        FlashAttention-2's dropout debugging output, which it too leaves empty without dropout).
+
+    Raises:
+        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+    """
+    _refuse_dropout(dropout_p)
+    out, lse = _call(
+        q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, backend, None, sink, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    return _result(out, lse, return_attn_probs, return_lse)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_func` with k and v in one tensor, kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
+    k, v = _unpack("kv", kv, 5, 2, "(batch, seqlen_k, 2, heads_kv, head_dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_func` with q, k and v in one tensor, qkv (batch, seqlen, 3, heads, head_dim)."""
+    q, k, v = _unpack("qkv", qkv, 5, 3, "(batch, seqlen, 3, heads, head_dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """FlashAttention-2's ``flash_attn_varlen_func``: sequences of different lengths behind one another.
+
+    q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim); sequence b is rows
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those
+    of :func:`attention`; the results those of :func:`flash_attn_func`, lse (heads_q, total_q).
+
+    Args:
+        block_table: (batch, max_blocks) int32, for keys and values in pages: k and v are then
+            (num_blocks, page_size, heads_kv, head_dim), any page size from 1, and entry i of a row is the
+            page of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only
+            (``seqused_k`` takes its place where it is given); there is no backward pass.
+        q_descale, k_descale, v_descale: as for :func:`attention`; without ``block_table``.
+
+    Raises:
+        NotImplementedError: ``dropout_p``; the backward pass with ``block_table``; and as :func:`attention`.
+    """
+    _refuse_dropout(dropout_p)
+    if block_table is not None:
+        refuse_descales(q_descale, k_descale, v_descale, "without block_table")
+        out, lse = attention_over_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, block_table, seqused_k, sink, backend,
+        )  # fmt: skip
+        return _result(out, lse, return_attn_probs, return_lse)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
+    out, lse = _call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    return _result(out, lse, return_attn_probs, return_lse)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_varlen_func` with k and v in one tensor, kv (total_k, 2, heads_kv, head_dim)."""
+    k, v = _unpack("kv", kv, 4, 2, "(total_k, 2, heads_kv, head_dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        sink=sink, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, heads, head_dim)."""
+    q, k, v = _unpack("qkv", qkv, 4, 3, "(total, 3, heads, head_dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        sink=sink, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    backend: str | None,
+    seqused_k: Tensor | None,
+    sink: Tensor | None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
+    )
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = apply_autocast(q, k, v)
+    extras = NO_EXTRAS
+    if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
+        extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        from flashtile.fp8.functional import attend_descaled
+
+        return attend_descaled(q, k, v, q_descale, k_descale, v_descale, extras, options)
+    refuse_descales(q_descale, k_descale, v_descale, "for q, k and v of float8_e4m3fn")
+    return operators.forward(q, k, v, extras, options)
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
+
+
+def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:
+    """Views of the parts of a packed tensor; their gradients are written into one tensor."""
+    check_dense(name, packed)
+    if packed.dim() != rank or packed.shape[-3] != parts:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _result(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool) -> Any:
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out

@@ -1,0 +1,33 @@
+"""Numbers that the launches of every backend's kernels are made of."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from flashtile.problem import Problem
+
+
+def padded(head_dim: int) -> int:
+    """The power of two, at least 16, that a tile of ``head_dim`` columns takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def bent(problem: Problem) -> bool:
+    """Whether the scores are more than raw products times a positive scale (which keeps their maximum)."""
+    return problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
+
+
+def stride_of_two(tensor: Tensor | None) -> int:
+    """From row to row of a tensor of two dimensions; 0 for one of fewer, which all share, and for None."""
+    return tensor.stride(0) if tensor is not None and tensor.dim() == 2 else 0
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of ``number``, at least 1: the largest divisor that is no larger than ``most``, but at least 1."""
+    return next(size for size in range(max(min(most, number), 1), 0, -1) if number % size == 0)

@@ -1,0 +1,302 @@
+"""Attention backward for Hopper, head sizes over 128: dK and dV, in Gluon.
+
+After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2), without dQ, which ``backward_wide_dq``
+computes on its own. One kernel of five products has room for tiles of 64 x 64 only, and in it dQ, added up in
+memory in fp32, moves as many bytes as q and dO together. Two kernels multiply seven times instead of five,
+but move three quarters of the bytes, and they add nothing up in memory: all runs are equal bit by bit.
+
+A program owns 64 keys of a key head and walks the query rows that see them, of every query head that shares
+the key head, 64 at a time. Two *consumer* warpgroups have a gradient each, of which 64 x 256 in fp32 are half
+of their registers:
+
+    values:  S^T = K Q^T     P^T = exp2(S^T - lse)       dV += P^T dO
+    keys:    dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
+
+P^T is made once: ``values`` hands it to ``keys`` through shared memory and runs up to two steps ahead. So the
+tensor cores multiply for one while the other exponentiates. A *producer* warp loads by TMA.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.hopper import config
+from flashtile.backends.hopper.backward.kernel import store_gradient
+from flashtile.backends.hopper.backward.schedule import (
+    Pointers,
+    Schedule,
+    find_keys,
+    head_of_batch,
+    load_keys,
+    load_rows,
+    padded_row,
+    row_blocks,
+)
+from flashtile.backends.hopper.backward.scores import (
+    Numbers,
+    bend,
+    mask,
+    row_of,
+    slope_of,
+)
+from flashtile.backends.hopper.channels import make_channel, make_ring
+from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.forward.queue import make_queue
+from flashtile.backends.hopper.forward.schedule import item_count
+from flashtile.backends.hopper.opaque import narrow, widen
+
+ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+
+
+class Statistics(NamedTuple):
+    """``shift`` and ``dp_shift`` (``backward_prepare``) of the rows in each slot of q and of dO."""
+
+    shift: Any
+    dp_shift: Any
+
+
+class Gradients(NamedTuple):
+    """Where dK and dV leave from, and where to."""
+
+    dk: Any
+    dv: Any
+    dk_desc: Any
+    dv_desc: Any
+
+
+@gluon.jit
+def in_chunks(x):
+    """[64, 64] as [4, 1024]: 16 bytes of each of 128 threads, and again, so that no two meet in a bank.
+
+    In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
+    (w, r, t).
+    """
+    return x.reshape([4, 2, 8, 4, 2, 4, 2]).permute((3, 0, 2, 5, 4, 1, 6)).reshape([4, 1024])
+
+
+@gluon.jit
+def from_chunks(x, layout: gl.constexpr):
+    """What :func:`in_chunks` was given, in the accumulator's ``layout``."""
+    x = x.reshape([4, 4, 8, 4, 2, 2, 2]).permute((1, 5, 2, 0, 4, 3, 6)).reshape([ROWS, ROWS])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
+    """Block ``m`` of q or dO of query head ``g`` of the group, and its rows' numbers."""
+    row = m * C.BLOCK_M
+    slot = ring.acquire(i)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
+    load_rows(C, desc, work, row, work.head * C.GROUP + g, full, ring.tiles.index(slot))
+    where = [head_of_batch(C, work, g, schedule.heads), padded_row(C, work, row)]
+    async_load(statistics_desc, where, full, statistics.index(slot))
+
+
+@gluon.jit
+def load_resident(C: gl.constexpr, turn, work, desc, ring):
+    """The program's block of k or v, for its ``turn``."""
+    slot = ring.acquire(turn)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_keys(C, desc, work, ring.full.index(slot), ring.tiles.index(slot))
+
+
+@gluon.jit
+def producer(
+    C: gl.constexpr, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, shift_desc,
+    dp_shift_desc, pointers, schedule,
+):  # fmt: skip
+    """Takes items and loads their tiles."""
+    items = item_count(C, pointers, schedule)
+    i = 0
+    turn = 0
+    item = gl.atomic_add(pointers.next_item, 1)
+    while item < items:
+        queue.give(turn, item)
+        work = find_keys(C, item, pointers, schedule)
+        begin, end, _, _ = row_blocks(C, work, schedule.left, schedule.right)
+        if begin < end:
+            # The first rows may come before the tiles of keys are free.
+            load_step(C, i, begin, 0, work, q_desc, shift_desc, q, statistics.shift, schedule)
+            load_resident(C, turn, work, k_desc, k)
+            load_step(C, i, begin, 0, work, do_desc, dp_shift_desc, do, statistics.dp_shift, schedule)
+            load_resident(C, turn, work, v_desc, v)
+            i += 1
+            count = end - begin
+            for j in range(1, count * C.GROUP):
+                m, g = begin + j % count, j // count
+                load_step(C, i, m, g, work, q_desc, shift_desc, q, statistics.shift, schedule)
+                load_step(C, i, m, g, work, do_desc, dp_shift_desc, do, statistics.dp_shift, schedule)
+                i += 1
+        else:
+            mbarrier.arrive(k.full.index(k.acquire(turn)), count=1)
+            mbarrier.arrive(v.full.index(v.acquire(turn)), count=1)
+        turn += 1
+        item = gl.atomic_add(pointers.next_item, 1)
+    queue.give(turn, item)
+
+
+@gluon.jit
+def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers):
+    """Rows of block ``m``: P^T to the other warpgroup, and dV with what they add to it."""
+    dtype: gl.constexpr = k.tiles.dtype
+    k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    p_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    slot = q.wait(i)
+    q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
+    s = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    s, slack = bend(C, 0, s, m, work, slope, numbers, s_layout)
+    p = gl.exp2(s + row_of(statistics.shift.index(slot).reshape([C.BLOCK_M]), s_layout))
+    q.release(i)
+    if C.MASKED and cut:
+        p = mask(C, 0, p, m, work, schedule, s_layout)
+    # What dS is of dP: P itself but under a soft-cap.
+    slot = weights.acquire(i)
+    weights.tiles.index(slot).store(in_chunks(narrow(p * slack, dtype)))
+    mbarrier.arrive(weights.full.index(slot), count=1)
+    p = gl.convert_layout(narrow(p, dtype), p_operand)
+    do_tile = do.tiles.index(do.wait(i)).reshape([C.BLOCK_M, C.BLOCK_DV])
+    dv = warpgroup_mma(p, do_tile, dv, is_async=True)
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    do.release(i)
+    return dv
+
+
+@gluon.jit
+def key_step(C: gl.constexpr, i, dk, q, do, v, weights, statistics):
+    """What the rows of step ``i`` add to dK."""
+    dtype: gl.constexpr = v.tiles.dtype
+    v_tile = v.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    chunks: gl.constexpr = in_chunks(gl.full([ROWS, C.BLOCK_M], 0.0, dtype, s_layout)).type.layout
+    ds_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    slot = do.wait(i)
+    do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
+    dp = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
+    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp_shift = row_of(statistics.dp_shift.index(slot).reshape([C.BLOCK_M]), s_layout)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    do.release(i)
+    slot = weights.wait(i)
+    p = from_chunks(weights.tiles.index(slot).load(chunks), s_layout)
+    weights.release(i)
+    ds = gl.convert_layout(narrow(widen(p) * (dp + dp_shift), dtype), ds_operand)
+    q_tile = q.tiles.index(q.wait(i)).reshape([C.BLOCK_M, C.BLOCK_D])
+    dk = warpgroup_mma(ds, q_tile, dk, is_async=True)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    q.release(i)
+    return dk
+
+
+@gluon.jit
+def value_consumer(
+    C: gl.constexpr, queue, q, do, k, weights, statistics, gradients, pointers, schedule, numbers
+):
+    """The warpgroup that computes P and dV."""
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
+    items = item_count(C, pointers, schedule)
+    i = 0
+    turn = 0
+    item = queue.take(turn, 4)
+    while item < items:
+        work = find_keys(C, item, pointers, schedule)
+        begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
+        k.wait(turn)
+        dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
+        count = end - begin
+        for j in range(count * C.GROUP):
+            m = begin + (j % count if C.GROUP > 1 else j)
+            slope = slope_of(C, work, j // count if C.GROUP > 1 else 0, pointers, schedule)
+            cut = (m < full_begin) | (m >= full_end)
+            dv = value_step(C, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers)
+            i += 1
+        store_gradient(C, 0, gradients.dv_desc, work, gradients.dv, dv, 0, schedule)
+        tma.store_wait(0)
+        k.release(turn)
+        turn += 1
+        item = queue.take(turn, 4)
+
+
+@gluon.jit
+def key_consumer(
+    C: gl.constexpr, queue, q, do, v, weights, statistics, gradients, pointers, schedule, numbers
+):
+    """The warpgroup that computes dS and dK."""
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    items = item_count(C, pointers, schedule)
+    i = 0
+    turn = 0
+    item = queue.take(turn, 4)
+    while item < items:
+        work = find_keys(C, item, pointers, schedule)
+        begin, end, _, _ = row_blocks(C, work, schedule.left, schedule.right)
+        v.wait(turn)
+        dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
+        for _ in range((end - begin) * C.GROUP):
+            dk = key_step(C, i, dk, q, do, v, weights, statistics)
+            i += 1
+        store_gradient(C, 0, gradients.dk_desc, work, gradients.dk, dk * numbers.scale, 0, schedule)
+        tma.store_wait(0)
+        v.release(turn)
+        turn += 1
+        item = queue.take(turn, 4)
+
+
+@gluon_kernel(do_not_specialize=Schedule._fields)
+def dkv_kernel(
+    q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dk_desc, dv_desc,
+    table, seqused_k, alibi_slopes, next_item,
+    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride,
+    scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program for each multiprocessor at most, which take blocks of keys one by one."""
+    dtype: gl.constexpr = q_desc.dtype
+    q = make_channel(q_desc, C.STAGES, 2, 1)
+    do = make_channel(do_desc, C.STAGES, 2, 1)
+    k = make_channel(k_desc, 1, 1, 1)
+    v = make_channel(v_desc, 1, 1, 1)
+    chunks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    weights = make_ring(gl.allocate_shared_memory(dtype, [2, 4, 1024], chunks), 2, 1)
+    shift = gl.allocate_shared_memory(gl.float32, [C.STAGES] + shift_desc.block_type.shape, shift_desc.layout)
+    dp_shift = gl.allocate_shared_memory(
+        gl.float32, [C.STAGES] + dp_shift_desc.block_type.shape, dp_shift_desc.layout
+    )
+    # A warpgroup that is done with its block of keys stores through it.
+    dv = k.tiles.index(0)
+    dk = v.tiles.index(0)
+    if C.BLOCK_D != C.BLOCK_DV:
+        dk = gl.allocate_shared_memory(dtype, dk_desc.block_type.shape, dk_desc.layout)
+        dv = gl.allocate_shared_memory(dtype, dv_desc.block_type.shape, dv_desc.layout)
+    queue = make_queue(2)
+    statistics = Statistics(shift, dp_shift)
+    gradients = Gradients(dk, dv, dk_desc, dv_desc)
+    pointers = Pointers(table, seqused_k, alibi_slopes, next_item)
+    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, 1)
+    numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
+    gl.warp_specialize(
+        [
+            (value_consumer, (
+                C, queue, q, do, k, weights, statistics, gradients, pointers, schedule, numbers
+            )),
+            (key_consumer, (
+                C, queue, q, do, v, weights, statistics, gradients, pointers, schedule, numbers
+            )),
+            (producer, (
+                C, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc,
+                pointers, schedule,
+            )),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )  # fmt: skip

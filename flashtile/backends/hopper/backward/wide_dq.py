@@ -1,0 +1,255 @@
+"""Attention backward for Hopper, head sizes over 128: dQ, in Gluon.
+
+The other half of ``backward_wide_dkv``, with the forward's schedule: a program owns 128 query rows of a head
+and walks the blocks of keys that they see. Two *consumer* warpgroups have 64 rows each, whose q and dO stay
+in shared memory and whose dQ takes half of their registers:
+
+    S = Q K^T     P = exp2(S - lse)     dP = dO V^T     dS = P (dP - delta)     dQ += dS K
+
+dS is, in the registers where it arises, already the left operand of dQ. A *producer* warp loads by TMA. dQ is
+scaled, cast and stored once, through the shared memory of q.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.hopper import config
+from flashtile.backends.hopper.backward.schedule import padded_row
+from flashtile.backends.hopper.backward.scores import LOG2_E, Numbers, soft_cap
+from flashtile.backends.hopper.channels import make_channel
+from flashtile.backends.hopper.forward.kernel import (
+    load_keys,
+    load_queries,
+    mask,
+    mask_rows,
+    store_rows,
+    tile_blocks,
+)
+from flashtile.backends.hopper.forward.schedule import (
+    Pointers,
+    Schedule,
+    block_count,
+    block_of,
+    blocks_of,
+    find_work,
+    item_count,
+    key_range,
+    turns_of,
+    work_item,
+)
+from flashtile.backends.hopper.opaque import narrow
+
+ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+
+
+@gluon.jit
+def statistics_row(C: gl.constexpr, work, schedule, padded_rows):
+    """Where the first row of the work's sequence and head lies in ``shift`` and ``dp_shift``."""
+    head = work.head.to(gl.int64)
+    if not C.VARLEN:
+        head += work.sequence * schedule.heads
+    return head * padded_rows + padded_row(C, work, 0)
+
+
+@gluon.jit
+def bend(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
+    """(scores in log2 units, d bent / d scaled) from the raw products of block ``n``."""
+    s, slack = soft_cap(C, s, numbers)
+    if C.ALIBI:
+        keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+        s = s - rows.slope * gl.abs(rows.positions[:, None] - keys[None, :]).to(gl.float32)
+    return s, slack
+
+
+@gluon.jit
+def step(C: gl.constexpr, i, n, cut, rows, shift, dp_shift, dq, W: gl.constexpr, q, do, k, v, numbers):
+    """What the keys of block ``n`` add to dQ."""
+    dtype: gl.constexpr = q.tiles.dtype
+    q_tile = q.tiles.index(W + (i >> 30)).reshape([ROWS, C.BLOCK_D])
+    do_tile = do.tiles.index(W + (i >> 30)).reshape([ROWS, C.BLOCK_DV])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq.type.layout, k_width=2)
+    zero = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
+    k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
+    dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    s, slack = bend(C, s, n, rows, numbers, s_layout)
+    s += shift[:, None]
+    if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N) and cut:
+        s = mask(C, s, n, rows, s_layout)
+    p = gl.exp2(s) * slack
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    v.release(i)
+    ds = gl.convert_layout(narrow(p * (dp + dp_shift[:, None]), dtype), operand)
+    dq = warpgroup_mma(ds, k_tile, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    k.release(i)
+    return dq
+
+
+@gluon.jit
+def hand_back(count, i, k, v):
+    """Blocks that the other warpgroup's rows meet, but none of this one's."""
+    for _ in range(count):
+        k.wait(i)
+        k.release(i)
+        v.wait(i)
+        v.release(i)
+        i += 1
+    return i
+
+
+@gluon.jit
+def differentiate_tile(
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, do, k, v, dq_desc, shift_start, dp_shift_start,
+    padded_rows, pointers, schedule, numbers,
+):  # fmt: skip
+    """64 rows of block ``block`` of ``work``, from q, dO and the statistics to dQ.
+
+    ``i`` counts the blocks of keys that the program has met, ``j`` those of rows; returns the new ``i``.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    first = block * C.BLOCK_M + W * ROWS
+    last = min(first + ROWS, work.seqlen_q) - 1
+    begin, end, full_begin, full_end = key_range(
+        first, last, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right, C.HAS_LEFT, C.HAS_RIGHT
+    )
+    some = (first <= last) & (begin < end)
+    my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end
+    my_begin = begin // C.BLOCK_N if some else n_end
+    full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
+    full_end = full_end // C.BLOCK_N
+
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    where = statistics_row(C, work, schedule, padded_rows) + row
+    shift = gl.load(shift_start + where)
+    dp_shift = gl.load(dp_shift_start + where)
+    slope = 0.0
+    if C.ALIBI:
+        slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + work.head) * LOG2_E
+    rows = mask_rows(C, work, row, slope, schedule)
+
+    dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dq_layout)
+    i = hand_back(n_end - my_end, i, k, v)
+    q.wait(2 * j + W)
+    do.wait(2 * j + W)
+    q_tile = q.tiles.index(W).reshape([ROWS, C.BLOCK_D])
+    for n in range(my_end - 1, my_begin - 1, -1):
+        cut = (n < full_begin) | (n >= full_end)
+        dq = step(C, i, n, cut, rows, shift, dp_shift, dq, W, q, do, k, v, numbers)
+        i += 1
+    do.release(2 * j + W)
+    i = hand_back(my_begin - n_begin, i, k, v)
+    q_tile.store((dq * numbers.scale).to(dq_desc.dtype))
+    fence_async_shared()
+    store_rows(C, dq_desc, work, first, q.tiles.index(W))
+    tma.store_wait(0)
+    q.release(2 * j + W)
+    return i
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, W: gl.constexpr, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers, schedule,
+    numbers,
+):  # fmt: skip
+    """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    j = 0
+    for turn in range(turns_of(program, programs, item_count(C, pointers, schedule))):
+        work = find_work(C, work_item(turn, program, programs), pointers, schedule)
+        blocks = block_count(C, work, schedule)
+        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+            block = block_of(blocks, work.place, part, C.PAIRED)
+            i = differentiate_tile(
+                C, W, work, block, i, j, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers,
+                schedule, numbers,
+            )  # fmt: skip
+            j += 1
+
+
+@gluon.jit
+def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
+    """The rows of warpgroup W of q or dO."""
+    slot = ring.acquire(2 * j + W)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
+
+
+@gluon.jit
+def load_block(C: gl.constexpr, work, n, i, ring, desc):
+    slot = ring.acquire(i)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
+
+
+@gluon.jit
+def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, pointers, schedule):
+    """One warp that keeps the tiles coming."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    j = 0
+    for turn in range(turns_of(program, programs, item_count(C, pointers, schedule))):
+        work = find_work(C, work_item(turn, program, programs), pointers, schedule)
+        blocks = block_count(C, work, schedule)
+        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+            block = block_of(blocks, work.place, part, C.PAIRED)
+            n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+            for n in range(n_end - 1, n_begin - 1, -1):
+                load_block(C, work, n, i, k, k_desc)
+                if n == n_end - 1:  # the first keys may come before the tiles of rows are free
+                    load_part(C, 0, work, block, j, q, q_desc)
+                    load_part(C, 1, work, block, j, q, q_desc)
+                load_block(C, work, n, i, v, v_desc)
+                if n == n_end - 1:
+                    load_part(C, 0, work, block, j, do, do_desc)
+                    load_part(C, 1, work, block, j, do, do_desc)
+                i += 1
+            j += 1
+
+
+@gluon_kernel(do_not_specialize=(*Schedule._fields, "padded_rows"))
+def dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, shift, dp_shift, table, seqused_k, alibi_slopes, padded_rows,
+    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
+    scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program for each multiprocessor at most; blocks of rows are dealt out by ``work_item``."""
+    # Use 2 j + W of q and of dO: warpgroup W's rows of the program's block number j.
+    q = make_channel(q_desc, 2, 1, 1)
+    do = make_channel(do_desc, 2, 1, 1)
+    k = make_channel(k_desc, C.STAGES, 2, 1)
+    # Beside 128 rows of q and dO, 256 and 256 wide, three blocks of keys fit: only k's are needed for long.
+    V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
+    v = make_channel(v_desc, V_STAGES, 2, 1)
+    pointers = Pointers(shift, table, seqused_k, alibi_slopes, shift)
+    schedule = Schedule(
+        items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride
+    )
+    numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
+    gl.warp_specialize(
+        [
+            (consumer, (
+                C, 0, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers, schedule, numbers
+            )),
+            (consumer, (
+                C, 1, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers, schedule, numbers
+            )),
+            (producer, (C, q, do, k, v, q_desc, k_desc, v_desc, do_desc, pointers, schedule)),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )  # fmt: skip

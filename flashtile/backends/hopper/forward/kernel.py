@@ -1,0 +1,620 @@
+"""Attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3) in Gluon.
+
+A persistent block of 64-row *consumer* warpgroups and one *producer* warp. The producer moves tiles of q, k
+and v to shared memory by TMA; a consumer multiplies them on the tensor cores (wgmma) and keeps its rows'
+running maximum, sum and output in registers. Two overlaps hide the softmax:
+
+* within a warpgroup: the softmax of block j runs while the product P V of block j - 1 is in flight;
+* between warpgroups: they drift, or with PING_PONG take turns, so that one multiplies while another
+  exponentiates.
+
+Key blocks are walked from the last to the first: those that the mask's right edge cuts, those that every row
+sees, those that the left edge cuts. Only cut blocks pay for a mask.
+
+Scores are kept in log2 units, so that a probability is one FMA and one exp2. Not served here: fp32, and head
+sizes whose rows TMA cannot address (multiples of 8 only).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.hopper import config
+from flashtile.backends.hopper.channels import make_channel, make_turn
+from flashtile.backends.hopper.compat import async_load, async_store
+from flashtile.backends.hopper.forward.queue import make_queue
+from flashtile.backends.hopper.forward.schedule import (
+    Numbers,
+    Pointers,
+    Schedule,
+    block_count,
+    block_of,
+    blocks_of,
+    find_work,
+    item_count,
+    key_blocks,
+    next_item,
+    own_blocks,
+    turns_of,
+    work_item,
+)
+from flashtile.backends.hopper.opaque import pin, rescale, settle
+
+WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+LN_2 = gl.constexpr(0.6931471805599453)
+RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
+LAG_LOG2 = gl.constexpr(8.0)
+"""With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, desc, work, n, barrier, slot):
+    """TMA load of block ``n`` of k or v; rows behind the last key arrive as zeros."""
+    row, head = n * C.BLOCK_N, work.head // C.KV_GROUP
+    if C.VARLEN or C.SEQUSED:
+        end = work.start_k + work.seqlen_k
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, 0], barrier, slot)
+    else:
+        async_load(desc, [work.sequence, row, head, 0], barrier, slot)
+
+
+@gluon.jit
+def load_queries(C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, part):
+    """TMA load of the rows of warpgroup ``w``; rows behind the last query arrive as zeros."""
+    row = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+    if C.VARLEN:
+        end = work.start_q + work.seqlen_q
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, 0], barrier, part)
+    elif C.PACK > 1:
+        async_load(desc, [work.sequence, row, work.head, 0, 0], barrier, part)
+    else:
+        async_load(desc, [work.sequence, row, work.head, 0], barrier, part)
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0):
+    """TMA store of a warpgroup's rows of the output, from ``column`` on; rows behind the last query are not
+    written."""
+    if C.VARLEN:
+        end = work.start_q + work.seqlen_q
+        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, column], part)
+    elif C.PACK > 1:
+        async_store(desc, [work.sequence, row, work.head, 0, column], part)
+    else:
+        async_store(desc, [work.sequence, row, work.head, column], part)
+
+
+@gluon.jit
+def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout: gl.constexpr):
+    """S = Q K^T with the first WIDTH keys of a tile, left in flight. q: [64, BLOCK_D] in shared memory."""
+    ROWS: gl.constexpr = q.shape[0]
+    HEAD: gl.constexpr = C.Q_IN_REGISTERS
+    s = gl.zeros([ROWS, WIDTH], gl.float32, s_layout)
+    k = k_tile.reshape([C.BLOCK_N, C.BLOCK_D])
+    if WIDTH < C.BLOCK_N:
+        k = k.slice(0, WIDTH, dim=0)
+    if HEAD > 0:
+        s = warpgroup_mma(q_head, k.slice(0, HEAD, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
+        if HEAD < C.BLOCK_D:
+            q_tail = q.slice(HEAD, C.BLOCK_D - HEAD, dim=1)
+            k_tail = k.slice(HEAD, C.BLOCK_D - HEAD, dim=1)
+            s = warpgroup_mma(q_tail, k_tail.permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
+def pv_product(C: gl.constexpr, p, v_tile, o):
+    """O += P V, left in flight. p: [64, WIDTH] in registers, for the first WIDTH rows of v's tile."""
+    WIDTH: gl.constexpr = p.shape[1]
+    v = v_tile.reshape([C.BLOCK_N, C.BLOCK_DV])
+    if WIDTH < C.BLOCK_N:
+        v = v.slice(0, WIDTH, dim=0)
+    return warpgroup_mma(p, v, o, is_async=True)
+
+
+class Rows(NamedTuple):
+    """What a mask knows of a warpgroup's rows, one number each: their positions among the keys, the first and
+    the last key that they see, and the slope of their head in log2 units."""
+
+    positions: Any
+    first_key: Any
+    last_key: Any
+    slope: Any
+
+
+@gluon.jit
+def bend(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
+    """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units, for calls with either."""
+    if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
+        s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
+    elif C.BENT:
+        s = s * numbers.scale_log2
+    if C.ALIBI:
+        keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
+        distance = gl.abs(rows.positions[:, None] - keys[None, :])
+        s = s - rows.slope[:, None] * distance.to(gl.float32)
+    return s
+
+
+@gluon.jit
+def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
+    """-inf for keys of block ``n`` outside [first_key, last_key] of their row."""
+    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
+    s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    if C.HAS_LEFT:
+        s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def online_softmax(C: gl.constexpr, s, m, scale_log2):
+    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive.
+
+    With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451) the maximum stays what it was
+    until a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m whatever m is, so that out and
+    lse are the same.
+    """
+    top = gl.max(s, 1)
+    if not C.BENT:
+        top = top * scale_log2
+    if C.LAZY_RESCALE:
+        m_new = gl.where(top > m + LAG_LOG2, top, m)
+    else:
+        m_new = gl.maximum(m, top)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
+    if C.BENT:
+        p = gl.exp2(s - shift[:, None])
+    else:
+        p = gl.exp2(s * scale_log2 - shift[:, None])
+    return p, m_new, gl.exp2(m - shift)
+
+
+@gluon.jit
+def quad_sums(p):
+    """[rows, N] -> [rows, 4]: what each of the four threads that share a row holds, summed without a shuffle.
+
+    In wgmma's accumulator, column 8 a + 2 t + b belongs to thread t of the quad.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """x [rows, n] times factor [rows], in whatever layouts they are."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def attend_uncut(
+    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, turn, rows, numbers,
+    s_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before."""
+    for n in range(n_from - 1, n_to - 1, -1):
+        turn.take(W, i)
+        s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
+        turn.give(W)
+        s = warpgroup_mma_wait(1, deps=[s])
+        k.release(i)
+        s = bend(C, s, n, rows, numbers, s_layout)
+        weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
+        l = scale_rows(l, alpha) + quad_sums(weights)
+        if C.PIN_WAIT:
+            l = pin(l)
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+        p = gl.convert_layout(weights.to(p.dtype), p_layout)
+        if C.LAZY_RESCALE:
+            p = settle(p)
+            o = rescale(o, alpha)
+        else:
+            o = scale_rows(o, alpha)
+        i += 1
+    return o, l, m, p, i
+
+
+@gluon.jit
+def attend_cut(
+    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, q, q_head, k, v, turn,
+    rows, numbers, dtype: gl.constexpr,
+):  # fmt: skip
+    """Blocks n_from - 1 down to n_to under an edge of the mask, of each its first ``WIDTH`` keys.
+
+    One after the other: they are few, and a P that went from this loop to the next would be packed into
+    registers anew in every step of both.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o.type.layout, k_width=2)
+    row: gl.constexpr = gl.SliceLayout(1, s_layout)
+    rows = rows_in(C, rows, row)
+    for n in range(n_from - 1, n_to - 1, -1):
+        turn.take(W, i)
+        s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        turn.give(W)
+        s = warpgroup_mma_wait(0, deps=[s])
+        k.release(i)
+        s = bend(C, s, n, rows, numbers, s_layout)
+        s = mask(C, s, n, rows, s_layout)
+        weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
+        m = gl.convert_layout(m_new, m.type.layout)
+        l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+        o = pv_product(C, p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i)
+        i += 1
+    return o, l, m, i
+
+
+@gluon.jit
+def tile_blocks(C: gl.constexpr, work, block, left, right):
+    """Key blocks [n_begin, n_end) that a tile meets: the producer loads and every consumer releases them."""
+    first = block * (C.BLOCK_M // C.PACK)
+    last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
+    return key_blocks(
+        first, last, work.seqlen_q, work.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N
+    )
+
+
+@gluon.jit
+def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
+    """Blocks that the tile meets, but none of this warpgroup's rows: only handed back."""
+    for _ in range(count):
+        turn.take(W, i)
+        turn.give(W)
+        k.wait(i)
+        k.release(i)
+        v.wait(i)
+        v.release(i)
+        i += 1
+    return i
+
+
+@gluon.jit
+def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
+    """(first and last position of warpgroup W's rows, the tile's blocks, then ``own_blocks``)"""
+    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
+    last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
+    my_begin, my_end, full_begin, full_end = own_blocks(
+        first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right, C.HAS_LEFT,
+        C.HAS_RIGHT, C.BLOCK_N,
+    )  # fmt: skip
+    return first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end
+
+
+@gluon.jit
+def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
+    """(position, query head) of each of a warpgroup's rows: rows of heads that share a tile alternate."""
+    row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
+    return first + row // C.PACK, work.head * C.PACK + row % C.PACK
+
+
+@gluon.jit
+def mask_rows(C: gl.constexpr, work, positions, slope, schedule):
+    """What a mask knows of rows at ``positions``."""
+    in_keys = positions + work.seqlen_k - work.seqlen_q
+    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
+    if C.HAS_RIGHT:
+        last_key = gl.minimum(in_keys + schedule.right, last_key)
+    return Rows(in_keys, in_keys - schedule.left, last_key, slope)
+
+
+@gluon.jit
+def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
+    """The same rows in another layout."""
+    slope = rows.slope
+    if C.ALIBI:
+        slope = gl.convert_layout(slope, layout)
+    return Rows(
+        gl.convert_layout(rows.positions, layout),
+        gl.convert_layout(rows.first_key, layout),
+        gl.convert_layout(rows.last_key, layout),
+        slope,
+    )
+
+
+@gluon.jit
+def whole_end(C: gl.constexpr, work, last, my_begin, my_end, schedule):
+    """``my_end``, less one if the diagonal ends in the first half of the last block: its second half would be
+    all mask."""
+    last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.right, work.seqlen_k - 1)
+    half = last_key < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
+    return my_end - 1 if half else my_end
+
+
+@gluon.jit
+def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
+    if C.VARLEN:
+        rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
+    else:
+        head_of_batch = work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head
+        rows = head_of_batch * schedule.seqlen_q + positions
+    gl.store(pointers.lse + rows, lse, mask=positions < work.seqlen_q)
+
+
+@gluon.jit
+def store_parts(C: gl.constexpr, W: gl.constexpr, o, COLUMN: gl.constexpr, o_tiles, o_desc, work, row):
+    """Columns ``COLUMN`` and on of the output, as many at a time as ``o_desc`` has, through the warpgroup's
+    two tiles in turn."""
+    ROWS: gl.constexpr = o.shape[0]
+    WIDTH: gl.constexpr = o.shape[1]
+    PART: gl.constexpr = o_desc.block_type.shape[-1]
+    if WIDTH > PART:
+        left, right = gl.split(o.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)))
+        store_parts(C, W, left, COLUMN, o_tiles, o_desc, work, row)
+        store_parts(C, W, right, COLUMN + WIDTH // 2, o_tiles, o_desc, work, row)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+        tile = o_tiles.index(2 * W + COLUMN // PART % 2)
+        tma.store_wait(1)  # of the part before the last
+        tile.reshape([ROWS, PART]).store(gl.convert_layout(o, layout, assert_trivial=True))
+        fence_async_shared()
+        store_rows(C, o_desc, work, row, tile, COLUMN)
+
+
+@gluon.jit
+def attend_tile(
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule,
+    numbers,
+):  # fmt: skip
+    """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
+
+    ``i`` counts the blocks of keys that the program has met, ``j`` those of queries; returns the new ``i``.
+    """
+    dtype: gl.constexpr = o_desc.dtype
+    ROWS: gl.constexpr = WARPGROUP_ROWS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+
+    first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end = own_range(
+        C, W, work, block, schedule
+    )
+    positions, head = own_rows(C, work, first, row_layout)
+    slope = 0.0
+    if C.ALIBI:
+        slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * (1 / LN_2)
+    rows = mask_rows(C, work, positions, slope, schedule)
+    m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    if C.SINK:
+        m = gl.load(pointers.sink + head).to(gl.float32) * (1 / LN_2)
+
+    o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
+    l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
+    if C.SINK:  # a key of weight 1 so far, shared out among the quad
+        l += 0.25
+
+    i = skip_blocks(n_end - my_end, i, k, v, turn, W)
+    q_part = q.wait(j) * C.WARPGROUPS + W
+    q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
+    q_head = q_tile
+    if C.Q_IN_REGISTERS > 0:
+        q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+        q_head = q_tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(q_layout)
+    if C.HAS_RIGHT and C.BLOCK_N > ROWS:
+        whole = whole_end(C, work, last, my_begin, my_end, schedule)
+        HALF: gl.constexpr = C.BLOCK_N // 2
+        o, l, m, i = attend_cut(
+            C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, turn,
+            rows, numbers, dtype,
+        )  # fmt: skip
+        my_end = whole
+    n = my_end - 1
+    if C.HAS_RIGHT:
+        n = min(max(full_end, my_begin), my_end - 1)
+        o, l, m, i = attend_cut(
+            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, turn,
+            rows, numbers, dtype,
+        )  # fmt: skip
+
+    # The first block of the pipeline, the only one of it that may be cut.
+    turn.take(W, i)
+    s = qk_product(C, C.BLOCK_N, q_tile, q_head, k.tiles.index(k.wait(i)), s_layout)
+    turn.give(W)
+    s = warpgroup_mma_wait(0, deps=[s])
+    k.release(i)
+    s = bend(C, s, n, rows, numbers, s_layout)
+    if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:
+        s = mask(C, s, n, rows, s_layout)
+    weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
+    l = scale_rows(l, alpha) + quad_sums(weights)
+    if C.HAS_RIGHT:
+        o = scale_rows(o, alpha)
+    p = gl.convert_layout(weights.to(dtype), p_layout)
+    i += 1
+    full_begin = min(full_begin, n)
+    o, l, m, p, i = attend_uncut(
+        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, turn, rows, numbers, s_layout, p_layout
+    )
+    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
+    if C.HAS_LEFT:
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+        o, l, m, i = attend_cut(
+            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, turn,
+            rows, numbers, dtype,
+        )  # fmt: skip
+    if not C.Q_HOLDS_O:
+        q.release(j)
+
+    sums = gl.convert_layout(gl.sum(l, 1), row_layout)
+    lse = m * LN_2 + gl.log(sums)
+    store_lse(C, lse, work, head, positions, pointers, schedule)
+    if not C.HAS_LEFT:
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+    i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
+    o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
+    if C.O_IN_PARTS:
+        store_parts(C, W, o, 0, o_tiles, o_desc, work, first)
+    else:
+        if C.Q_HOLDS_O:
+            o_tile = q.tiles.index(q_part)
+        else:
+            o_tile = o_tiles.index(W)
+            tma.store_wait(0)  # of the tile before
+        o_tile.reshape([ROWS, C.BLOCK_DV]).store(o)
+        fence_async_shared()
+        store_rows(C, o_desc, work, first, o_tile)
+    if C.Q_HOLDS_O:
+        tma.store_wait(0)
+        q.release(j)
+    return i
+
+
+@gluon.jit
+def attend_item(
+    C: gl.constexpr, W: gl.constexpr, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+):
+    """The blocks of query rows of an item; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
+    work = find_work(C, item, pointers, schedule)
+    blocks = block_count(C, work, schedule)
+    for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+        block = block_of(blocks, work.place, part, C.PAIRED)
+        i = attend_tile(C, W, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+        j += 1
+    return i, j
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+):
+    """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
+    items = item_count(C, pointers, schedule)
+    i = 0
+    j = 0
+    if C.QUEUED:
+        t = 0
+        item = queue.take(t, 4)
+        while item < items:
+            i, j = attend_item(C, W, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+            t += 1
+            item = queue.take(t, 4)
+    else:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        for t in range(turns_of(program, programs, items)):
+            item = work_item(t, program, programs)
+            i, j = attend_item(C, W, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule):
+    """All that the consumers need for one block of query rows; returns the new ``i``."""
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    for n in range(n_end - 1, n_begin - 1, -1):
+        slot = k.acquire(i)
+        mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
+        load_keys(C, k_desc, work, n, k.full.index(slot), k.tiles.index(slot))
+        if n == n_end - 1:  # the first keys may come before q's tile is free
+            slot = q.acquire(j)
+            mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+            for w in gl.static_range(WARPGROUPS):
+                part = q.tiles.index(slot * WARPGROUPS + w)
+                load_queries(C, w, q_desc, work, block, q.full.index(slot), part)
+        slot = v.acquire(i)
+        mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
+        load_keys(C, v_desc, work, n, v.full.index(slot), v.tiles.index(slot))
+        i += 1
+    return i
+
+
+@gluon.jit
+def load_item(C: gl.constexpr, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+    """What :func:`attend_item` waits for."""
+    work = find_work(C, item, pointers, schedule)
+    blocks = block_count(C, work, schedule)
+    for part in range(blocks_of(blocks, work.place, C.PAIRED)):
+        block = block_of(blocks, work.place, part, C.PAIRED)
+        i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule)
+        j += 1
+    return i, j
+
+
+@gluon.jit
+def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+    """One warp that keeps the tiles of q, k and v coming."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    items = item_count(C, pointers, schedule)
+    i = 0
+    j = 0
+    if C.QUEUED:
+        t = 0
+        item = program
+        queue.give(t, item)
+        while item < items:
+            i, j = load_item(C, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+            t += 1
+            item = next_item(pointers, programs)  # here, blocks of keys on their way hide that it takes time
+            queue.give(t, item)
+    else:
+        for t in range(turns_of(program, programs, items)):
+            item = work_item(t, program, programs)
+            i, j = load_item(C, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+
+
+@gluon_kernel(do_not_specialize=Schedule._fields)
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, alibi_slopes, sink,
+    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
+    scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+):  # fmt: skip
+    """Pointers to what a call has not (a table, used lengths, slopes, a sink) are never followed.
+
+    Grid: one program for each multiprocessor at most; the tiles are dealt out by ``work_item``, or taken
+    from a queue, whose counter lies in ``table``.
+    """
+    q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
+    k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
+    v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, 1)
+    turn = make_turn(C.WARPGROUPS if C.PING_PONG else 1)
+    queue = make_queue(C.WARPGROUPS) if C.QUEUED else 0
+    if C.Q_HOLDS_O:
+        o_tiles = q.tiles
+    else:
+        O_TILES: gl.constexpr = 2 * C.WARPGROUPS if C.O_IN_PARTS else C.WARPGROUPS
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [O_TILES] + o_desc.block_type.shape, o_desc.layout)
+    pointers = Pointers(lse, table, seqused_k, alibi_slopes, sink)
+    schedule = Schedule(
+        items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride
+    )
+    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
+    if C.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+            ],
+            [4, 1],
+            [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 2, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+            ],
+            [4, 4, 1],
+            [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,151 @@
+"""Launchers of what changes the cache: appending to it and copying its blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import padded, stride_of_two
+from flashtile.backends.portable.decode.append import Features, append_kernel
+from flashtile.backends.portable.decode.copy_blocks import copy_kernel
+from flashtile.backends.portable.decode.launch import converts_e4m3
+from flashtile.decode.problem import FP8, AppendProblem, CopyProblem
+
+APPEND_ROWS = 16
+COPY_TILE = 8192
+"""Elements that a copying program moves at a time, of keys and of values each."""
+
+
+class AppendLaunch:
+    """``(k_cache, v_cache, k, v, *AppendTensors) -> None``, in place, for tensors of one signature."""
+
+    def __init__(self, problem: AppendProblem) -> None:
+        self._problem = problem
+        self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
+        self._programs = self._count(problem.seqlen_new, problem.batch, problem.num_heads_kv)
+        self._programs_q = self._count(problem.seqlen_q, problem.batch, problem.num_heads_q)
+        self._kernel: KeptKernel | None = None
+
+    def __call__(
+        self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+    ) -> None:
+        if self._programs + self._programs_q == 0:
+            return
+        if self._as_bits:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        if self._kernel is None:
+            self._kernel = self._prepare(k_cache, v_cache, k, v, *tensors)
+        self._kernel(self._problem.device, k_cache, v_cache, k, v, *tensors)
+
+    @property
+    def _rows(self) -> int:
+        longest = max(self._problem.seqlen_new, self._problem.seqlen_q, 1)
+        return min(APPEND_ROWS, triton.next_power_of_2(longest))
+
+    def _count(self, seqlen: int, batch: int, heads: int) -> int:
+        return triton.cdiv(seqlen, self._rows) * batch * heads
+
+    def _prepare(
+        self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+    ) -> KeptKernel:
+        problem = self._problem
+        (cache_seqlens, _, _, block_table, _, _, _, _, k_descale, v_descale, q, _, _) = tensors
+        features = Features(
+            HAS_SLOTS=problem.slots,
+            HAS_LENGTHS=cache_seqlens is not None,
+            HAS_BATCH_IDX=problem.batch_idx,
+            VARLEN=problem.varlen,
+            VARLEN_Q=problem.varlen_q,
+            PAGE_SIZE=k_cache.shape[1] if problem.page_size or problem.slots else 0,
+            DESCALE=problem.descale,
+            QUANTISED=problem.cache_dtype == FP8,
+            E4M3_BITS=self._as_bits,
+            ROTARY_DIM=problem.rotary_dim,
+            INTERLEAVED=problem.rotary_interleaved,
+            HAS_ROTARY_SEQLENS=problem.rotary_seqlens,
+            ROTATE_Q=self._programs_q > 0,
+            ROTATE_Q_BY_TOKEN=problem.rotate_q_by_token,
+            HEAD_DIM=problem.head_dim,
+            HEAD_DIM_V=problem.head_dim_v,
+            BLOCK_D=padded(problem.head_dim),
+            BLOCK_DV=padded(problem.head_dim_v),
+            ROWS=self._rows,
+        )
+        strides = (
+            *k_cache.stride()[:-1], *v_cache.stride()[:-1], *_row_strides(k), *_row_strides(v),
+            *((0, 0, 0) if q is None else _row_strides(q)),
+            0 if block_table is None else block_table.stride(0),
+            stride_of_two(k_descale), stride_of_two(v_descale),
+        )  # fmt: skip
+        sizes = (
+            problem.seqlen_new, problem.total_new, problem.num_heads_kv, problem.seqlen_q, problem.total_q,
+            problem.num_heads_q, problem.capacity, problem.num_blocks, problem.rotary_rows, self._programs,
+        )  # fmt: skip
+        return KeptKernel(
+            append_kernel, self._programs + self._programs_q, (*strides, *sizes), (features,), None
+        )
+
+
+class CopyLaunch:
+    """``(k_cache, v_cache, block_pairs, k_descale, v_descale) -> None``, in place, for tensors of one
+    signature.
+    """
+
+    def __init__(self, problem: CopyProblem) -> None:
+        self._problem = problem
+        self._kernel: KeptKernel | None = None
+
+    def __call__(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_pairs: Tensor,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+    ) -> None:
+        problem = self._problem
+        if problem.num_pairs == 0 or 0 in k_cache.shape[:-1]:
+            return
+        if problem.dtype == FP8:  # bytes are moved as they are, on GPUs without FP8, too
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        if self._kernel is None:
+            self._kernel = self._prepare(k_cache, v_cache, block_pairs, k_descale, v_descale)
+        self._kernel(problem.device, k_cache, v_cache, block_pairs, k_descale, v_descale)
+
+    def _prepare(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_pairs: Tensor,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+    ) -> KeptKernel:
+        problem = self._problem
+        _, num_blocks, page_size, heads, head_dim = k_cache.shape
+        head_dim_v = v_cache.shape[-1]
+        rows = page_size * heads
+        block = min(triton.next_power_of_2(rows), max(1, COPY_TILE // padded(max(head_dim, head_dim_v))))
+        parts = triton.cdiv(rows, block)
+        strides = (
+            *k_cache.stride()[:-1], *v_cache.stride()[:-1], *block_pairs.stride(),
+            *((0, 0) if k_descale is None else k_descale.stride()[:2]),
+            *((0, 0) if v_descale is None else v_descale.stride()[:2]),
+        )  # fmt: skip
+        return KeptKernel(
+            copy_kernel,
+            parts * problem.num_layers * problem.num_pairs,
+            (*strides, problem.num_layers, num_blocks, page_size, heads, parts),
+            (
+                problem.descales, head_dim, head_dim_v, padded(head_dim), padded(head_dim_v),
+                triton.next_power_of_2(heads), block,
+            ),
+            None,
+        )  # fmt: skip
+
+
+def _row_strides(tensor: Tensor) -> tuple[int, int, int]:
+    """(batch, token, head) strides of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
+    batch = tensor.stride(0) if tensor.dim() == 4 else 0
+    return batch, tensor.stride(-3), tensor.stride(-2)

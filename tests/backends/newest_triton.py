@@ -1,0 +1,53 @@
+"""The Hopper kernels with another release of Triton than the environment's: ``make test-newest-triton``.
+
+Gluon is experimental and changes with each release, so the newest one compiles a part of the configurations:
+of each kernel and head size, equal for q and v, the last with sequences of one length and the last with
+variable ones, which have the most features; of the FP8 kernel only these, and v in rows for one head size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import triton
+
+from flashtile.backends.hopper.backward import compile_cases as hopper_backward
+from flashtile.backends.hopper.forward import compile_cases as hopper
+from flashtile.backends.hopper.fp8 import compile_cases as hopper_fp8
+from flashtile.backends.hopper.fp8.config import Fp8Variant
+from flashtile.compile_report import CompileCase, report
+
+pytestmark = pytest.mark.compile
+
+HOPPER = "sm_90a"
+MORE_SPILLS = 1280
+"""Bytes of register spills beyond the budget, which is what the releases of the measurements spill. Triton
+3.9.0 spills up to 1236 more."""
+
+
+def representative_cases() -> list[CompileCase]:
+    chosen = {}
+    cases: list[CompileCase] = []
+    for module in (hopper, hopper_backward, hopper_fp8):
+        cases += module.compile_cases(HOPPER)
+    for case in cases:
+        variant = case.constants.get("C")
+        block_d, block_dv, *others = (
+            getattr(variant, name, None) for name in ("BLOCK_D", "BLOCK_DV", "VARLEN", "PACK", "V_TRANSPOSED")
+        )
+        if isinstance(variant, Fp8Variant):
+            if not variant.VARLEN:
+                continue
+            if not variant.V_TRANSPOSED:
+                block_d = block_dv = None
+        if block_d == block_dv:
+            chosen[(case.kernel.fn.__module__, case.kernel.fn.__name__, block_d, *others)] = case
+    return list(chosen.values())
+
+
+@pytest.mark.parametrize("case", representative_cases(), ids=lambda case: case.name)
+def test_compiles_within_its_limits(case: CompileCase) -> None:
+    found = report(case, HOPPER)
+    assert found.shared <= found.shared_limit, triton.__version__
+    assert found.spill_stores <= case.spill_budget + MORE_SPILLS, triton.__version__
+    assert found.lost_barriers == 0, triton.__version__
+    assert ("HGMMA" in found.tensor_core or "QGMMA" in found.tensor_core) == case.tensor_cores

@@ -1,0 +1,420 @@
+"""The schedule of the Hopper backward, run as Python: each pair of blocks once, orders, turns, memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
+from flashtile.backends.common.preprocess import ROW_PAD, padded_rows
+from flashtile.backends.hopper.backward import kernel as backward
+from flashtile.backends.hopper.backward import schedule as backward_schedule
+from flashtile.backends.hopper.backward import wide_dkv as backward_wide_dkv
+from flashtile.backends.hopper.backward.compile_cases import compile_cases
+from flashtile.backends.hopper.backward.launch import heads_kept, section_of, variant_of
+from flashtile.backends.hopper.config import (
+    BackwardConfig,
+    WideBackwardConfig,
+    backward_smem_bytes,
+    choose_backward,
+    padded,
+    wide_smem_bytes,
+)
+from flashtile.backends.hopper.forward import schedule as forward_schedule
+from flashtile.backends.hopper.forward.compile_cases import PLAIN
+from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
+from flashtile.compile_report import ARCHITECTURES, report
+from kernels_as_python import functions_of, make_work
+
+KIB = 1024
+BARRIERS = KIB
+"""More than barriers, and what partitions are handed at the start, take of shared memory."""
+PROBLEM = replace(PLAIN, seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128)
+
+
+class Memory:
+    """A pointer to integers."""
+
+    def __init__(self, values: list[int], offset: int = 0) -> None:
+        self.values, self.offset = values, offset
+
+    def __add__(self, more: int) -> Memory:
+        return Memory(self.values, self.offset + more)
+
+    def load(self) -> int:
+        return self.values[self.offset]
+
+    def add(self, value: int) -> int:
+        before = self.load()
+        self.values[self.offset] += value
+        return before
+
+
+PYTHON_GL = SimpleNamespace(
+    load=Memory.load,
+    atomic_add=Memory.add,
+    minimum=min,
+    maximum=max,
+    convert_layout=lambda x, layout: x,
+)
+
+
+def as_python(module: ModuleType, name: str) -> Callable:
+    return functions_of(module, gl=PYTHON_GL, Work=make_work)[name]
+
+
+find_keys = as_python(backward_schedule, "find_keys")
+row_blocks = as_python(backward_schedule, "row_blocks")
+step_order = as_python(backward_schedule, "step_order")
+block_of_step = as_python(backward_schedule, "block_of_step")
+turn_of = as_python(backward_schedule, "turn_of")
+padded_row = as_python(backward_schedule, "padded_row")
+item_count = as_python(forward_schedule, "item_count")
+
+WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]
+LENGTHS = [(1, 1), (17, 40), (40, 17), (32, 64), (64, 32), (33, 65), (64, 8), (5, 70), (70, 5), (48, 48)]
+BLOCKS = [(8, 16), (16, 16), (16, 8)]
+every_mask = pytest.mark.parametrize("window", WINDOWS)
+every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+
+
+def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
+    left, right = window
+    fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1} | more
+    return SimpleNamespace(
+        BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, **fields
+    )
+
+
+def sees(row: int, key: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> bool:
+    """By the definition of the window."""
+    left, right = window
+    distance = row + seqlen_k - seqlen_q - key
+    return (left < 0 or distance <= left) and (right < 0 or -distance <= right)
+
+
+def work_of(place: int, seqlen_q: int, seqlen_k: int) -> SimpleNamespace:
+    return make_work(0, 0, place, 0, 0, seqlen_q, seqlen_k)
+
+
+def steps_of(C: SimpleNamespace, work: SimpleNamespace, window: tuple[int, int]) -> tuple[list[int], int]:
+    """(blocks of rows in the order of the steps, how many of the first are cut)."""
+    begin, end, full_begin, full_end = row_blocks(C, work, *window)
+    cut, count, left, full = step_order(begin, end, full_begin, full_end)
+    return [block_of_step(j, begin, end, cut, left, full) for j in range(count)], cut
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@every_mask
+@every_length
+@pytest.mark.parametrize(("block_m", "block_n"), BLOCKS)
+def test_every_pair_of_blocks_is_met_once(
+    window: tuple[int, int], seqlen_q: int, seqlen_k: int, block_m: int, block_n: int
+) -> None:
+    """And the mask is applied to those, and only those, that are not wholly visible, which come first."""
+    C = variant(block_m, block_n, window)
+    for place in range(ceil_div(seqlen_k, block_n) + 1):  # one more: unused keys may make whole blocks
+        steps, cut = steps_of(C, work_of(place, seqlen_q, seqlen_k), window)
+        needed, whole = [], []
+        keys = range(place * block_n, (place + 1) * block_n)
+        for m in range(ceil_div(seqlen_q, block_m)):
+            rows = range(m * block_m, min((m + 1) * block_m, seqlen_q))
+            counts = [
+                key < seqlen_k and sees(row, key, seqlen_q, seqlen_k, window) for row in rows for key in keys
+            ]
+            needed += [m] * any(counts)
+            whole += [m] * all(counts)
+        assert sorted(steps) == needed
+        assert steps[cut:] == whole
+        assert steps[:cut] == [m for m in needed if m not in whole]
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), BLOCKS)
+def test_without_a_mask_nothing_is_cut(block_m: int, block_n: int) -> None:
+    """The kernel for calls that need no mask has none: not of the last rows either."""
+    for seqlen_q, blocks in itertools.product((1, 7, 16, 33), (1, 3)):
+        for place in range(blocks):
+            work = work_of(place, seqlen_q, blocks * block_n)
+            steps, cut = steps_of(variant(block_m, block_n), work, (-1, -1))
+            assert (cut, steps) == (0, list(range(ceil_div(seqlen_q, block_m))))
+
+
+@pytest.mark.parametrize("change", [{}, {"seqlen_k": 500}, {"window_right": 0}, {"window_left": 5}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_variants_are_masked_where_something_is_cut(change: dict[str, int], head_dim: int) -> None:
+    problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, **change)
+    C = variant_of(problem, choose_backward(problem))
+    window = (problem.window_left, problem.window_right)
+    some = False
+    for place in range(ceil_div(problem.seqlen_k, C.BLOCK_N)):
+        _, cut = steps_of(C, work_of(place, problem.seqlen_q, problem.seqlen_k), window)
+        some |= cut > 0
+    assert some == C.MASKED == bool(change)
+
+
+@every_mask
+@every_length
+@pytest.mark.parametrize(("block_m", "block_n"), BLOCKS)
+def test_turns_are_dense_and_descend_in_place(
+    window: tuple[int, int], seqlen_q: int, seqlen_k: int, block_m: int, block_n: int
+) -> None:
+    """A gap would be waited for forever; and whom a block of keys waits for is an earlier item."""
+    C = variant(block_m, block_n, window, DETERMINISTIC=True)
+    left, right = window
+    blocks = ceil_div(seqlen_k, block_n)
+    schedule = make_schedule(blocks, 1, seqlen_q, seqlen_k, left, right)
+    turns: dict[int, list[int]] = {}
+    for item in range(blocks):
+        work = find_keys(C, item, SimpleNamespace(), schedule)
+        for m in steps_of(C, work, window)[0]:
+            turns.setdefault(m, []).append(turn_of(C, work, m, schedule))
+    assert bool(turns) == any(
+        sees(row, key, seqlen_q, seqlen_k, window) for row in range(seqlen_q) for key in range(seqlen_k)
+    )
+    for taken in turns.values():
+        assert taken == list(range(len(taken)))
+
+
+def make_schedule(
+    blocks: int, heads: int, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more: int
+) -> backward_schedule.Schedule:
+    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "section": 1} | more
+    return backward_schedule.Schedule(
+        blocks=blocks,
+        heads=heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        left=left,
+        right=right,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 1, 8)])
+def test_every_item_of_equal_lengths(batch: int, heads: int, blocks: int) -> None:
+    schedule = make_schedule(blocks, heads, 40, 16 * blocks - 3, section=2)  # which is not looked at
+    items = range(batch * heads * blocks)
+    found = [find_keys(variant(8, 16), item, SimpleNamespace(), schedule) for item in items]
+    assert [(w.sequence, w.head, w.place) for w in found] == list(
+        itertools.product(range(batch), range(heads), range(blocks))
+    )
+    assert all(w.start_k == w.sequence * (16 * blocks - 3) for w in found)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "blocks", "section"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
+)
+def test_every_item_of_a_deterministic_sum(batch: int, heads: int, blocks: int, section: int) -> None:
+    """Last blocks first, a block in turn for each head of a section."""
+    C = variant(8, 16, DETERMINISTIC=True)
+    schedule = make_schedule(blocks, heads, 40, 16 * blocks, section=section)
+    items = range(batch * heads * blocks)
+    found = [find_keys(C, item, SimpleNamespace(), schedule) for item in items]
+    sections = range(0, batch * heads, section)
+    assert [(w.sequence * heads + w.head, w.place) for w in found] == [
+        (first + i, place) for first in sections for place in reversed(range(blocks)) for i in range(section)
+    ]
+
+
+@pytest.mark.parametrize(("deterministic", "section"), [(False, 1), (True, 1), (True, 2), (True, 4)])
+@pytest.mark.parametrize("seqused_k", [False, True])
+def test_every_item_of_variable_lengths(deterministic: bool, section: int, seqused_k: bool) -> None:
+    lengths, heads, block_n = [(7, 33), (0, 5), (20, 16), (9, 48)], 4, 16
+    C = variant(8, block_n, DETERMINISTIC=deterministic, VARLEN=True, SEQUSED=seqused_k)
+    rows: list[list[int]] = []
+    start_q = start_k = 0
+    for sequence, (seqlen_q, seqlen_k) in enumerate(lengths):
+        for place in range(ceil_div(seqlen_k, block_n)):
+            rows.append([sequence, place, start_k, start_q, seqlen_k, seqlen_q])
+        start_q, start_k = start_q + seqlen_q, start_k + seqlen_k
+    width = TABLE_WIDTH.value
+    padding = [0] * (width - 6)
+    table = [len(rows), *[0] * (width - 1), *itertools.chain(*(row + padding for row in rows))]
+    used = [20, -4, 100, 48]
+    pointers = SimpleNamespace(table=Memory(table), seqused_k=Memory(used))
+    schedule = make_schedule(3, heads, 20, 48, section=section)
+    items = item_count(C, pointers, schedule)
+    assert items == len(rows) * heads
+    found = [find_keys(C, item, pointers, schedule) for item in range(items)]
+    expected = [
+        (row[0], first + i, row[1])
+        for first in range(0, heads, section)
+        for row in rows
+        for i in range(section)
+    ]
+    assert sorted((w.sequence, w.head, w.place) for w in found) == sorted(expected)
+    assert [(w.sequence, w.head) for w in found] == [(sequence, head) for sequence, head, _ in expected]
+    for w in found:
+        seqlen_q, seqlen_k = lengths[w.sequence]
+        assert w.seqlen_q == seqlen_q
+        assert w.seqlen_k == (min(max(used[w.sequence], 0), seqlen_k) if seqused_k else seqlen_k)
+    for head, sequence in itertools.product(range(heads), range(len(lengths))):
+        places = [w.place for w in found if (w.head, w.sequence) == (head, sequence)]
+        assert places == sorted(places, reverse=deterministic)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7, 40])
+@pytest.mark.parametrize("section", [1, 2, 6])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
+def test_nobody_waits_forever_for_a_turn(programs: int, section: int, window: tuple[int, int]) -> None:
+    """Programs as the kernel's: each takes the next item, and adds to a row block when it is its turn."""
+    batch, heads, blocks, block_m, block_n = 2, 3, 4, 8, 16
+    left, right = window
+    C = variant(block_m, block_n, window, DETERMINISTIC=True)
+    schedule = make_schedule(blocks, heads, 50, block_n * blocks - 3, left, right, section=section)
+    queue = iter(range(batch * heads * blocks))
+    turns: Counter[tuple[int, int, int]] = Counter()
+    finished: list[int] = []
+
+    def program() -> Iterator[bool]:
+        """Whether it went on."""
+        for item in queue:
+            work = find_keys(C, item, SimpleNamespace(), schedule)
+            begin, end, full_begin, full_end = row_blocks(C, work, left, right)
+            cut, count, before, full = step_order(begin, end, full_begin, full_end)
+            for j in range(count):
+                m = block_of_step(j, begin, end, cut, before, full)
+                rows = work.sequence, work.head, m
+                while turns[rows] != turn_of(C, work, m, schedule):
+                    yield False
+                turns[rows] += 1
+                yield True
+            finished.append(item)
+
+    running = [program() for _ in range(programs)]
+    while running:
+        went_on = [next(each, None) for each in running]
+        running = [each for each, state in zip(running, went_on, strict=True) if state is not None]
+        assert not running or any(state is not False for state in went_on)
+    assert sorted(finished) == list(range(batch * heads * blocks))
+
+
+def test_sections_leave_room_in_the_l2_cache() -> None:
+    """1 KB a row at head_dim 128: q and dO in 16 bits, the sum of dQ in 32."""
+    problem = replace(PROBLEM, batch=4, num_heads_q=16, num_heads_kv=16, deterministic=True)
+
+    def section(**changes: Any) -> int:
+        return section_of(replace(problem, **changes))
+
+    assert section(seqlen_q=512) == 32  # of 64 heads, and room for 40
+    assert section(seqlen_q=4096) == 4
+    assert section(seqlen_q=4096, num_heads_kv=4) == 1  # four query heads each
+    assert section(seqlen_q=2**20) == 1
+    assert section(seqlen_q=64) == 64
+    assert section(seqlen_q=64, varlen=True) == 16
+    assert section(seqlen_q=1024, batch=7, num_heads_q=1, num_heads_kv=1) == 7
+    assert section(seqlen_q=4096, window_right=0) == 2  # a causal mask: 12 MB instead of 20
+    assert section(seqlen_q=4096, window_left=64, window_right=64) == 4
+
+
+@pytest.mark.parametrize("seqlen", [64, 512, 4096, 2**20])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_heads_whose_sums_are_kept(seqlen: int, causal: bool, deterministic: bool) -> None:
+    """Those at work have room twice, and heads of one section do not wait for one another."""
+    problem = replace(PROBLEM, batch=64, seqlen_q=seqlen, seqlen_k=seqlen, deterministic=deterministic)
+    problem = replace(problem, total_q=64 * seqlen, total_k=64 * seqlen, window_right=0 if causal else -1)
+    heads, section = 64 * problem.num_heads_kv, section_of(problem)
+    kept = heads_kept(problem, 128, section, 132)
+    assert kept <= heads
+    assert kept == heads or kept * ceil_div(seqlen, 128) >= 2 * 132
+    if deterministic:
+        assert kept >= section
+    if seqlen == 512 and not deterministic:
+        assert kept == 67
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_padded_rows_of_sequences_never_meet(block_m: int) -> None:
+    """A block of rows of one sequence adds to no row of another."""
+    assert ROW_PAD % block_m == 0
+    lengths = [0, 1, 127, 128, 129, 0, 64, 500, 3]
+    C = variant(block_m, 128, VARLEN=True)
+    start = 0
+    blocks: list[int] = []
+    for sequence, length in enumerate(lengths):
+        work = make_work(sequence, 0, 0, start, 0, length, 1)
+        for m in range(ceil_div(length, block_m)):
+            row = padded_row(C, work, m * block_m)
+            assert row % block_m == 0
+            blocks.append(row // block_m)
+        start += length
+    assert len(set(blocks)) == len(blocks)
+    assert max(blocks) < padded_rows(max(lengths), start, len(lengths), True) // block_m
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_sums_are_stored_in_the_order_of_the_accumulator(columns: int) -> None:
+    """Register i of lane l in warp w of wgmma's D has row 16 w + 8 (i / 2 % 2) + l / 4 and column
+    8 (i / 4) + 2 (l % 4) + i % 2 (PTX, "wgmma.mma_async", figure of matrix D)."""
+    threads, registers = 128, columns // 2
+    tile = torch.arange(64 * columns).reshape(64, columns)
+    stored = as_python(backward, "in_register_order")(tile).flatten()
+    for thread, i in itertools.product(range(threads), range(registers)):
+        warp, lane = divmod(thread, 32)
+        row, column = 16 * warp + 8 * (i // 2 % 2) + lane // 4, 8 * (i // 4) + 2 * (lane % 4) + i % 2
+        assert stored[(i // 2) * 2 * threads + 2 * thread + i % 2] == tile[row, column]
+
+
+def test_chunks_give_back_what_they_were_given() -> None:
+    tile = torch.arange(64 * 64).reshape(64, 64)
+    chunks = as_python(backward_wide_dkv, "in_chunks")(tile)
+    assert torch.equal(as_python(backward_wide_dkv, "from_chunks")(chunks, None), tile)
+    # 16 bytes are eight elements of one thread: two columns of rows r and r + 8, at two places.
+    eight = chunks[0, :8]
+    assert sorted((int(x) // 64, int(x) % 64) for x in eight) == [
+        (row, column) for row in (0, 8) for column in (0, 1, 8, 9)
+    ]
+
+
+HEAD_SIZES = range(8, 257, 8)
+
+
+def test_every_head_size_has_a_configuration_that_fits() -> None:
+    limit = ARCHITECTURES["sm_90a"].shared_limit - BARRIERS
+    for head_dim, head_dim_v in itertools.product(HEAD_SIZES, HEAD_SIZES):
+        config = choose_backward(replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v))
+        sizes = padded(head_dim), padded(head_dim_v)
+        if isinstance(config, WideBackwardConfig):
+            assert max(head_dim, head_dim_v) > 128
+            assert max(wide_smem_bytes(config, *sizes)) <= limit
+        else:
+            assert max(head_dim, head_dim_v) <= 128
+            assert backward_smem_bytes(config, *sizes) <= limit
+        assert ROW_PAD % config.BLOCK_M == 0
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("sizes", [(64, 128), (256, 128)])
+def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
+    """Tiles as the table has them, barriers beside."""
+    config = choose_backward(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
+    if isinstance(config, WideBackwardConfig):
+        tiles = wide_smem_bytes(config, *sizes)
+    else:
+        tiles = (backward_smem_bytes(config, *sizes),)
+    name = f"head_dim {sizes[0]}/{sizes[1]} "
+    compiled = [report(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
+    for ours, theirs in zip(tiles, compiled, strict=True):
+        assert ours < theirs < ours + BARRIERS
+
+
+def test_larger_tiles_would_not_fit() -> None:
+    """The memory is what decides between the configurations: of larger ones there is too little."""
+    limit = ARCHITECTURES["sm_90a"].shared_limit
+    assert backward_smem_bytes(BackwardConfig(128), 128, 128) > limit
+    assert backward_smem_bytes(BackwardConfig(64), 256, 256) > limit
+    assert backward_smem_bytes(BackwardConfig(128, STAGES=3), 64, 64) > limit

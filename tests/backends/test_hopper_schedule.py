@@ -1,0 +1,198 @@
+"""The schedule of the Hopper kernels, run as Python: every block once, and the key blocks of the masks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
+from flashtile.backends.hopper.config import choose, every_row, smem_bytes
+from flashtile.backends.hopper.forward import schedule
+from flashtile.backends.hopper.forward.compile_cases import PLAIN
+from flashtile.backends.hopper.forward.launch import variant_of
+from flashtile.compile_report import ARCHITECTURES
+from flashtile.problem import Problem
+from kernels_as_python import functions_of
+
+KIB = 1024
+
+
+def as_python(function: Any) -> Callable:
+    return functions_of(schedule)[function.fn.__name__]
+
+
+@pytest.mark.parametrize("items", [0, 1, 5, 131, 132, 133, 1000, 2048])
+@pytest.mark.parametrize("programs", [1, 7, 132])
+def test_every_item_is_taken_once(items: int, programs: int) -> None:
+    work_item, turns_of = as_python(schedule.work_item), as_python(schedule.turns_of)
+    taken = [
+        work_item(turn, program, programs)
+        for program in range(programs)
+        for turn in range(turns_of(program, programs, items))
+    ]
+    assert sorted(taken) == list(range(items))
+
+
+@pytest.mark.parametrize("items", [0, 1, 131, 132, 133, 1000])
+def test_every_item_is_taken_from_the_queue_once(items: int) -> None:
+    """Programs that come free in any order."""
+    row = [0, 0]
+
+    def atomic_add(place: int, value: int) -> int:
+        row[place] += value
+        return row[place] - value
+
+    next_item = functions_of(schedule, gl=SimpleNamespace(atomic_add=atomic_add))["next_item"]
+    pointers, programs = SimpleNamespace(table=0), 132
+    taken: list[int] = []
+    holding = list(range(min(programs, items)))  # as launched: no more programs than items
+    order = random.Random(0)
+    while holding:
+        taken.append(holding.pop(order.randrange(len(holding))))
+        following = next_item(pointers, min(programs, items))
+        if following < items:
+            holding.append(following)
+    assert sorted(taken) == list(range(items))
+    assert row[0] == 0  # the number of rows of a table
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool) -> None:
+    problem = replace(
+        PLAIN,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        varlen=varlen,
+        window_right=0 if causal else -1,
+    )
+    config = choose(problem)
+    variant = variant_of(problem, config)
+    assert not (variant.QUEUED and variant.PAIRED)  # a queue comes out even without pairs
+    if varlen or not causal:
+        assert variant.QUEUED is varlen
+    else:
+        assert variant.PAIRED is (seqlen < config.paired_below)
+        assert variant.QUEUED is (config.QUEUED and not variant.PAIRED)
+    both_edges = replace(problem, window_left=100, window_right=0)
+    assert variant_of(both_edges, config).QUEUED is varlen
+    without = variant_of(problem, config, has_queue=False)
+    assert not without.QUEUED
+    assert without.PAIRED is (causal and (varlen or seqlen < config.paired_below))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("blocks", "heads", "batch", "section"), [(1, 3, 2, 1), (5, 4, 2, 8), (8, 6, 1, 2)])
+def test_every_block_is_computed_once(
+    paired: bool, blocks: int, heads: int, batch: int, section: int
+) -> None:
+    items = as_python(schedule.items_of)(blocks, paired)
+    found: Counter[tuple[int, int, int]] = Counter()
+    for item in range(items * heads * batch):
+        sequence, head, place = as_python(schedule.dense_item)(item, items, heads, section)
+        for part in range(as_python(schedule.blocks_of)(blocks, place, paired)):
+            found[sequence, head, as_python(schedule.block_of)(blocks, place, part, paired)] += 1
+    assert found == Counter(itertools.product(range(batch), range(heads), range(blocks)))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 8, 128])
+def test_pairs_cost_the_same(blocks: int) -> None:
+    """Under a causal mask of a square, block m costs m + 1; the middle of an odd number stays alone."""
+    costs = []
+    for place in range(as_python(schedule.items_of)(blocks, True)):
+        parts = range(as_python(schedule.blocks_of)(blocks, place, True))
+        costs.append(sum(as_python(schedule.block_of)(blocks, place, part, True) + 1 for part in parts))
+    assert sum(costs) == blocks * (blocks + 1) // 2
+    assert {cost for cost in costs if cost != (blocks + 1) // 2} <= {blocks + 1}
+
+
+WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (17, 40), (40, 17), (33, 64), (64, 8), (5, 0)])
+def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> None:
+    left, right = window
+    sides = (left >= 0, right >= 0)
+    rows_of_block, block_n = 16, 8
+    for first in range(0, seqlen_q, rows_of_block):
+        last = min(first + rows_of_block, seqlen_q) - 1
+        begin, end = as_python(schedule.key_blocks)(
+            first, last, seqlen_q, seqlen_k, left, right, *sides, block_n
+        )
+        seen = [keys_of(row, seqlen_q, seqlen_k, left, right) for row in range(first, last + 1)]
+        needed = {key // block_n for keys in seen for key in keys}
+        if not needed:
+            assert (begin, end) == (-(-seqlen_k // block_n), -(-seqlen_k // block_n) + 1)
+        else:
+            assert (begin, end) == (min(needed), max(needed) + 1)
+        for part in range(first, last + 1, 4):
+            part_last = min(part + 3, last)
+            own = as_python(schedule.own_blocks)(
+                part, part_last, begin, end, seqlen_q, seqlen_k, left, right, *sides, block_n
+            )
+            my_begin, my_end, full_begin, full_end = own
+            mine = seen[part - first : part_last - first + 1]
+            assert begin <= my_begin < my_end <= end
+            assert {key // block_n for keys in mine for key in keys} <= set(range(my_begin, my_end))
+            assert my_begin <= full_begin <= full_end < my_end
+            for block in range(full_begin, full_end):
+                whole = set(range(block * block_n, (block + 1) * block_n))
+                assert all(whole <= keys for keys in mine)
+
+
+def keys_of(row: int, seqlen_q: int, seqlen_k: int, left: int, right: int) -> set[int]:
+    """What a row sees, by the definition of the window."""
+    position = row + seqlen_k - seqlen_q
+    return {
+        key
+        for key in range(seqlen_k)
+        if (left < 0 or key >= position - left) and (right < 0 or key <= position + right)
+    }
+
+
+def test_tiles_fit_shared_memory() -> None:
+    barriers = KIB
+    for block_d, block_dv, _, _, config in every_row():
+        assert smem_bytes(config, block_d, block_dv) + barriers <= ARCHITECTURES["sm_90a"].shared_limit
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
+    """A tile's work is what its rows see, whatever lies outside of their window."""
+    problem = Problem(
+        batch=1,
+        seqlen_q=2**17,
+        seqlen_k=2**17,
+        total_q=2**17,
+        total_k=2**17,
+        num_heads_q=4,
+        num_heads_kv=4,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        softmax_scale=1.0,
+        window_right=0,
+    )
+    for keys in (512, 1024, 4096, 2**16):
+        short = choose(replace(problem, seqlen_q=keys, seqlen_k=keys))
+        window = choose(replace(problem, window_left=keys - 1))
+        if (head_dim, keys) == (128, 1024):  # its two edges cut less of smaller blocks
+            assert (window.BLOCK_N, short.BLOCK_N) == (64, 128)
+        else:
+            assert window == short
+    assert choose(replace(problem, window_left=511)) != choose(problem)

@@ -1,0 +1,174 @@
+"""Kept launches: arguments in order, tensors by address, hooks of a profiler called when there are some."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton import knobs
+
+from flashtile.backends import compat
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.tma import View
+
+GRID = (7, 1, 1)
+DEVICE = torch.device("cuda", 1)
+
+
+class Compiled:
+    """What Triton hands back for a launch: its two ways to launch again."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.direct: list[tuple] = []
+        self.hooked: list[tuple] = []
+
+    def run(self, *arguments: object) -> None:
+        self.direct.append(arguments)
+
+    def __getitem__(self, grid: tuple[int, int, int]):
+        return lambda *arguments, stream: self.hooked.append((grid, stream, *arguments))
+
+
+def test_tensors_go_by_address():
+    compiled, tensor = Compiled(), torch.empty(3)
+    launch = compat.launcher(compiled, GRID, (5, 0.5, "constant"))
+    launch(11, (tensor, None, 1234))
+    arguments = (tensor.data_ptr(), None, 1234, 5, 0.5, "constant")
+    assert compiled.direct == [(*GRID, 11, "function", "metadata", None, None, None, *arguments)]
+    assert compiled.hooked == []
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_called(monkeypatch, name):
+    compiled, tensor = Compiled(), torch.empty(3)
+    launch = compat.launcher(compiled, GRID, (5,))
+    monkeypatch.setattr(getattr(knobs.runtime, name), "calls", [print])
+    launch(11, (tensor, None))
+    assert compiled.hooked == [(GRID, 11, tensor.data_ptr(), None, 5)]
+    assert compiled.direct == []
+
+
+def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypatch):
+    current, compiled, compilations = [DEVICE.index], Compiled(), []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            assert grid == GRID
+            return lambda *arguments, **options: compilations.append(arguments) or compiled
+
+    class On:
+        def __init__(self, device: torch.device) -> None:
+            self.index, self.before = device.index, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.index
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    kernel = KeptKernel(Kernel(), GRID[0], (5,), ("constant",), None)
+    tensor = torch.empty(3)
+    assert not kernel.takes_addresses
+    kernel(DEVICE, tensor, None)
+    assert kernel.takes_addresses
+    for there in (DEVICE.index, 0):  # from another device, too
+        current[0] = there
+        kernel(DEVICE, tensor, 4096)
+        assert current == [there]
+    assert compilations == [(tensor, None, 5, "constant")]
+    assert [run[3] for run in compiled.direct] == [101, 101]
+    assert [run[9:] for run in compiled.direct] == [(tensor.data_ptr(), 4096, 5, "constant")] * 2
+
+
+class SeenBy:
+    """A view that makes a descriptor which says what it is of."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+
+    def of(self, tensor: torch.Tensor | int) -> tuple[int, list[int]]:
+        return tensor if type(tensor) is int else tensor.data_ptr(), self.shape
+
+
+def test_descriptors_without_a_known_triton_go_as_they_are():
+    compiled, a, b = Compiled(), torch.empty(3), torch.empty(4)
+    views = (SeenBy([3]), SeenBy([4]))
+    launch = compat.launcher(compiled, GRID, (5,), views)
+    launch(11, (a, b, a, None))
+    descriptors = [view.of(t) for view, t in zip(views, (a, b), strict=True)]
+    assert compiled.direct[0][9:] == (*descriptors, a.data_ptr(), None, 5)
+
+
+def test_tensor_maps_are_encoded_once_for_each_address(monkeypatch):
+    """By Triton's own function around the launcher, and by ours instead: the driver gets the same."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    encoded, launched = [], []
+
+    def encode(arg, metadata, *more):
+        encoded.append(arg)
+        return [f"map {arg} {metadata}", *arg[1]]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    signature = {"a": "tensordesc<fp16[1]>", "b": "tensordesc<fp16[1]>", "c": "*fp16", "d": "i32"}
+
+    class Launcher:
+        """Triton's, but for what comes before the kernel's arguments."""
+
+        def __init__(self) -> None:
+            metadata = [{"n": 0}, {"n": 1}]
+            self.launch = driver.wrap_handle_tensordesc(lambda *a: launched.append(a), signature, metadata)
+
+        def __call__(self, *arguments: object) -> None:
+            base, kernel = arguments[:9], arguments[9:]
+            if triton.__version__.startswith("3.6"):
+                self.launch(*base, *[None] * 4, *kernel)
+            else:
+                self.launch(*base, kernel)
+
+    compiled, views = Compiled(), (SeenBy([3]), SeenBy([4]))
+    compiled.run = Launcher()
+    a, b, c = (torch.empty(n) for n in (3, 4, 5))
+    launch = compat.launcher(compiled, GRID, (7,), views)
+    other = compat.launcher(compiled, GRID, (7,), (SeenBy([30]), SeenBy([40])))  # other shapes, same kernel
+    for _ in range(2):
+        launch(11, (a, b, c))
+        other(11, (a, b, c))
+        launch(11, (b, a, c))
+    keeps = triton.__version__.startswith(("3.6", "3.7"))
+    assert len(encoded) == (6 if keeps else 12)
+    own = launched.copy()
+    for seen, tensors in ((views, (a, b)), ((SeenBy([30]), SeenBy([40])), (a, b)), (views, (b, a))):
+        described = [view.of(t) for view, t in zip(seen, tensors, strict=True)]
+        kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(*GRID, 11, *kernel, *described, c.data_ptr(), 7)
+    assert [[list(x) if isinstance(x, tuple) else x for x in call] for call in own] == [
+        [list(x) if isinstance(x, tuple) else x for x in call] for call in (launched[6:] * 2)
+    ]
+
+
+def test_a_tensor_is_described_by_its_address():
+    """Memory that is no tensor: a part of a workspace."""
+    tensor = torch.empty(4, 16, dtype=torch.bfloat16)
+    view = View([4, 16], [16, 1], [2, 16], torch.bfloat16)
+    by_tensor, by_address = view.of(tensor), view.of(tensor.data_ptr())
+    assert by_address.base.data_ptr() == by_tensor.base.data_ptr()
+    assert {**vars(by_address), "base": None} == {**vars(by_tensor), "base": None}
+
+
+def test_kept_tensor_maps_are_bounded():
+    encoded = []
+    maps = compat.TensorMaps(SeenBy([1]), lambda descriptor: encoded.append(descriptor) or [descriptor])
+    tensors = [torch.empty(1) for _ in range(maps.LIMIT + 1)]
+    for tensor in tensors:
+        maps[tensor.data_ptr()]
+    assert len(maps) == 1
+    assert len(encoded) == maps.LIMIT + 1

@@ -1,0 +1,239 @@
+"""Compiled kernels of earlier processes are found as Triton would find them, without its digest of itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels have nothing to keep", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from flashtile.backends.common import kernel_cache
+
+pytestmark = pytest.mark.compile
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+@kernel_cache.kernel(do_not_specialize=["n"])
+def double(x_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    tl.store(x_ptr + offsets, 2 * x, mask=offsets < n)
+
+
+class FakeDevice:
+    """What Triton asks a driver when it compiles for a launch."""
+
+    def get_current_target(self):
+        return TARGET
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of Triton's."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The calls of Triton's own compile, each of which computes the key."""
+    calls = []
+    compile_ = triton.compile
+
+    def counted(*arguments, **more):
+        calls.append(arguments)
+        return compile_(*arguments, **more)
+
+    monkeypatch.setattr(triton, "compile", counted)
+    return calls
+
+
+def source(block=64):
+    return ASTSource(double, {"x_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": block})
+
+
+def load_or_compile(block=64, **options):
+    return kernel_cache.load_or_compile(source(block), target=TARGET, options=options)
+
+
+def key_files(cache):
+    return list((cache / "flashtile").iterdir())
+
+
+def test_the_second_time_is_a_look_up(cache, compilations):
+    first = load_or_compile()
+    assert len(compilations) == 1
+    second = load_or_compile()
+    assert len(compilations) == 1
+    theirs = triton.compile(source(), target=TARGET, options={})
+    for found in (second, theirs):
+        assert (found.hash, found.name, found.kernel) == (first.hash, first.name, first.kernel)
+        assert found.metadata == first.metadata
+
+
+def test_what_triton_compiled_is_found(compilations):
+    load_or_compile(block=32)
+    theirs = triton.compile(source(), target=TARGET, options={"num_warps": 2})
+    compilations.clear()
+    assert load_or_compile(num_warps=2).kernel == theirs.kernel
+    assert not compilations
+
+
+@pytest.mark.parametrize("change", [{"block": 128}, {"num_warps": 8}, {"num_stages": 1}])
+def test_another_source_or_option_is_compiled(compilations, change):
+    first = load_or_compile()
+    assert load_or_compile(**change).hash != first.hash
+    assert len(compilations) == 2
+
+
+def test_variables_that_change_the_code_are_seen(compilations, monkeypatch):
+    load_or_compile()
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    load_or_compile()
+    assert len(compilations) == 2
+
+
+def test_a_cleared_cache(cache, compilations):
+    load_or_compile()
+    shutil.rmtree(cache)
+    load_or_compile()
+    assert len(compilations) == 2
+    load_or_compile()
+    assert len(compilations) == 2
+
+
+def test_an_entry_without_its_files(cache, compilations):
+    first = load_or_compile()
+    for path in cache.rglob("double.*"):
+        path.unlink()
+    assert load_or_compile().kernel == first.kernel
+    assert len(compilations) == 2
+
+
+@pytest.mark.parametrize("content", ["", "3.0.0-another", "\x00" * 9])
+def test_a_wrong_key_is_written_anew(cache, compilations, content):
+    load_or_compile()
+    (path,) = key_files(cache)
+    right = path.read_text()
+    path.write_text(content)
+    load_or_compile()
+    assert path.read_text() == right
+    compilations.clear()
+    load_or_compile()
+    assert not compilations
+    assert key_files(cache) == [path]
+
+
+def test_a_cache_that_takes_no_key(cache, compilations):
+    cache.mkdir()
+    (cache / "flashtile").write_text("in the way")
+    for count in (1, 2):
+        assert load_or_compile().kernel
+        assert len(compilations) == count
+
+
+def test_a_triton_of_another_build_has_another_key_file(tmp_path):
+    """Each file of the compiler counts, by size and times; what Python wrote beside them does not."""
+
+    def path(name):
+        return tmp_path / "triton" / name
+
+    names = ("_C/libtriton.so", "backends/nvidia/compiler.py", "compiler/compiler.py", "language/core.py")
+    for name in (*names, "tools/disasm.py", "compiler/__pycache__/compiler.pyc"):
+        path(name).parent.mkdir(parents=True, exist_ok=True)
+        path(name).write_text("as it was")
+    seen = [kernel_cache.fingerprint(tmp_path / "triton")]
+    for name in names:
+        path(name).write_text("longer than it was")
+        seen.append(kernel_cache.fingerprint(tmp_path / "triton"))
+        os.utime(path(name), ns=(0, 12345))
+        seen.append(kernel_cache.fingerprint(tmp_path / "triton"))
+    path("backends/other.py").touch()
+    seen.append(kernel_cache.fingerprint(tmp_path / "triton"))
+    assert len(set(seen)) == len(seen)
+    for name in ("tools/disasm.py", "compiler/__pycache__/compiler.pyc"):
+        path(name).write_text("not a file of the compiler")
+    assert kernel_cache.fingerprint(tmp_path / "triton") == seen[-1]
+
+
+def test_who_listens_hears_every_kernel(compilations, monkeypatch):
+    heard = []
+    load_or_compile()
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **found: heard.append(found["cache_hit"]))
+    load_or_compile()
+    assert heard == [True]
+
+
+def test_always_compile_is_heeded(compilations, monkeypatch):
+    for count in (1, 2):
+        monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+        load_or_compile()
+        assert len(compilations) == count
+
+
+def test_a_launch_looks_here(compilations, monkeypatch):
+    """Triton's own path to a launch, up to the driver."""
+    monkeypatch.setattr(driver, "_active", FakeDevice())
+    kernels = []
+    for _ in range(2):
+        double.device_caches.clear()  # as in a new process
+        kernels.append(double.warmup(triton.MockTensor(tl.float32), 5, BLOCK=64, grid=(1,)))
+    double.device_caches.clear()
+    assert len(compilations) == 1
+    assert kernels[0].kernel == kernels[1].kernel
+    assert kernels[0] is not kernels[1]
+
+
+def start_process():
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    return subprocess.Popen(
+        [sys.executable, "-c", "import test_kernel_cache as test; print(test.load_or_compile().hash)"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+def test_processes_share_the_key(cache, compilations):
+    """Two that begin at once, on an empty cache, and this one."""
+    both = [start_process() for _ in range(2)]
+    found = {process.communicate()[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(key_files(cache)) == 1
+    assert {load_or_compile().hash} == found
+    assert not compilations
+
+
+@pytest.mark.gpu
+def test_a_new_process_calls_attention_without_the_digest():
+    call = """
+import torch, flashtile
+from triton.runtime.cache import triton_key
+q = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+flashtile.attention(q, q, q, causal=True, backend="portable").sum().backward()
+print(triton_key.cache_info().misses)
+"""
+    command = [sys.executable, "-c", call]
+    outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert [output.strip() for output in outputs] == ["1", "0"]

@@ -1,0 +1,208 @@
+"""Every code block of the README and the docs is held to the code; every relative link leads somewhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = {document: document.relative_to(ROOT).as_posix() for document in DOCUMENTS}
+
+NEEDS_GPU = "# needs a GPU\n"
+"""First line of a Python block that the CPU cannot run."""
+
+LANGUAGES = {"python", "bash", "text", ""}
+"""What a block may be: Python runs, shell commands are checked, the rest is no code."""
+
+READ_ONLY_COMMANDS = {"info", "explain"}
+"""Commands that take no time and leave nothing behind: they run as they stand."""
+
+
+def blocks(document: Path, language: str) -> list[tuple[int, str]]:
+    """(line it starts on, code) of each fenced block of a language."""
+    text = document.read_text()
+    return [
+        (text.count("\n", 0, match.start(1)) + 1, match[1])
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def documents_with(language: str, needle: str = "") -> list:
+    """Parameters: the documents with a block of ``language`` that holds ``needle``."""
+    return [
+        pytest.param(document, id=NAMES[document])
+        for document in DOCUMENTS
+        if any(needle in code for _, code in blocks(document, language))
+    ]
+
+
+def run_python(document: Path, *, gpu: bool) -> None:
+    """In order, in one namespace: later blocks build on earlier ones, as a reader does."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for line, code in blocks(document, "python"):
+        # Blank lines in front make tracebacks point to the document's own lines.
+        compiled = compile("\n" * (line - 1) + code, str(document), "exec")
+        if gpu or not code.startswith(NEEDS_GPU):
+            exec(compiled, namespace)
+
+
+def shell_commands(document: Path) -> list[list[str]]:
+    """The commands of its bash blocks, as words; comments and continued lines resolved."""
+    text = "\n".join(code for _, code in blocks(document, "bash")).replace("\\\n", " ")
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [without_variables(command) for command in commands if command]
+
+
+def without_variables(command: list[str]) -> list[str]:
+    """``A=b make c`` without its variables."""
+    while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
+        command = command[1:]
+    return command
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def anchors(document: Path) -> set[str]:
+    """What ``#...`` may name in a document: its headings, as code hosts and the site spell them."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_readme_shows_python():
+    assert len(blocks(ROOT / "README.md", "python")) >= 2
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_fences_are_of_known_languages(document):
+    """A block that no test looks at must say that it is text."""
+    text = re.sub(r"^````.*?^````$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    opening = re.findall(r"^ *```(.*)$", text, re.MULTILINE)[::2]
+    assert set(opening) <= LANGUAGES
+
+
+@pytest.mark.parametrize("document", documents_with("python"))
+def test_python_blocks_run(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(document, gpu=torch.cuda.is_available())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("document", documents_with("python", "cuda"))
+def test_python_blocks_run_on_a_gpu(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(document, gpu=True)
+
+
+@pytest.mark.parametrize("document", documents_with("bash"))
+def test_shell_commands_exist(document):
+    """Programs, make targets, scripts, extras and the options of ``flashtile``."""
+    typer_main = pytest.importorskip("typer.main")
+    from flashtile.cli import application
+
+    group = typer_main.get_command(application())
+    context = group.make_context("flashtile", [], resilient_parsing=True)
+    for words in shell_commands(document):
+        program, *arguments = words
+        if program == "make":
+            targets = [word for word in arguments if "=" not in word and not word.startswith("-")]
+            assert set(targets) <= make_targets(), words
+        elif program == "flashtile":
+            command = group.get_command(context, arguments[0])
+            assert command is not None, words
+            blank = command.make_context(arguments[0], [], resilient_parsing=True)
+            command.make_parser(blank).parse_args(arguments[1:])
+        elif program == "pip":
+            for extra in re.findall(r"\[([a-z,]+)\]", " ".join(arguments)):
+                declared = (ROOT / "pyproject.toml").read_text()
+                assert all(f"\n{name} = [" in declared for name in extra.split(",")), words
+        elif program in ("python", ".venv/bin/python"):
+            scripts = [word for word in arguments if word.endswith(".py") or word.startswith("tests")]
+            assert all((ROOT / script).exists() for script in scripts), words
+        else:
+            assert program in {"cd", "pre-commit", "pytest"}, words
+
+
+@pytest.mark.parametrize("document", documents_with("bash", "flashtile "))
+def test_read_only_commands_run(document):
+    testing = pytest.importorskip("typer.testing")
+    from flashtile.cli import application
+
+    for words in shell_commands(document):
+        if words[0] == "flashtile" and words[1] in READ_ONLY_COMMANDS:
+            result = testing.CliRunner().invoke(application(), words[1:])
+            assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_links_lead_somewhere(document):
+    broken = []
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+        path = document.parent / target if target else document
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+            broken.append(f"{target}#{anchor}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_named_make_targets_exist(document):
+    assert set(re.findall(r"`make ([a-z-]+)", document.read_text())) <= make_targets()
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_measured_speeds_are_those_of_the_linked_run(name):
+    """Every TFLOP/s in the tables (the whole numbers) is one of the JSON beside them, rounded."""
+    measured = re.search(r"<!-- measured -->(.*)<!-- /measured -->", (ROOT / name).read_text(), re.DOTALL)
+    assert measured is not None
+    runs = [json.loads((ROOT / path).read_text()) for path in re.findall(r"\]\(([^)]+\.json)\)", measured[1])]
+    results = [result for run in runs for cell in run["cells"] for result in cell["results"].values()]
+    known = {round(result["tflops"]) for result in results if result.get("status") == "ok"}
+    bodies = re.sub(r"^\|.*\|\n\|[-|]+\|$", "", measured[1], flags=re.MULTILINE)
+    rows = re.findall(r"^\|[^|]*\|(.*)\|$", bodies, re.MULTILINE)
+    shown = {int(number) for row in rows for number in re.findall(r"(?<![\d.])\d+(?![\d.])", row)}
+    assert shown
+    assert shown <= known
+
+
+def test_fp8_errors_are_those_of_the_linked_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    import fp8_tables
+
+    text = fp8_tables.PAGE.read_text()
+    assert fp8_tables.with_tables(text) == text
+
+
+def test_the_chinese_readme_says_what_the_english_one_says():
+    """Its code, commands and numbers are the same, and it has as many sections and points."""
+    english, chinese = (ROOT / name for name in ("README.md", "README.zh-CN.md"))
+
+    def contents(readme: Path) -> dict[str, list]:
+        text = readme.read_text()
+        measured = text[text.index("<!-- measured -->") : text.index("<!-- /measured -->")]
+        return {
+            "python": [ast.dump(ast.parse(code)) for _, code in blocks(readme, "python")],
+            "commands": shell_commands(readme),
+            "measured": sorted(re.findall(r"\d+(?:\.\d+)?", measured)),
+            "marks": re.findall(r"^(?:#+|-) ", text, re.MULTILINE),
+        }
+
+    assert contents(chinese) == contents(english)
+
+
+def test_design_lists_every_room_of_the_house():
+    house = re.search(r"^flashtile/\n((?: .*\n)+)", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    assert house is not None
+    listed = set(re.findall(r"^  (\w+(?:/|\.py))", house[1], re.MULTILINE))
+    packages = {f"{path.parent.name}/" for path in (ROOT / "flashtile").glob("*/__init__.py")}
+    modules = {path.name for path in (ROOT / "flashtile").glob("*.py") if path.name != "__main__.py"}
+    assert packages | modules == listed

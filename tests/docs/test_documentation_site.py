@@ -1,0 +1,104 @@
+"""The site that ``make docs`` builds: complete, without a warning, without anything loaded from elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+ALGORITHMS = sorted(
+    source
+    for source in (ROOT / "flashtile" / "algorithms").glob("*.py")
+    if source.stem not in ("__init__", "call", "flops", "trace")  # what they share
+)
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+
+
+class Elements(HTMLParser):
+    """Tags, ids and addresses of a page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.ids: set[str] = set()
+        self.loaded: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.tags.add(tag)
+        self.ids.add(attributes.get("id") or "")
+        if tag in ("script", "img", "iframe"):
+            self.loaded.add(attributes.get("src") or "")
+        if tag == "link" and attributes.get("rel") in ("stylesheet", "preconnect"):
+            self.loaded.add(attributes.get("href") or "")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built strictly, the first warning is an error; once for all workers of pytest-xdist."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    place, built = shared / "site", shared / "site is built"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
+            result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stdout + result.stderr
+            built.touch()
+    return place
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["flashtile", "flashtile.algorithms", "flashtile.fp8", "flashtile.io_model", "flashtile.kv_cache"],
+)
+def test_every_public_name_is_in_the_reference(site, package):
+    ids = set().union(*(Elements(page).ids for page in (site / "reference").glob("*.html")))
+    assert {f"{package}.{name}" for name in importlib.import_module(package).__all__} <= ids
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    loaded = set().union(*(Elements(page).loaded for page in site.rglob("*.html")))
+    assert {address for address in loaded if "//" in address} == set()
+
+
+def test_formulas_are_mathml(site):
+    page = site / "guides" / "understanding.html"
+    assert "math" in Elements(page).tags
+    assert "arithmatex" not in page.read_text()
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_measurement_is_shown(site, path):
+    """Its file is there to download, and a page with its device and each of its workloads."""
+    document = json.loads(path.read_text())
+    place = site / "benchmarks" / "results" / path.name
+    assert json.loads(place.read_text()) == document
+    text = place.with_suffix(".html").read_text()
+    assert document["device"]["name"] in text
+    shown = set(re.findall(r"<td[^>]*>([^<]+)</td>", text))
+    assert {cell["workload"] for cell in document.get("cells", [])} <= shown
+
+
+@pytest.mark.parametrize("source", ALGORITHMS, ids=lambda source: source.stem)
+def test_an_algorithm_stands_beside_its_text(site, source):
+    page = (site / "algorithms" / f"{source.stem}.html").read_text()
+    assert 'class="beside"' in page
+    assert f"flashtile/algorithms/{source.name}" in page
+    defined = re.findall(r"^(?:def|class) (\w+)", source.read_text(), re.MULTILINE)
+    assert [name for name in defined if f">{name}<" not in page] == []

@@ -29,10 +29,10 @@ import triton
 import triton.language as tl
 
 from flashtile import machine
+from flashtile.attn.problem import NO_EXTRAS, Options, Problem
 from flashtile.backends import hopper
 from flashtile.backends.portable import launch
 from flashtile.backends.portable.config import choose
-from flashtile.problem import NO_EXTRAS, Options, Problem
 
 DRAM_METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 OTHER_METRICS = (

@@ -20,7 +20,7 @@ from flashtile.decode.functional import (
     flash_attn_combine,
     flash_attn_with_kvcache,
 )
-from flashtile.dispatch import Explanation, explain
+from flashtile.explanations import Explanation, explain
 from flashtile.merge import merge_states
 
 __version__ = "0.1.0"

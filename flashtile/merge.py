@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from flashtile.problem import DTYPES, check_dense
+from flashtile.checks.arguments import check_dense
+from flashtile.problem import DTYPES
 
 LSE_DTYPES = (torch.float32, torch.float64)
 

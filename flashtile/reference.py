@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtile.problem import Extras, Options, Problem
+from flashtile.attn.problem import Extras, Options, Problem
+from flashtile.checks.attention import check_call
 
 
 def attention(
@@ -42,6 +43,7 @@ def attention(
     """
     options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)

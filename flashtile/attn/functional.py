@@ -13,8 +13,9 @@ from torch import Tensor
 
 from flashtile.arguments import apply_autocast, make_options, refuse_descales
 from flashtile.attn import operators
+from flashtile.attn.problem import NO_EXTRAS, Extras
+from flashtile.checks.arguments import check_dense
 from flashtile.decode.prefill import attention_over_pages
-from flashtile.problem import NO_EXTRAS, Extras, check_dense
 
 
 def attention(

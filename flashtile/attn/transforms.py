@@ -12,26 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problem import Extras
+from flashtile.attn.problem import Extras
 
 _NUM_EXTRAS = len(Extras._fields)
 
 
-def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``flashtile::forward``, under whatever transforms are active."""
-    if not _transforming():
-        return torch.ops.flashtile.forward(*arguments)
-    return _Forward.apply(*arguments)
-
-
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``flashtile::backward``, under whatever transforms are active."""
-    if not _transforming():
+    if not transforming():
         return torch.ops.flashtile.backward(*arguments)
     return _Backward.apply(*arguments)
 
 
-def _transforming() -> bool:
+def transforming() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -43,7 +36,7 @@ def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
     )
 
 
-class _Forward(torch.autograd.Function):
+class Forward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments):
         return torch.ops.flashtile.forward(*arguments)
@@ -63,7 +56,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _vmap(forward, 3, info.batch_size, in_dims, arguments)
+        return _vmap(Forward.apply, 3, info.batch_size, in_dims, arguments)
 
 
 class _Backward(torch.autograd.Function):

@@ -326,7 +326,7 @@ def contestants(
     Raises:
         ValueError: a name that no peer or backend has, or a named peer that cannot run here.
     """
-    from flashtile.dispatch import PREFERENCE
+    from flashtile.problem import PREFERENCE
 
     known = {peer.name: peer for peer in others()} if list(names) != ["none"] else {}
     for name in names if known else ():

@@ -75,10 +75,10 @@ def _tensors(seqlen: int, candidate: Candidate, batch: int | None = None) -> tup
 
 def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     """A zero-argument callable that runs the candidate's kernel alone on prepared tensors."""
+    from flashtile.attn.problem import NO_EXTRAS, Options, Problem
     from flashtile.backends.common.kept_kernel import KernelConfig
     from flashtile.backends.portable import launch
     from flashtile.backends.portable.config import Config, choose
-    from flashtile.problem import NO_EXTRAS, Options, Problem
 
     q, k, v, dout = tensors
     problem = Problem.from_tensors(q, k, v, options=Options(causal=candidate.causal))

@@ -1,46 +1,81 @@
-"""Checks of one tensor or number of a decoding call; each raises an error that names it.
+"""Checks of one tensor or number. Each raises an error that names it, what it got and what is allowed.
 
-:mod:`flashtile.checks.decode` puts them together for whole calls.
+The other modules of this package put them together for the calls of a family.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.decode.problem import FP8, MAX_HEAD_DIM
-from flashtile.problem import DEVICE_TYPES, DTYPES, PREFERENCE, check_dense
+from flashtile.problem import (
+    DEVICE_TYPES,
+    DTYPES,
+    FLOAT32_MAX,
+    MAX_HEAD_DIM,
+    MAX_LENGTH,
+    PREFERENCE,
+    UNLIMITED,
+)
 
-DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
-PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
+ERRORS = (TypeError, ValueError, NotImplementedError)
 
 
-def check_tokens(name: str, tensor: Tensor, varlen: bool, total: str, seqlen: str, q: Tensor) -> None:
-    """(total, heads, head_dim) if ``varlen``, else (batch, seqlen, heads, head_dim)."""
-    check_dense(name, tensor)
+def renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """``error`` of a call within a call, with the names that arguments have for the outer one's caller."""
+    words = "|".join(map(re.escape, names))
+    return type(error)(re.sub(rf"\b({words})\b", lambda match: names[match[0]], str(error)))
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is not a tensor, and for sparse and nested ones."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
+
+
+def check_heads_tensor(
+    name: str, tensor: Tensor, packed: bool, total: str, seqlen: str, first: Tensor, most: int = MAX_HEAD_DIM
+) -> None:
+    """(total, heads, head_dim) if ``packed``, else (batch, seqlen, heads, head_dim), as q, k and v are."""
     rank, layout = (
-        (3, f"({total}, heads, head_dim)") if varlen else (4, f"(batch, {seqlen}, heads, head_dim)")
+        (3, f"({total}, heads, head_dim)") if packed else (4, f"(batch, {seqlen}, heads, head_dim)")
     )
     if tensor.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions {layout}, got shape {tuple(tensor.shape)}")
-    check_device(name, tensor, q)
-    check_head_dim(name, tensor)
+    check_device(name, tensor, first)
+    check_head_dim(name, tensor, most)
     check_last_stride(name, tensor)
 
 
-def check_dtype(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+def check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_listed(dtypes)}, got {tensor.dtype}")
 
 
-def check_head_dim(name: str, tensor: Tensor) -> None:
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    *others, last = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_same_dtype(name: str, tensor: Tensor, name_of_first: str, first: Tensor) -> None:
+    if tensor.dtype != first.dtype:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}, but {name_of_first} has {first.dtype}: they must be equal"
+        )
+
+
+def check_head_dim(name: str, tensor: Tensor, most: int = MAX_HEAD_DIM) -> None:
     head_dim = tensor.shape[-1]
     if head_dim == 0:
-        raise ValueError(f"{name} has head_dim 0: it must be from 1 to {MAX_HEAD_DIM}")
-    if head_dim > MAX_HEAD_DIM:
-        raise NotImplementedError(f"{name} has head_dim {head_dim}: it must be from 1 to {MAX_HEAD_DIM}")
+        raise ValueError(f"{name} has head_dim 0: it must be from 1 to {most}")
+    if head_dim > most:
+        raise NotImplementedError(f"{name} has head_dim {head_dim}: it must be from 1 to {most}")
 
 
 def check_last_stride(name: str, tensor: Tensor) -> None:
@@ -51,81 +86,51 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
+    """On the device of ``first``, which is one that flashtile serves."""
     if tensor.device.type not in (*DEVICE_TYPES, "meta"):
         raise NotImplementedError(f"{name} is on {tensor.device}: flashtile serves cuda and cpu tensors")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device}, not on {q.device}: all must be on one device")
+    if tensor.device != first.device:
+        raise ValueError(f"{name} is on {tensor.device}, not on {first.device}: all must be on one device")
 
 
-def check_offsets(name: str, offsets: Any, q: Tensor) -> None:
+def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
+    """Query heads share key heads in equal groups, and both have the same head_dim."""
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{name_of_k} has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal"
+        )
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q == 0:
+        raise ValueError(f"q has {heads_q} heads and {name_of_k} has {heads_kv}: both need at least one")
+    if heads_q % heads_kv != 0:
+        raise ValueError(
+            f"q has {heads_q} heads, which must be a multiple of the {heads_kv} heads of {name_of_k}"
+        )
+
+
+def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
+    """(batch + 1,) int32, contiguous. What it holds is checked with the values."""
+    if offsets is None:
+        raise TypeError(f"{name} must be an int32 torch.Tensor like its partner, got None")
     check_dense(name, offsets)
     if offsets.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {offsets.dtype}")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(offsets.shape)}")
-    check_device(name, offsets, q)
-    check_last_stride(name, offsets)
+    check_device(name, offsets, first)
+    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
+        raise ValueError(f"{name} must be contiguous (stride 1), got stride {offsets.stride(0)}")
 
 
-def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
-    layout = DENSE_CACHE if block_table is None else PAGED_CACHE
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dense(name, cache)
-        if cache.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions {layout}, got shape {tuple(cache.shape)}")
-        if cache.dtype not in (q.dtype, FP8):
-            raise TypeError(
-                f"{name} has dtype {cache.dtype}: it must be {q.dtype}, like queries and new keys, or {FP8}"
-            )
-        check_device(name, cache, q)
-        check_head_dim(name, cache)
-        check_last_stride(name, cache)
-    if k_cache.dtype != v_cache.dtype:
-        raise TypeError(
-            f"v_cache has dtype {v_cache.dtype}, but k_cache has {k_cache.dtype}: they must be equal"
-        )
-    if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
-            f"{tuple(k_cache.shape)}, but for head_dim"
-        )
-    if k_cache.shape[2] == 0:
-        raise ValueError("k_cache has 0 heads: it must have at least one")
-    if block_table is not None and k_cache.shape[1] == 0:
-        raise ValueError("k_cache has page_size 0: a page must hold at least one token")
+def check_longest(name: str, longest: Any) -> None:
+    """``max_seqlen`` beside ``cu_seqlens``."""
+    if longest is None:
+        raise TypeError(f"{name} must be an int beside {name.replace('max_seqlen', 'cu_seqlens')}, got None")
+    check_int(name, longest, 0, MAX_LENGTH)
 
 
-def check_addresses(
-    k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
-) -> None:
-    """Where the sequences lie: pages by the block table, or rows of a dense cache."""
-    if block_table is not None:
-        check_dense("block_table", block_table)
-        if block_table.dtype != torch.int32:
-            raise TypeError(f"block_table must be int32, got {block_table.dtype}")
-        if block_table.dim() != 2 or block_table.shape[0] != batch:
-            raise ValueError(
-                f"block_table must have shape (batch, max_blocks) with batch = {batch}, "
-                f"got {tuple(block_table.shape)}"
-            )
-        check_device("block_table", block_table, k_cache)
-        check_last_stride("block_table", block_table)
-        if cache_batch_idx is not None:
-            raise ValueError(
-                "cache_batch_idx must be None beside block_table: choose rows of the table instead, "
-                "block_table[cache_batch_idx]"
-            )
-        return
-    check_int32("cache_batch_idx", cache_batch_idx, (batch,), "(batch,)", k_cache)
-    if cache_batch_idx is None and k_cache.shape[0] != batch:
-        raise ValueError(
-            f"k_cache has {k_cache.shape[0]} rows, but there are {batch} sequences: they must be equal, or "
-            "cache_batch_idx must choose rows"
-        )
-
-
-def check_int32(name: str, tensor: Any, shape: tuple[int, ...], layout: str, q: Tensor) -> None:
+def check_int32(name: str, tensor: Any, shape: tuple[int, ...], layout: str, first: Tensor) -> None:
     """An int32 tensor of this shape, or None."""
     if tensor is None:
         return
@@ -134,7 +139,7 @@ def check_int32(name: str, tensor: Any, shape: tuple[int, ...], layout: str, q: 
         raise TypeError(f"{name} must be int32, got {tensor.dtype}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {layout} = {shape}, got {tuple(tensor.shape)}")
-    check_device(name, tensor, q)
+    check_device(name, tensor, first)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")
 
@@ -144,57 +149,95 @@ def check_floats(
     tensor: Any,
     shapes: tuple[tuple[int, ...], ...],
     layout: str,
-    q: Tensor,
+    first: Tensor,
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    any_strides: bool = False,
 ) -> None:
     """A tensor of one of these dtypes and shapes, or None."""
     if tensor is None:
         return
     check_dense(name, tensor)
-    if tensor.dtype not in dtypes:
-        allowed = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}")
+    check_dtype(name, tensor, dtypes)
     if tuple(tensor.shape) not in shapes:
-        allowed = " or ".join(map(str, shapes))
+        allowed = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{name} must have shape {layout} = {allowed}, got {tuple(tensor.shape)}")
-    check_device(name, tensor, q)
-    check_last_stride(name, tensor)
+    check_device(name, tensor, first)
+    if not any_strides:
+        check_last_stride(name, tensor)
 
 
-def check_descales(cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
-    if k_descale is None and v_descale is None:
-        return
-    if cache.dtype != FP8:
-        name = "v_descale" if k_descale is None else "k_descale"
-        raise ValueError(f"{name} must be None: the cache is {cache.dtype}, only {FP8} is scaled")
-    check_pair("k_descale", k_descale, "v_descale", v_descale)
-    heads = cache.shape[2]
-    shapes = ((heads,), (cache.shape[0], heads))
-    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-        check_floats(name, descale, shapes, "(heads_kv,) or (cache.shape[0], heads_kv)", cache)
-    assert k_descale is not None
-    assert v_descale is not None
-    if k_descale.dim() != v_descale.dim():
-        raise ValueError(
-            f"v_descale has shape {tuple(v_descale.shape)}, but k_descale has {tuple(k_descale.shape)}: "
-            "they must be equal"
-        )
+def check_slopes(alibi_slopes: Any, batch: int, q: Tensor) -> None:
+    heads = q.shape[-2]
+    check_floats("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)), "(heads,) or (batch, heads)", q)
+
+
+def check_sink(sink: Any, q: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
+    allowed = (torch.float32, q.dtype) if dtypes is None else dtypes
+    check_floats("sink", sink, ((q.shape[-2],),), "(heads_q,)", q, allowed)
 
 
 def check_pair(name_a: str, a: Any, name_b: str, b: Any) -> None:
+    """Both or neither."""
     if (a is None) != (b is None):
         missing, given = (name_a, name_b) if a is None else (name_b, name_a)
         raise ValueError(f"{missing} must be given beside {given}, got None")
 
 
-def check_int(name: str, value: int, least: int, most: int) -> None:
+def check_rotary(
+    cos: Any,
+    sin: Any,
+    first: Tensor,
+    head_dim: int,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Tables of angles, (positions, rotary_dim / 2) each, contiguous; or neither."""
+    check_pair("rotary_cos", cos, "rotary_sin", sin)
+    if cos is None:
+        return
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_dense(name, table)
+        check_dtype(name, table, dtypes)
+        if table.dim() != 2 or not 1 <= table.shape[1] <= head_dim // 2:
+            raise ValueError(
+                f"{name} must have shape (positions, rotary_dim / 2) with rotary_dim from 2 to head_dim = "
+                f"{head_dim}, got {tuple(table.shape)}"
+            )
+        check_device(name, table, first)
+        if not table.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tuple(table.stride())}")
+    if cos.shape != sin.shape:
+        raise ValueError(
+            f"rotary_sin has shape {tuple(sin.shape)}, but rotary_cos has {tuple(cos.shape)}: "
+            "they must be equal"
+        )
+    check_same_dtype("rotary_sin", sin, "rotary_cos", cos)
+
+
+def check_int(name: str, value: int, least: int, most: int, least_said: str | None = None) -> None:
     """Under tracing, a number that comes from data (``.item()``) is checked when the graph runs."""
     if isinstance(value, torch.SymInt):
-        torch._check(value >= least, lambda: f"{name} must be from {least} to {most}")
+        torch._check(value >= least, lambda: f"{name} must be from {least_said or least} to {most}")
     elif not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, got {value}")
+        raise ValueError(f"{name} must be from {least_said or least} to {most}, got {value}")
 
 
-def check_backend(backend: str | None) -> None:
+def check_score_options(options: Any) -> None:
+    """softmax_scale, softcap, window and backend, which all families' options have."""
+    scale, softcap = options.softmax_scale, options.softcap
+    if scale is not None and not abs(scale) <= FLOAT32_MAX:  # so written, it refuses NaN too
+        raise ValueError(f"softmax_scale must be finite in float32, got {scale}")
+    if not 0 <= softcap <= FLOAT32_MAX:
+        raise ValueError(f"softcap must be finite in float32 and at least 0 (0 turns it off), got {softcap}")
+    for name, side in (("window_size[0]", options.window_left), ("window_size[1]", options.window_right)):
+        check_int(name, side, UNLIMITED, MAX_LENGTH, "-1 (unlimited)")
+    check_backend(options.backend)
+
+
+def check_backend(backend: Any) -> None:
     if backend is not None and backend not in PREFERENCE:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

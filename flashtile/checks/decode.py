@@ -1,7 +1,4 @@
-"""Every check of the decoding functions' arguments that looks at types and shapes, never at data.
-
-What needs data is in :mod:`flashtile.checks.values`.
-"""
+"""Checks of the decoding functions: types and shapes (:mod:`flashtile.checks.values` reads data)."""
 
 from __future__ import annotations
 
@@ -9,30 +6,43 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import (
-    PAGED_CACHE,
-    check_addresses,
     check_backend,
-    check_cache,
-    check_descales,
+    check_dense,
     check_device,
     check_dtype,
     check_floats,
+    check_groups,
+    check_head_dim,
+    check_heads_tensor,
     check_int,
     check_int32,
     check_last_stride,
+    check_longest,
     check_offsets,
     check_pair,
-    check_tokens,
+    check_rotary,
+    check_same_dtype,
+    check_score_options,
+    check_sink,
+    check_slopes,
 )
 from flashtile.decode.problem import (
     FP8,
+    MAX_HEAD_DIM,
     MAX_SPLITS,
     AppendOptions,
     AppendTensors,
     CacheTensors,
+    CombineOptions,
+    CopyOptions,
+    CopyTensors,
     DecodeOptions,
+    NoTensors,
 )
-from flashtile.problem import DTYPES, FLOAT32_MAX, MAX_LENGTH, UNLIMITED, check_dense
+from flashtile.problem import DTYPES, MAX_LENGTH, UNLIMITED
+
+DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
+PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
 
 
 def check_decode(
@@ -46,29 +56,20 @@ def check_decode(
         NotImplementedError: a device or head size that flashtile does not serve.
     """
     varlen = tensors.cu_seqlens_q is not None
-    check_tokens("q", q, varlen, "total_q", "seqlen_q", q)
+    check_dense("q", q)
     check_dtype("q", q)
+    check_heads_tensor("q", q, varlen, "total_q", "seqlen_q", q, MAX_HEAD_DIM)
     batch = _batch_of_queries(q, tensors.cu_seqlens_q, options.max_seqlen_q)
-    check_cache(q, k_cache, v_cache, tensors.block_table)
-    if q.shape[-1] != k_cache.shape[-1]:
-        raise ValueError(
-            f"k_cache has head_dim {k_cache.shape[-1]}, but q has {q.shape[-1]}: they must be equal"
-        )
-    heads_q, heads_kv = q.shape[-2], k_cache.shape[-2]
-    if heads_q == 0 or heads_q % heads_kv != 0:
-        raise ValueError(
-            f"q has {heads_q} heads, which must be a multiple of the {heads_kv} heads of k_cache"
-        )
-    check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
+    _check_cache(q, k_cache, v_cache, tensors.block_table)
+    check_groups(q, k_cache, "k_cache")
+    _check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
     for name in ("cache_seqlens", "cache_leftpad"):
         check_int32(name, getattr(tensors, name), (batch,), "(batch,)", q)
     if tensors.cu_seqlens_k_new is not None:
         check_int32("cu_seqlens_k_new", tensors.cu_seqlens_k_new, (batch + 1,), "(batch + 1,)", q)
-    check_floats(
-        "alibi_slopes", tensors.alibi_slopes, ((heads_q,), (batch, heads_q)), "(heads,) or (batch, heads)", q
-    )
-    check_floats("sink", tensors.sink, ((heads_q,),), "(heads,)", q, dtypes=(torch.float32, q.dtype))
-    check_descales(k_cache, tensors.k_descale, tensors.v_descale)
+    check_slopes(tensors.alibi_slopes, batch, q)
+    check_sink(tensors.sink, q)
+    _check_descales(k_cache, tensors.k_descale, tensors.v_descale)
     check_pair("prior_out", tensors.prior_out, "prior_lse", tensors.prior_lse)
     if tensors.prior_out is not None:
         _check_prior(q, v_cache, tensors)
@@ -92,24 +93,24 @@ def check_append(
     """Raise for an append that no backend could do; the errors are those of :func:`check_decode`."""
     slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
     for name, new in (("k", k), ("v", v)):
-        check_tokens(name, new, slots or varlen, "total_new", "seqlen_new", k)
+        check_dense(name, new)
         check_dtype(name, new)
+        check_heads_tensor(name, new, slots or varlen, "total_new", "seqlen_new", k, MAX_HEAD_DIM)
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, but for head_dim"
         )
-    check_cache(k, k_cache, v_cache, tensors.block_table)
+    _check_cache(k, k_cache, v_cache, tensors.block_table)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if new.shape[-2:] != cache.shape[-2:]:
             raise ValueError(
                 f"{name} has (heads, head_dim) = {tuple(new.shape[-2:])}, but {name}_cache has "
                 f"{tuple(cache.shape[-2:])}: they must be equal"
             )
-        if cache.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}_cache requires grad, but is written in place: it must be detached")
-    if v.dtype != k.dtype:
-        raise TypeError(f"v has dtype {v.dtype}, but k has {k.dtype}: they must be equal")
-    check_descales(k_cache, tensors.k_descale, tensors.v_descale)
+    check_no_gradient(k_cache, v_cache)
+    check_written(("k_cache", k_cache), ("v_cache", v_cache))
+    check_same_dtype("v", v, "k", k)
+    _check_descales(k_cache, tensors.k_descale, tensors.v_descale)
     check_backend(options.backend)
     if slots:
         _check_slots(k, tensors)
@@ -123,14 +124,14 @@ def check_append(
     else:
         batch = k.shape[0]
     check_int32("cache_seqlens", tensors.cache_seqlens, (batch,), "(batch,)", k)
-    check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
+    _check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
     _check_rotary(k, batch, tensors)
 
 
 def check_copy(
-    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
+    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise for a copy that no backend could do; the caches have a dimension of layers in front."""
+    """Raise for a copy that no backend could do. The caches may have a dimension of layers in front."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
         if cache.dim() not in (4, 5):
@@ -147,6 +148,7 @@ def check_copy(
             f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
             f"{tuple(k_cache.shape)}, but for head_dim"
         )
+    check_written(("k_cache", k_cache), ("v_cache", v_cache))
     check_dense("block_pairs", block_pairs)
     if block_pairs.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"block_pairs must be int32 or int64, got {block_pairs.dtype}")
@@ -157,12 +159,39 @@ def check_copy(
     check_device("block_pairs", block_pairs, k_cache)
     expected = (*k_cache.shape[:-3], k_cache.shape[-2])
     layout = "(num_blocks, heads_kv), with num_layers in front where the caches have it"
-    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+    for name, descale in zip(tensors._fields, tensors, strict=True):
         check_floats(name, descale, (expected,), layout, k_cache)
-    check_pair("k_descale", k_descale, "v_descale", v_descale)
+    check_pair("k_descale", tensors.k_descale, "v_descale", tensors.v_descale)
+    check_backend(options.backend)
 
 
-def check_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, dtype: torch.dtype) -> None:
+def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise for a cache that is written in place and requires a gradient."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if isinstance(cache, Tensor) and cache.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, but is written in place: it must be detached")
+
+
+def check_written(*caches: tuple[str, Tensor]) -> None:
+    """Raise for tensors written in place of which two elements are one place in memory."""
+    for name, cache in caches:
+        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(
+                f"{name} is expanded (strides {tuple(cache.stride())}), but is written in place: "
+                f"call {name}.contiguous() first and keep the copy"
+            )
+    check_two_caches(*(cache for _, cache in caches))
+
+
+def check_two_caches(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise for keys and values that would be written to the same memory."""
+    if k_cache is v_cache:
+        raise ValueError("v_cache is k_cache: keys and values need memory of their own")
+
+
+def check_combine(
+    out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
+) -> None:
     """Raise for partial results that do not fit together."""
     check_dense("out_partial", out_partial)
     check_dense("lse_partial", lse_partial)
@@ -186,10 +215,13 @@ def check_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, 
     check_device("out_partial", out_partial, out_partial)
     check_device("lse_partial", lse_partial, out_partial)
     check_last_stride("out_partial", out_partial)
-    if dtype not in DTYPES:
-        raise TypeError(f"out_dtype must be float16, bfloat16, float32 or float64, got {dtype}")
-    if out is None:
-        return
+    if options.out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype must be float16, bfloat16, float32 or float64, got {options.out_dtype}")
+    check_backend(options.backend)
+
+
+def check_combined_into(out_partial: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    """Raise for an ``out`` that cannot take the result."""
     check_dense("out", out)
     check_device("out", out, out_partial)
     if out.shape != out_partial.shape[1:]:
@@ -204,27 +236,18 @@ def _batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int 
             raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {max_seqlen_q}")
         return q.shape[0]
     check_offsets("cu_seqlens_q", cu_seqlens_q, q)
-    if max_seqlen_q is None:
-        raise TypeError("max_seqlen_q must be an int beside cu_seqlens_q, got None")
-    check_int("max_seqlen_q", max_seqlen_q, 0, MAX_LENGTH)
+    check_longest("max_seqlen_q", max_seqlen_q)
     return cu_seqlens_q.shape[0] - 1
 
 
 def _check_options(options: DecodeOptions) -> None:
-    scale, softcap = options.softmax_scale, options.softcap
-    if scale is not None and not abs(scale) <= FLOAT32_MAX:  # so written, it refuses NaN too
-        raise ValueError(f"softmax_scale must be finite in float32, got {scale}")
-    if not 0 <= softcap <= FLOAT32_MAX:
-        raise ValueError(f"softcap must be finite in float32 and at least 0 (0 turns it off), got {softcap}")
-    check_int("window_size[0]", options.window_left, UNLIMITED, MAX_LENGTH)
-    check_int("window_size[1]", options.window_right, UNLIMITED, MAX_LENGTH)
+    check_score_options(options)
     check_int("num_splits", options.num_splits, 0, MAX_SPLITS)
     check_int("split_size", options.split_size, 0, MAX_LENGTH)
     if options.num_splits > 0 and options.split_size > 0:
         raise ValueError(
             f"split_size must be None beside num_splits = {options.num_splits}, got {options.split_size}"
         )
-    check_backend(options.backend)
 
 
 def _check_tree(
@@ -282,31 +305,81 @@ def _check_slots(k: Tensor, tensors: AppendTensors) -> None:
 
 
 def _check_rotary(k: Tensor, batch: int, tensors: AppendTensors) -> None:
-    cos, sin = tensors.rotary_cos, tensors.rotary_sin
-    check_pair("rotary_cos", cos, "rotary_sin", sin)
+    check_rotary(tensors.rotary_cos, tensors.rotary_sin, k, k.shape[-1], (k.dtype, torch.float32))
     check_int32("rotary_seqlens", tensors.rotary_seqlens, (batch,), "(batch,)", k)
-    if cos is None or sin is None:
-        if tensors.rotary_seqlens is not None:
-            raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin")
-        return
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_dense(name, table)
-        if table.dtype not in (k.dtype, torch.float32):
-            raise TypeError(f"{name} must be {k.dtype} like k, or float32, got {table.dtype}")
-        if table.dim() != 2 or not 1 <= table.shape[1] <= k.shape[-1] // 2:
-            raise ValueError(
-                f"{name} must have shape (positions, rotary_dim / 2) with rotary_dim from 2 to head_dim = "
-                f"{k.shape[-1]}, got {tuple(table.shape)}"
+    if tensors.rotary_cos is None and tensors.rotary_seqlens is not None:
+        raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin")
+
+
+def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
+    layout = DENSE_CACHE if block_table is None else PAGED_CACHE
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dense(name, cache)
+        if cache.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions {layout}, got shape {tuple(cache.shape)}")
+        if cache.dtype not in (q.dtype, FP8):
+            raise TypeError(
+                f"{name} has dtype {cache.dtype}: it must be {q.dtype}, like queries and new keys, or {FP8}"
             )
-        check_device(name, table, k)
-        if not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tuple(table.stride())}")
-    if cos.shape != sin.shape:
+        check_device(name, cache, q)
+        check_head_dim(name, cache, MAX_HEAD_DIM)
+        check_last_stride(name, cache)
+    check_same_dtype("v_cache", v_cache, "k_cache", k_cache)
+    if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
-            f"rotary_sin has shape {tuple(sin.shape)}, but rotary_cos has {tuple(cos.shape)}: "
-            "they must be equal"
+            f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
+            f"{tuple(k_cache.shape)}, but for head_dim"
         )
-    if cos.dtype != sin.dtype:
-        raise TypeError(
-            f"rotary_sin has dtype {sin.dtype}, but rotary_cos has {cos.dtype}: they must be equal"
+    if k_cache.shape[2] == 0:
+        raise ValueError("k_cache has 0 heads: it must have at least one")
+    if block_table is not None and k_cache.shape[1] == 0:
+        raise ValueError("k_cache has page_size 0: a page must hold at least one token")
+
+
+def _check_addresses(
+    k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
+) -> None:
+    """Where the sequences lie: pages by the block table, or rows of a dense cache."""
+    if block_table is not None:
+        check_dense("block_table", block_table)
+        if block_table.dtype != torch.int32:
+            raise TypeError(f"block_table must be int32, got {block_table.dtype}")
+        if block_table.dim() != 2 or block_table.shape[0] != batch:
+            raise ValueError(
+                f"block_table must have shape (batch, max_blocks) with batch = {batch}, "
+                f"got {tuple(block_table.shape)}"
+            )
+        check_device("block_table", block_table, k_cache)
+        check_last_stride("block_table", block_table)
+        if cache_batch_idx is not None:
+            raise ValueError(
+                "cache_batch_idx must be None beside block_table: choose rows of the table instead, "
+                "block_table[cache_batch_idx]"
+            )
+        return
+    check_int32("cache_batch_idx", cache_batch_idx, (batch,), "(batch,)", k_cache)
+    if cache_batch_idx is None and k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache has {k_cache.shape[0]} rows, but there are {batch} sequences: they must be equal, or "
+            "cache_batch_idx must choose rows"
+        )
+
+
+def _check_descales(cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
+    if k_descale is None and v_descale is None:
+        return
+    if cache.dtype != FP8:
+        name = "v_descale" if k_descale is None else "k_descale"
+        raise ValueError(f"{name} must be None: the cache is {cache.dtype}, only {FP8} is scaled")
+    check_pair("k_descale", k_descale, "v_descale", v_descale)
+    heads = cache.shape[2]
+    shapes = ((heads,), (cache.shape[0], heads))
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        check_floats(name, descale, shapes, "(heads_kv,) or (cache.shape[0], heads_kv)", cache)
+    assert k_descale is not None
+    assert v_descale is not None
+    if k_descale.dim() != v_descale.dim():
+        raise ValueError(
+            f"v_descale has shape {tuple(v_descale.shape)}, but k_descale has {tuple(k_descale.shape)}: "
+            "they must be equal"
         )

@@ -1,4 +1,4 @@
-"""Every check of the FP8 functions' arguments that looks at types and shapes, never at data."""
+"""Checks of the FP8 functions: types and shapes, and at the end data."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 from flashtile.checks.arguments import (
     check_backend,
+    check_choice,
+    check_dense,
     check_device,
+    check_dtype,
     check_floats,
+    check_heads_tensor,
     check_int,
     check_int32,
-    check_last_stride,
+    check_longest,
     check_offsets,
+    check_rotary,
+    check_sink,
 )
+from flashtile.checks.attention import check_call
+from flashtile.checks.values import check_lengths, check_offset_values, check_used
 from flashtile.fp8 import layout
 from flashtile.fp8.layout import E4M3, KEY_BLOCK, METHODS, QUERY_BLOCK, ROLES
-from flashtile.fp8.problem import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
+from flashtile.fp8.problem import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.fp8.quantized import Quantized
-from flashtile.problem import (
-    MAX_HEAD_DIM,
-    MAX_LENGTH,
-    Extras,
-    Options,
-    check_call,
-    check_dense,
-)
 
 SOURCE_DTYPES = (torch.float16, torch.bfloat16)
 TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,26 +46,15 @@ def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions
     check_choice("method", options.method, METHODS)
     check_backend(options.backend)
     check_dense("x", x)
-    varlen = tensors.cu_seqlens is not None
-    rank, named = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
-    if x.dim() != rank:
-        raise ValueError(f"x must have {rank} dimensions {named}, got shape {tuple(x.shape)}")
-    if x.dtype not in SOURCE_DTYPES:
-        raise TypeError(f"x must be float16 or bfloat16, got {x.dtype}")
-    check_device("x", x, x)
-    head_dim = x.shape[-1]
-    if head_dim == 0 or x.shape[-2] == 0:
-        raise ValueError(f"x must have at least one head and one column, got shape {tuple(x.shape)}")
-    if head_dim > MAX_HEAD_DIM:
-        raise NotImplementedError(f"x has head_dim {head_dim}: it must be from 1 to {MAX_HEAD_DIM}")
-    check_last_stride("x", x)
+    check_dtype("x", x, SOURCE_DTYPES)
+    check_heads_tensor("x", x, tensors.cu_seqlens is not None, "total", "seqlen", x)
+    if x.shape[-2] == 0:
+        raise ValueError(f"x must have at least one head, got shape {tuple(x.shape)}")
     batch = x.shape[0]
     if tensors.cu_seqlens is not None:
         check_offsets("cu_seqlens", tensors.cu_seqlens, x)
         batch = tensors.cu_seqlens.shape[0] - 1
-        if options.max_seqlen is None:
-            raise TypeError("max_seqlen must be an int beside cu_seqlens, got None")
-        check_int("max_seqlen", options.max_seqlen, 0, MAX_LENGTH)
+        check_longest("max_seqlen", options.max_seqlen)
     elif options.max_seqlen is not None:
         raise ValueError(f"max_seqlen must be None without cu_seqlens, got {options.max_seqlen}")
     check_int32("seqused", tensors.seqused, (batch,), "(batch,)", x)
@@ -82,23 +71,8 @@ def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: Quan
         return
     if options.role == "v":
         raise ValueError("rotary_cos must be None for role 'v': values have no positions")
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if table is None:
-            raise TypeError(f"{name} must be a torch.Tensor beside its partner, got None")
-        check_dense(name, table)
-        if table.dim() != 2 or table.shape[0] == 0 or not 0 < 2 * table.shape[1] <= x.shape[-1]:
-            raise ValueError(
-                f"{name} must have shape (positions, rotary_dim / 2) with rotary_dim from 2 to the "
-                f"{x.shape[-1]} of head_dim, got {tuple(table.shape)}"
-            )
-        check_floats(name, table, (tuple(table.shape),), "(positions, rotary_dim / 2)", x, TABLE_DTYPES)
+    check_rotary(cos, sin, x, x.shape[-1], TABLE_DTYPES)
     assert cos is not None
-    assert sin is not None
-    if cos.shape != sin.shape or cos.dtype != sin.dtype:
-        raise ValueError(
-            f"rotary_sin must have the shape and dtype of rotary_cos, {tuple(cos.shape)} {cos.dtype}, "
-            f"got {tuple(sin.shape)} {sin.dtype}"
-        )
     check_int32("rotary_offset", offsets, (batch,), "(batch,)", x)
     longest = options.max_seqlen if tensors.cu_seqlens is not None else x.shape[1]
     assert longest is not None
@@ -137,18 +111,18 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
         )
 
 
-def check_attend(
-    q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras, options: Options, fp8: AttendOptions
-) -> None:
+def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions) -> None:
     """Raise for an attention call in e4m3 that no backend could compute, as :func:`check_quantize`."""
-    check_call(q, k, k if fp8.v_transposed else v, extras._replace(sink=None), options, (E4M3,))
+    extras = tensors.extras
+    rows = k if options.v_transposed else v  # of values, one by one
+    check_call(q, k, rows, extras._replace(sink=None), options.shared, (E4M3,))
     batch = q.shape[0] if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    if extras.sink is not None:
-        check_floats("sink", extras.sink, ((heads_q,),), "(heads_q,)", q, TABLE_DTYPES)
-    blocks_q, blocks_k = _blocks(q, QUERY_BLOCK, batch, extras), _blocks(k, KEY_BLOCK, batch, extras)
-    first = () if extras.cu_seqlens_q is not None else (batch,)
-    if fp8.v_transposed:
+    check_sink(extras.sink, q, TABLE_DTYPES)
+    packed = extras.cu_seqlens_q is not None
+    blocks_q, blocks_k = _blocks(q, QUERY_BLOCK, batch, packed), _blocks(k, KEY_BLOCK, batch, packed)
+    first = () if packed else (batch,)
+    if options.v_transposed:
         columns = blocks_k * KEY_BLOCK
         check_dense("v", v)
         fits = v.dim() == len(first) + 3 and (*v.shape[:-2], v.shape[-1]) == (*first, heads_kv, columns)
@@ -159,36 +133,36 @@ def check_attend(
             )
         check_device("v", v, q)
     for name, scale, heads, blocks in (
-        ("q_descale", scales.q, heads_q, blocks_q),
-        ("k_descale", scales.k, heads_kv, blocks_k),
-        ("v_descale", scales.v, heads_kv, blocks_k),
+        ("q_descale", tensors.q_descale, heads_q, blocks_q),
+        ("k_descale", tensors.k_descale, heads_kv, blocks_k),
+        ("v_descale", tensors.v_descale, heads_kv, blocks_k),
     ):
-        if fp8.block_scales:
+        if options.block_scales:
             shapes: tuple[tuple[int, ...], ...] = ((*first, heads, blocks),)
             named = "(batch, heads, blocks)"
         else:
             shapes, named = ((batch, heads_kv), (batch, heads)), "(batch, heads_kv)"
-        check_scale(name, scale, shapes, named, q)
+        check_floats(name, scale, shapes, named, q, any_strides=True)
 
 
-def check_scale(name: str, scale: Any, shapes: tuple[tuple[int, ...], ...], named: str, q: Tensor) -> None:
-    """A float32 tensor of one of these shapes and any strides, or None."""
-    if scale is None:
-        return
-    check_dense(name, scale)
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, got {scale.dtype}")
-    if tuple(scale.shape) not in shapes:
-        raise ValueError(f"{name} must have shape {named} = {shapes[0]}, got {tuple(scale.shape)}")
-    check_device(name, scale, q)
+def _blocks(rows: Tensor, block: int, batch: int, packed: bool) -> int:
+    if packed:
+        return layout.num_blocks_varlen(rows.shape[0], batch, block)
+    return layout.num_blocks(rows.shape[1], block)
 
 
-def _blocks(rows: Tensor, block: int, batch: int, extras: Extras) -> int:
-    if extras.cu_seqlens_q is None:
-        return layout.num_blocks(rows.shape[1], block)
-    return layout.num_blocks_varlen(rows.shape[0], batch, block)
+def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
+    """Raise ValueError for lengths that no sequences of x can have."""
+    lengths = [x.shape[1]] * x.shape[0] if tensors.cu_seqlens is None else []
+    if tensors.cu_seqlens is not None:
+        assert options.max_seqlen is not None
+        check_offset_values("cu_seqlens", tensors.cu_seqlens, x.shape[0], options.max_seqlen)
+        lengths = tensors.cu_seqlens.diff().tolist()
+    if tensors.seqused is not None:
+        check_used("seqused", tensors.seqused, lengths, "rows")
 
 
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def check_attend_values(
+    q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
+) -> None:
+    check_lengths(q, k, v, tensors.extras, options.shared)

@@ -1,7 +1,7 @@
-"""Checks of the decoding functions' data: lengths, block tables, writers.
+"""Checks of data: lengths, offsets, block tables, writers.
 
-They read from the device, and so are done for every CPU call but for CUDA calls only when asked for
-(``debug_checks=True`` or ``FLASHTILE_DEBUG=1``). The kernels stay within the caches in any case.
+They read from the device, and so are done for every call on the CPU but on a GPU only when they are asked for
+(``debug_checks=True`` or ``FLASHTILE_DEBUG=1``). The kernels stay within the tensors in any case.
 """
 
 from __future__ import annotations
@@ -11,21 +11,64 @@ import itertools
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Options
 from flashtile.decode.addresses import destinations, new_tokens, sequence_lengths
-from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions, capacity
-from flashtile.problem import check_offsets, debug_checks
+from flashtile.decode.problem import (
+    AppendOptions,
+    AppendTensors,
+    CacheTensors,
+    CopyOptions,
+    CopyTensors,
+    DecodeOptions,
+    capacity,
+)
 
 
-def wanted(q: Tensor, asked: bool) -> bool:
-    """Whether the data of a call on the device of ``q`` is checked."""
-    return asked or not q.is_cuda or debug_checks()
+def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
+    """Raise ValueError for lengths that no sequences of these tensors can have."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = extras
+    if cu_seqlens_q is not None:
+        assert cu_seqlens_k is not None
+        assert options.max_seqlen_q is not None
+        assert options.max_seqlen_k is not None
+        check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], options.max_seqlen_q)
+        check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], options.max_seqlen_k)
+    if seqused_k is not None:
+        lengths = [k.shape[1]] * k.shape[0] if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
+        check_used("seqused_k", seqused_k, lengths, "keys")
 
 
-def check_decode_values(q: Tensor, k_cache: Tensor, tensors: CacheTensors, options: DecodeOptions) -> None:
+def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
+    """Raise ValueError unless each sequence uses at most the tokens that it has."""
+    for b, (count, length) in enumerate(zip(used.tolist(), lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise ValueError(f"{name} must be from 0 to the {length} {noun} of sequence {b}, got {count}")
+
+
+def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    """Raise unless ``cu_seqlens`` rises from 0 up to ``total`` in steps of at most ``max_seqlen``."""
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {offsets[0]}")
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if end < start:
+            raise ValueError(f"{name} must not decrease, got {start} then {end} at entry {i + 1}")
+        if end - start > max_seqlen:
+            raise ValueError(
+                f"{name} has a sequence of {end - start} tokens (number {i}), "
+                f"longer than {name.replace('cu_seqlens', 'max_seqlen')} = {max_seqlen}"
+            )
+    if offsets[-1] > total:
+        raise ValueError(f"{name} must end within the tensor's {total} tokens, got {offsets[-1]}")
+
+
+def check_decode_values(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> None:
     """Raise ValueError for lengths, offsets or block numbers that lead out of the cache."""
     if tensors.cu_seqlens_q is not None:
         assert options.max_seqlen_q is not None
-        check_offsets("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0], options.max_seqlen_q)
+        check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0], options.max_seqlen_q)
         batch = tensors.cu_seqlens_q.shape[0] - 1
     else:
         batch = q.shape[0]
@@ -44,12 +87,14 @@ def check_decode_values(q: Tensor, k_cache: Tensor, tensors: CacheTensors, optio
         _check_table(k_cache, tensors.block_table, lengths)
 
 
-def check_append_values(k_cache: Tensor, k: Tensor, tensors: AppendTensors, options: AppendOptions) -> None:
+def check_append_values(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
+) -> None:
     """Raise ValueError for an append past the capacity, out of the pool or with two writers of one place."""
     if tensors.cu_seqlens_k_new is not None:
         longest = options.max_seqlen_k_new
         most_new = k.shape[0] if longest is None else longest
-        check_offsets("cu_seqlens_k_new", tensors.cu_seqlens_k_new, k.shape[0], most_new)
+        check_offset_values("cu_seqlens_k_new", tensors.cu_seqlens_k_new, k.shape[0], most_new)
     most = capacity(k_cache, tensors.block_table)
     if tensors.slot_mapping is not None:
         slots = k_cache.shape[0] * k_cache.shape[1]
@@ -85,7 +130,7 @@ def check_prefix_values(
     batch, page_size = q.shape[0], k_cache.shape[1]
     starts = [0, batch]
     if cu_prefix_groups is not None:
-        check_offsets("cu_prefix_groups", cu_prefix_groups, batch, batch)
+        check_offset_values("cu_prefix_groups", cu_prefix_groups, batch, batch)
         starts = cu_prefix_groups.tolist()
         if starts[-1] != batch:
             raise ValueError(f"cu_prefix_groups must end with the {batch} sequences of q, got {starts[-1]}")
@@ -108,8 +153,11 @@ def check_prefix_values(
             )
 
 
-def check_copy_values(num_blocks: int, block_pairs: Tensor) -> None:
+def check_copy_values(
+    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
+) -> None:
     """Raise ValueError for blocks out of the pool, two writers of a block, or a source that is written."""
+    num_blocks = k_cache.shape[-4]
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
     for name, blocks in (("sources", sources), ("destinations", destinations)):
         _check_between(f"block_pairs ({name})", blocks, 0, num_blocks - 1, "the last block of the pool")

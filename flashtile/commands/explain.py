@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from flashtile import dispatch
+from flashtile import explanations
 from flashtile.bench.workloads import DTYPES
 from flashtile.commands.devices import parse_device
 from flashtile.io_model import CARDS, Call, Card, card_of_device, estimates, find_card, measured_card
@@ -97,7 +97,7 @@ def explain(
     v = tensor(seqlen_k, kv_heads, head_dim_v or head_dim)
     offsets = torch.empty(batch + 1, dtype=torch.int32, device=place) if varlen else None
     try:
-        explanation = dispatch.explain(
+        explanation = explanations.explain(
             q,
             k,
             v,

@@ -10,8 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashtile import machine
-from flashtile.dispatch import PREFERENCE, load_backend
-from flashtile.problem import DTYPES, Problem
+from flashtile.attn.operators import FORWARD
+from flashtile.attn.problem import Problem
+from flashtile.op.selection import load_part
+from flashtile.problem import DTYPES, PREFERENCE
 
 
 def info() -> None:
@@ -57,7 +59,7 @@ def _served(name: str, device: torch.device) -> tuple[list[str], dict[str, list[
     served: list[str] = []
     reasons: dict[str, list[str]] = {}
     try:
-        backend = load_backend(name)
+        backend = load_part(name, FORWARD)
     except ImportError as error:
         return served, {f"cannot be imported: {error}": ["any dtype"]}
     for dtype, problem in _plain_calls(device):

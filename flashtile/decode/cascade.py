@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int, make_options
-from flashtile.checks.values import check_prefix_values, wanted
-from flashtile.decode import operators
-from flashtile.decode.arguments import cast_for_autocast, check_flag, split_arguments
+from flashtile.arguments import as_int, cast_for_autocast, check_flag, make_options, split_arguments
+from flashtile.checks.arguments import ERRORS, check_dense, check_device, renamed
+from flashtile.checks.decode import check_decode
+from flashtile.checks.values import check_prefix_values
+from flashtile.decode.operators import DECODE
 from flashtile.decode.problem import CacheTensors, DecodeOptions
-from flashtile.problem import MAX_LENGTH, check_dense
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.problem import MAX_LENGTH
 
 
 def flash_attn_with_shared_prefix(
@@ -68,23 +70,21 @@ def flash_attn_with_shared_prefix(
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
     """
     masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
+    check_flag("return_softmax_lse", return_softmax_lse)
     check_flag("debug_checks", debug_checks)
     num_splits, split_size = split_arguments(num_splits, split_size)
     if torch._C._is_any_autocast_enabled():
         (q,) = cast_for_autocast(k_cache, q)
     _check(q, block_table, cache_seqlens)
-    batch, seqlen_q, heads, _ = q.shape
+    batch, seqlen_q, heads, head_dim = q.shape
     of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
-    given = (q, block_table, cache_seqlens, of_groups, cu_prefix_groups)
-    if operators.is_plain(*given, inference=True) and wanted(q, debug_checks):
-        check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
-
     options = DecodeOptions(
         softmax_scale=masking.softmax_scale,
         causal=masking.causal,
         softcap=masking.softcap,
         num_splits=num_splits,
         split_size=split_size,
+        return_lse=return_softmax_lse,
         backend=backend,
         debug_checks=debug_checks,
     )
@@ -92,28 +92,38 @@ def flash_attn_with_shared_prefix(
         cache_seqlens=cache_seqlens, block_table=block_table, sink=sink, k_descale=k_descale,
         v_descale=v_descale,
     )  # fmt: skip
+    given = (q, block_table, cache_seqlens, of_groups, cu_prefix_groups)
+    if reads_values(q, debug_checks) and is_plain(given[:-1], given[-1:]):
+        check_decode(q, k_cache, v_cache, own, options)
+        check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
+
     if batch > 0:
-        of_prefix = options._replace(causal=False, partial=True)
+        of_prefix = options._replace(causal=False, partial=True, return_lse=True)
         if cu_prefix_groups is None:
-            rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, -1), block_table[:1], None
+            rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
         else:
-            rows, table = q.reshape(batch * seqlen_q, heads, -1), block_table[cu_prefix_groups[:-1]]
-            offsets = cu_prefix_groups * seqlen_q
+            rows = q.reshape(batch * seqlen_q, heads, head_dim)
+            first = cu_prefix_groups[:-1].clamp(max=batch - 1)  # an empty last group starts behind all rows
+            table, offsets = block_table[first], cu_prefix_groups * seqlen_q
             of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
         tensors = CacheTensors(
             cache_seqlens=of_groups, block_table=table, cu_seqlens_q=offsets, k_descale=k_descale,
             v_descale=v_descale,
         )  # fmt: skip
-        out, lse = operators.decode(rows, k_cache, v_cache, tensors, of_prefix)
+        try:
+            out, lse = DECODE((rows, k_cache, v_cache), tensors, of_prefix)
+        except ERRORS as error:
+            names = {"cache_seqlens": "prefix_seqlens", "cu_seqlens_q": "cu_prefix_groups"}
+            raise renamed(error, names) from None
         if of_sequences is None:
             assert cu_prefix_groups is not None
             of_sequences = of_groups.repeat_interleave(cu_prefix_groups.diff(), output_size=batch)
         own = own._replace(
             cache_leftpad=of_sequences,  # keys of the prefix do not exist here, others keep their positions
-            prior_out=out.view(batch * seqlen_q, heads, -1),
+            prior_out=out.view(batch * seqlen_q, heads, -1) if out.numel() else out.flatten(0, -3),
             prior_lse=lse.view(heads, batch * seqlen_q),
         )
-    out, lse = operators.decode(q, k_cache, v_cache, own, options, bool(return_softmax_lse))
+    out, lse = DECODE((q, k_cache, v_cache), own, options)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -143,11 +153,7 @@ def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Te
             raise ValueError(
                 f"cu_prefix_groups must have shape (num_groups + 1,), got {tuple(cu_prefix_groups.shape)}"
             )
-        if cu_prefix_groups.device != q.device:
-            raise ValueError(
-                f"cu_prefix_groups is on {cu_prefix_groups.device}, not on {q.device}: "
-                "all must be on one device"
-            )
+        check_device("cu_prefix_groups", cu_prefix_groups, q)
         groups = cu_prefix_groups.shape[0] - 1
     if not isinstance(prefix_seqlens, Tensor):
         length = as_int("prefix_seqlens", prefix_seqlens)
@@ -162,10 +168,7 @@ def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Te
         raise ValueError(
             f"prefix_seqlens must have shape (num_groups,) = {(groups,)}, got {tuple(prefix_seqlens.shape)}"
         )
-    if prefix_seqlens.device != q.device:
-        raise ValueError(
-            f"prefix_seqlens is on {prefix_seqlens.device}, not on {q.device}: all must be on one device"
-        )
+    check_device("prefix_seqlens", prefix_seqlens, q)
     if cu_prefix_groups is None:
         return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
     return prefix_seqlens, None

@@ -12,17 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int, make_options
-from flashtile.checks.decode import check_combine, check_copy
-from flashtile.decode import operators
-from flashtile.decode.arguments import (
+from flashtile.arguments import (
+    as_int,
     cast_for_autocast,
     check_flag,
     dense_tree,
     lengths_tensor,
+    make_options,
     split_arguments,
 )
-from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
+from flashtile.checks.decode import check_combine, check_combined_into, check_copy, check_two_caches
+from flashtile.decode import operators
+from flashtile.decode.problem import (
+    AppendOptions,
+    AppendTensors,
+    CacheTensors,
+    CombineOptions,
+    CopyOptions,
+    CopyTensors,
+    DecodeOptions,
+    NoTensors,
+)
 
 
 def flash_attn_with_kvcache(
@@ -115,6 +125,7 @@ def flash_attn_with_kvcache(
     masking = make_options(max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend)
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
+    check_flag("return_softmax_lse", return_softmax_lse)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast_for_autocast(k_cache, q, k, v)
     num_splits, split_keys = split_arguments(num_splits, split_size)
@@ -127,7 +138,8 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     options = DecodeOptions(
         masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
-        masking.window_right, masking.softcap, num_splits, split_keys, False, backend, debug_checks,
+        masking.window_right, masking.softcap, num_splits, split_keys, False, return_softmax_lse, backend,
+        debug_checks,
     )  # fmt: skip
     if k is None and v is None:
         if not (rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None):
@@ -138,9 +150,10 @@ def flash_attn_with_kvcache(
                 cu_seqlens_k_new=cu_seqlens_k_new,
                 max_seqlen_k_new=max_seqlen_k_new,
             )
-        out, lse = operators.decode(q, k_cache, v_cache, tensors, options, bool(return_softmax_lse))
+        out, lse = operators.DECODE((q, k_cache, v_cache), tensors, options)
         return (out, lse) if return_softmax_lse else out
 
+    check_two_caches(k_cache, v_cache)
     if k is None or v is None:
         missing = "k" if k is None else "v"
         raise ValueError(f"{missing} must be given beside {'v' if k is None else 'k'}, got None")
@@ -161,7 +174,7 @@ def flash_attn_with_kvcache(
     if cu_seqlens_k_new is None and isinstance(k, Tensor) and k.dim() == 4:
         options = options._replace(seqlen_new=k.shape[1])
     out, lse = operators.append_and_decode(
-        q, k_cache, v_cache, k, v, appended, append_options, tensors, options, bool(return_softmax_lse)
+        q, k_cache, v_cache, k, v, appended, append_options, tensors, options
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -205,6 +218,7 @@ def append_kvcache(
     """
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
+    check_two_caches(k_cache, v_cache)
     if torch._C._is_any_autocast_enabled():
         k, v = cast_for_autocast(k_cache, k, v)
     if max_seqlen_k_new is not None:
@@ -243,12 +257,12 @@ def copy_blocks(
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
     """
     check_flag("debug_checks", debug_checks)
-    check_copy(k_cache, v_cache, block_pairs, k_descale, v_descale)
+    tensors, options = CopyTensors(k_descale, v_descale), CopyOptions(backend, debug_checks)
+    check_copy(k_cache, v_cache, block_pairs, tensors, options)
     if k_cache.dim() == 4:
         k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
-        if k_descale is not None and v_descale is not None:
-            k_descale, v_descale = k_descale.unsqueeze(0), v_descale.unsqueeze(0)
-    operators.copy_blocks(k_cache, v_cache, block_pairs, k_descale, v_descale, backend, debug_checks)
+        tensors = CopyTensors(*(None if t is None else t.unsqueeze(0) for t in tensors))
+    operators.copy_blocks(k_cache, v_cache, block_pairs, tensors, options)
 
 
 def flash_attn_combine(
@@ -281,11 +295,14 @@ def flash_attn_combine(
         dtype = out.dtype if isinstance(out, Tensor) else getattr(out_partial, "dtype", torch.float32)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or None, got {type(dtype).__name__}")
-    check_combine(out_partial, lse_partial, out, dtype)
+    options = CombineOptions(dtype, backend)
+    check_combine(out_partial, lse_partial, NoTensors(), options)
+    if out is not None:
+        check_combined_into(out_partial, out, dtype)
     varlen = out_partial.dim() == 4
     if varlen:
         out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)
-    result, lse = operators.combine(out_partial, lse_partial, dtype, backend)
+    result, lse = operators.COMBINE((out_partial, lse_partial), operators.COMBINE.nothing, options)
     lse = lse.transpose(-1, -2)
     if varlen:
         result, lse = result[0], lse[0]

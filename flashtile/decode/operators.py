@@ -1,73 +1,123 @@
-"""``torch.library`` operators of the decoding functions, with fakes; those that write caches say so.
-
-A plain eager call skips the dispatcher, whose host time exceeds the launch's.
-"""
+"""Decoding as operations: attention over a cache, appending to it, combining parts, copying blocks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.attn.operators import _library
-from flashtile.checks.decode import check_append, check_combine, check_copy, check_decode
-from flashtile.decode import launches
-from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions, out_dtype
-
-_library.define(
-    "decode(Tensor q, Tensor k_cache, Tensor v_cache, "
-    "Tensor? cache_seqlens, Tensor? cache_leftpad, Tensor? cache_batch_idx, Tensor? block_table, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, Tensor? alibi_slopes, Tensor? sink, "
-    "Tensor? k_descale, Tensor? v_descale, Tensor? tree_mask, Tensor? prior_out, Tensor? prior_lse, "
-    "SymInt? max_seqlen_q, SymInt seqlen_new, float? softmax_scale, bool causal, "
-    "SymInt window_left, SymInt window_right, float softcap, int num_splits, int split_size, bool partial, "
-    "str? backend, bool debug_checks) -> (Tensor, Tensor)"
+from flashtile.caches import BoundedCache
+from flashtile.checks.decode import (
+    check_append,
+    check_combine,
+    check_copy,
+    check_decode,
+    check_no_gradient,
 )
-_library.define(
-    "append_kvcache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
-    "Tensor? cache_seqlens, Tensor? slot_mapping, Tensor? cache_batch_idx, Tensor? block_table, "
-    "Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, "
-    "Tensor? k_descale, Tensor? v_descale, Tensor? q, Tensor? cu_seqlens_q, Tensor(c!)? q_rotated, "
-    "SymInt? max_seqlen_k_new, SymInt? max_seqlen_q, bool rotary_interleaved, bool rotate_q_by_token, "
-    "str? backend, bool debug_checks) -> ()"
+from flashtile.checks.values import check_append_values, check_copy_values, check_decode_values
+from flashtile.decode.problem import (
+    AppendOptions,
+    AppendProblem,
+    AppendTensors,
+    CacheTensors,
+    CombineOptions,
+    CombineProblem,
+    CopyOptions,
+    CopyProblem,
+    CopyTensors,
+    DecodeOptions,
+    DecodeProblem,
+    NoTensors,
+    out_dtype,
 )
-_library.define(
-    "combine(Tensor out_partial, Tensor lse_partial, ScalarType out_dtype, str? backend) -> (Tensor, Tensor)"
+from flashtile.op.operation import (
+    CACHE_BYTES,
+    SIGNATURE_BYTES,
+    Operation,
+    is_plain,
+    signatures,
+    without_backward,
 )
-_library.define(
-    "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_pairs, Tensor(c!)? k_descale, "
-    "Tensor(d!)? v_descale, str? backend, bool debug_checks) -> ()"
+
+NO_GRADIENT = (
+    "attention over a cache has no backward pass (call it under torch.no_grad(), or train with "
+    "flash_attn_func or flash_attn_varlen_func)"
 )
 
 
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tensors: CacheTensors,
-    options: DecodeOptions,
-    return_lse: bool = True,
-) -> tuple[Tensor, Any]:
-    """(out, lse) of attention over a cache, by the shortest path that is right; lse may be None unless
-    ``return_lse``.
-    """
-    if is_plain(q, k_cache, v_cache, *tensors):
-        return launches.decode(q, k_cache, v_cache, tensors, options, return_lse)
-    check_decode(q, k_cache, v_cache, tensors, options)
-    return torch.ops.flashtile.decode(q, k_cache, v_cache, *tensors, *options)
+def _fake_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> tuple[Tensor, Tensor | None]:
+    *rows, heads, _ = q.shape
+    out = q.new_empty((*rows, heads, v_cache.shape[-1]), dtype=out_dtype(q, options))
+    if not options.return_lse:
+        return out, None
+    lse_shape = (heads, *rows) if tensors.cu_seqlens_q is not None else (rows[0], heads, rows[1])
+    return out, q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
-) -> None:
-    """Write k and v into the caches in place; no gradient flows through a cache."""
-    if is_plain(k_cache, v_cache, k, v, *tensors, inference=True):
-        launches.append(k_cache, v_cache, k, v, tensors, options)
-        return
-    check_append(k_cache, v_cache, k, v, tensors, options)
-    with torch.no_grad():
-        torch.ops.flashtile.append_kvcache(k_cache, v_cache, k, v, *tensors, *options)
+def _fake_combine(
+    out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
+) -> tuple[Tensor, Tensor]:
+    _, batch, seqlen, heads, _ = out_partial.shape
+    out = out_partial.new_empty(out_partial.shape[1:], dtype=options.out_dtype)
+    return out, lse_partial.new_empty((batch, heads, seqlen))
+
+
+DECODE = Operation(
+    "decode",
+    part="decode",
+    tensors=("q", "k_cache", "v_cache"),
+    beside=CacheTensors,
+    options=DecodeOptions,
+    results=2,
+    check=check_decode,
+    check_values=check_decode_values,
+    describe=DecodeProblem.from_tensors,
+    fake=_fake_decode,
+    no_gradient=NO_GRADIENT,
+)
+APPEND = Operation(
+    "append_kvcache",
+    part="decode",
+    tensors=("k_cache", "v_cache", "k", "v"),
+    beside=AppendTensors,
+    options=AppendOptions,
+    results=0,
+    mutates=("k_cache", "v_cache", "q_rotated"),
+    check=check_append,
+    check_values=check_append_values,
+    describe=AppendProblem.from_tensors,
+)
+COMBINE = Operation(
+    "combine",
+    part="decode",
+    tensors=("out_partial", "lse_partial"),
+    beside=NoTensors,
+    options=CombineOptions,
+    results=2,
+    check=check_combine,
+    describe=CombineProblem.from_tensors,
+    fake=_fake_combine,
+    no_gradient="flash_attn_combine has no backward pass, merge_states has",
+)
+COPY = Operation(
+    "copy_blocks",
+    part="decode",
+    tensors=("k_cache", "v_cache", "block_pairs"),
+    beside=CopyTensors,
+    options=CopyOptions,
+    results=0,
+    mutates=("k_cache", "v_cache", "k_descale", "v_descale"),
+    check=check_copy,
+    check_values=check_copy_values,
+    describe=CopyProblem.from_tensors,
+)
+
+_append_and_decode: BoundedCache = BoundedCache(CACHE_BYTES)
+"""Two launches by one look-up, since a step of decoding mostly waits for the host."""
 
 
 def append_and_decode(
@@ -80,140 +130,103 @@ def append_and_decode(
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
-    return_lse: bool = True,
 ) -> tuple[Tensor, Any]:
-    """(out, lse) over a cache with k and v in it, as :func:`decode`. Nothing is written unless the whole call
-    is right.
+    """(out, lse) over a cache with k and v in it. Nothing is written unless the whole call is right.
 
     ``appended`` comes without queries; they are rotated here if it has angles.
     """
+    new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
-    if is_plain(q, k_cache, v_cache, k, v, *tensors, *angles):
-        return launches.append_and_decode(
-            q, k_cache, v_cache, k, v, appended, append_options, tensors, options, return_lse
-        )
-    check_decode(q, k_cache, v_cache, tensors, options)
+    both = _launch_both if is_plain(new, tensors, angles) else _trace_both
+    run = partial(both, *new, appended, append_options, tensors, options)
+    if torch.is_grad_enabled():
+        check_no_gradient(k_cache, v_cache)
+        learning = DECODE.learning((q, k_cache, v_cache), tensors)
+        given = (("k", k), ("v", v))
+        learning += [(name, t) for name, t in given if isinstance(t, Tensor) and t.requires_grad]
+        if learning:
+            compiling = torch.compiler.is_dynamo_compiling()
+            if compiling or torch._C._functorch.peek_interpreter_stack() is not None:
+                raise NotImplementedError(f"{learning[0][0]} must not require a gradient: {NO_GRADIENT}")
+            return without_backward(run, NO_GRADIENT, learning)
+    return run()
+
+
+def _launch_both(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    appended: AppendTensors,
+    append_options: AppendOptions,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+) -> tuple[Tensor, Any]:
+    angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    try:
+        key = (options, append_options, *signatures((q, k_cache, v_cache, k, v, *tensors, *angles)))
+    except Exception:  # not a tensor, or one without strides: the checks name it
+        check_decode(q, k_cache, v_cache, tensors, options)
+        check_append(k_cache, v_cache, k, v, appended, append_options)
+        raise
+    queries = q
     if appended.rotary_cos is not None:
-        queries = q.detach().new_empty(q.shape)
-        appended = appended._replace(q=q.detach(), cu_seqlens_q=tensors.cu_seqlens_q, q_rotated=queries)
-        append(k_cache, v_cache, k, v, appended, append_options)
-        if q.requires_grad and torch.is_grad_enabled():
-            # Whoever asks for a gradient is to be refused, and not told that there is none.
-            queries = torch.where(queries.new_ones((), dtype=torch.bool), queries, q)
-        q = queries
-    else:
-        append(k_cache, v_cache, k, v, appended, append_options)
-    return decode(q, k_cache, v_cache, tensors, options, return_lse)
+        queries = q.new_empty(q.shape)
+        appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
+    cache, new = (queries, k_cache, v_cache), (k_cache, v_cache, k, v)
+    launches = _append_and_decode.get(key)
+    if launches is None:
+        check_decode(*cache, tensors, options)  # before anything is prepared for the append
+        launches = APPEND.prepared(new, appended, append_options), DECODE.prepared(cache, tensors, options)
+        _append_and_decode.store(key, launches, SIGNATURE_BYTES)
+    APPEND.check_values(new, appended, append_options)
+    DECODE.check_values(cache, tensors, options)
+    launches[0](*new, appended)
+    return launches[1](*cache, tensors)
 
 
-def combine(
-    out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of rows from their partial results."""
-    if is_plain(out_partial, lse_partial):
-        return launches.combine(out_partial, lse_partial, out_dtype, backend)
-    check_combine(out_partial, lse_partial, None, out_dtype)
-    return torch.ops.flashtile.combine(out_partial, lse_partial, out_dtype, backend)
+def _trace_both(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    appended: AppendTensors,
+    append_options: AppendOptions,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+) -> tuple[Tensor, Any]:
+    check_decode(q, k_cache, v_cache, tensors, options)
+    check_append(k_cache, v_cache, k, v, appended, append_options)
+    queries = q.detach()
+    if appended.rotary_cos is not None:
+        rotated = queries.new_empty(q.shape)
+        appended = appended._replace(q=queries, cu_seqlens_q=tensors.cu_seqlens_q, q_rotated=rotated)
+        queries = rotated
+    with torch.no_grad():
+        APPEND.traced((k_cache, v_cache, k, v), appended, append_options)
+    return DECODE((queries, k_cache, v_cache), tensors, options)
+
+
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
+) -> None:
+    """Write k and v into the caches in place; no gradient flows through a cache."""
+    _write(APPEND, (k_cache, v_cache, k, v), tensors, options)
 
 
 def copy_blocks(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_pairs: Tensor,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    backend: str | None,
-    debug_checks: bool,
+    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
     """Copy blocks of caches with a dimension of layers in front, in place."""
-    tensors = (k_cache, v_cache, block_pairs, k_descale, v_descale)
-    if is_plain(*tensors, inference=True):
-        launches.copy_blocks(*tensors, backend, debug_checks)
+    _write(COPY, (k_cache, v_cache, block_pairs), tensors, options)
+
+
+def _write(operation: Operation, tensors: tuple, beside: Any, options: Any) -> None:
+    if is_plain(tensors, beside):
+        operation.launch(tensors, beside, options)
         return
-    check_copy(*tensors)
+    operation.check(*tensors, beside, options)  # while it is known whether a gradient is wanted
     with torch.no_grad():
-        torch.ops.flashtile.copy_blocks(*tensors, backend, debug_checks)
-
-
-def is_plain(*tensors: Tensor | None, inference: bool = False) -> bool:
-    """Nothing but this call would see the operator: no trace, mode, transform, subclass or gradient.
-
-    ``inference``: no gradient is wanted whatever the tensors say.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    grad = torch.is_grad_enabled() and not inference
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) is not Tensor or (grad and tensor.requires_grad)):
-            return False
-    first = tensors[0]  # whose device the others must share
-    return (
-        (first is None or not first.is_meta)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-    )
-
-
-def _decode_kernel(q, k_cache, v_cache, *arguments):
-    tensors, options = CacheTensors(*arguments[:_CACHE]), DecodeOptions(*arguments[_CACHE:])
-    return launches.decode(q, k_cache, v_cache, tensors, options)
-
-
-def _decode_fake(q, k_cache, v_cache, *arguments):
-    tensors, options = CacheTensors(*arguments[:_CACHE]), DecodeOptions(*arguments[_CACHE:])
-    check_decode(q, k_cache, v_cache, tensors, options)
-    *rows, heads, _ = q.shape
-    lse_shape = (heads, *rows) if tensors.cu_seqlens_q is not None else (rows[0], heads, rows[1])
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((*rows, heads, v_cache.shape[-1]), dtype=out_dtype(q, options))
-    return out, q.new_empty(lse_shape, dtype=lse_dtype)
-
-
-def _append_kernel(k_cache, v_cache, k, v, *arguments):
-    tensors, options = AppendTensors(*arguments[:_APPEND]), AppendOptions(*arguments[_APPEND:])
-    launches.append(k_cache, v_cache, k, v, tensors, options)
-
-
-def _append_fake(k_cache, v_cache, k, v, *arguments):
-    tensors, options = AppendTensors(*arguments[:_APPEND]), AppendOptions(*arguments[_APPEND:])
-    check_append(k_cache, v_cache, k, v, tensors, options)
-
-
-def _combine_fake(out_partial, lse_partial, out_dtype, backend):
-    check_combine(out_partial, lse_partial, None, out_dtype)
-    _, batch, seqlen, heads, _ = out_partial.shape
-    out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
-    return out, lse_partial.new_empty((batch, heads, seqlen))
-
-
-def _copy_fake(k_cache, v_cache, block_pairs, k_descale, v_descale, backend, debug_checks):
-    check_copy(k_cache, v_cache, block_pairs, k_descale, v_descale)
-
-
-def _refuse_gradient(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError(
-        "q must not require a gradient: attention over a cache has no backward pass (call it under "
-        "torch.no_grad(), or train with flash_attn_func or flash_attn_varlen_func)"
-    )
-
-
-def _refuse_combine_gradient(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError(
-        "out_partial must not require a gradient: flash_attn_combine has no backward pass, merge_states has"
-    )
-
-
-_CACHE = len(CacheTensors._fields)
-_APPEND = len(AppendTensors._fields)
-for _device in ("CUDA", "CPU"):
-    _library.impl("decode", _decode_kernel, _device)
-    _library.impl("append_kvcache", _append_kernel, _device)
-    _library.impl("combine", launches.combine, _device)
-    _library.impl("copy_blocks", launches.copy_blocks, _device)
-torch.library.register_fake("flashtile::decode", _decode_fake, lib=_library)
-torch.library.register_fake("flashtile::append_kvcache", _append_fake, lib=_library)
-torch.library.register_fake("flashtile::combine", _combine_fake, lib=_library)
-torch.library.register_fake("flashtile::copy_blocks", _copy_fake, lib=_library)
-torch.library.register_autograd("flashtile::decode", _refuse_gradient, lib=_library)
-torch.library.register_autograd("flashtile::combine", _refuse_combine_gradient, lib=_library)
+        operation.traced(tensors, beside, options)

@@ -5,14 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.arguments import make_options
-from flashtile.decode import operators
-from flashtile.decode.arguments import cast_for_autocast
+from flashtile.arguments import cast_for_autocast, make_options
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.decode.operators import DECODE
 from flashtile.decode.problem import CacheTensors, DecodeOptions
-from flashtile.problem import check_dense
-
-OUR_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "cu_seqlens_k"}
-"""Arguments over a cache, and what a caller of variable-length attention knows them as."""
 
 
 def attention_over_pages(
@@ -70,9 +66,7 @@ def attention_over_pages(
         backend=backend,
     )
     try:
-        return operators.decode(q, k, v, tensors, options)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        text = str(error)
-        for theirs, ours in OUR_NAMES.items():
-            text = text.replace(theirs, ours)
-        raise type(error)(text) from None
+        return DECODE((q, k, v), tensors, options)
+    except ERRORS as error:
+        of_lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+        raise renamed(error, {"k_cache": "k", "v_cache": "v", "cache_seqlens": of_lengths}) from None

@@ -1,6 +1,6 @@
 """What the decoding functions compute: frozen descriptions of their calls, hashable, without data.
 
-A backend prepares a launch for each; the checks of what is described are in :mod:`flashtile.checks.decode`.
+A backend prepares a launch for each. :mod:`flashtile.checks.decode` checks what is described.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class DecodeOptions(NamedTuple):
     split_size: int = 0
     partial: bool = False
     """out in float32, to be merged with others before it is rounded."""
+    return_lse: bool = True
     backend: str | None = None
     debug_checks: bool = False
 
@@ -85,6 +86,31 @@ class AppendOptions(NamedTuple):
     max_seqlen_q: int | None = None
     rotary_interleaved: bool = True
     rotate_q_by_token: bool = False
+    backend: str | None = None
+    debug_checks: bool = False
+
+
+class NoTensors(NamedTuple):
+    """An operation that takes no tensors beside those that every call has."""
+
+
+class CombineOptions(NamedTuple):
+    """The arguments of a combination of partial results that are not tensors."""
+
+    out_dtype: torch.dtype
+    backend: str | None = None
+
+
+class CopyTensors(NamedTuple):
+    """The scales of an FP8 cache, copied with its blocks."""
+
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+class CopyOptions(NamedTuple):
+    """The arguments of a copy of blocks that are not tensors."""
+
     backend: str | None = None
     debug_checks: bool = False
 
@@ -129,6 +155,7 @@ class DecodeProblem(Results):
     descale: str = "none"  # or "head", or "block": one for each head of each page (row of a dense cache)
     num_splits: int = 0  # 0: chosen by the backend
     split_size: int = 0
+    return_lse: bool = True  # else lse may be None
 
     @classmethod
     def from_tensors(
@@ -175,6 +202,7 @@ class DecodeProblem(Results):
             descale=descale_kind(tensors.k_descale),
             num_splits=options.num_splits,
             split_size=options.split_size,
+            return_lse=options.return_lse,
         )
 
 
@@ -275,6 +303,16 @@ class CombineProblem(NamedTuple):
     out_dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def from_tensors(
+        cls, out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
+    ) -> CombineProblem:
+        """Describe partial results with a dimension of batches."""
+        shape: tuple[int, ...] = out_partial.shape
+        num_splits, batch, seqlen, heads, head_dim = shape
+        dtypes = out_partial.dtype, options.out_dtype
+        return cls(num_splits, batch, seqlen, heads, head_dim, *dtypes, out_partial.device)
+
 
 class CopyProblem(NamedTuple):
     """Blocks of a cache copied onto others, in all layers."""
@@ -285,6 +323,20 @@ class CopyProblem(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     descales: bool
+
+    @classmethod
+    def from_tensors(
+        cls, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
+    ) -> CopyProblem:
+        """Describe a copy in caches with a dimension of layers in front."""
+        return cls(
+            num_pairs=block_pairs.shape[0],
+            num_layers=k_cache.shape[0],
+            num_blocks=k_cache.shape[1],
+            dtype=k_cache.dtype,
+            device=k_cache.device,
+            descales=tensors.k_descale is not None,
+        )
 
 
 def capacity(k_cache: Tensor, block_table: Tensor | None) -> int:

@@ -3,8 +3,7 @@
 Shah et al. 2024, FlashAttention-3 (arXiv:2407.08608), section 3.3. Forward only.
 """
 
-from flashtile.fp8.explanation import explain
 from flashtile.fp8.functional import attention, quantize
 from flashtile.fp8.quantized import Quantized
 
-__all__ = ["Quantized", "attention", "explain", "quantize"]
+__all__ = ["Quantized", "attention", "quantize"]

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, as_int, make_options
+from flashtile.arguments import apply_autocast, as_int, check_flag, make_options
+from flashtile.attn.problem import Extras, Options
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.checks.fp8 import check_inputs
-from flashtile.decode.arguments import check_flag
-from flashtile.fp8 import operators
-from flashtile.fp8.problem import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
+from flashtile.fp8.operators import ATTEND, QUANTIZE, refuse_gradient
+from flashtile.fp8.problem import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.fp8.quantized import Quantized
-from flashtile.problem import NO_EXTRAS, Extras, Options, check_dense
 
 QUANTIZING = ("portable", "cpu")
 """Backends that quantise."""
@@ -69,7 +69,7 @@ def quantize(
     used_seed = as_int("seed", seed) if hadamard and role != "v" else None
     return _quantize(
         x, role, method, used_seed, cu_seqlens, max_seqlen, seqused, rotary_cos, rotary_sin, rotary_offset,
-        rotary_interleaved, backend, of_call=False,
+        rotary_interleaved, backend,
     )  # fmt: skip
 
 
@@ -86,20 +86,34 @@ def _quantize(
     rotary_offset: int | Tensor,
     rotary_interleaved: bool,
     backend: str | None,
-    of_call: bool = True,
+    names: dict[str, str] | None = None,
 ) -> Quantized:
-    """``of_call``: x is known by its role."""
-    check_dense("x", x)
-    operators.refuse_gradient((role if of_call else "x", x))
+    """``names``: what the caller knows these arguments as, where :func:`attention` quantises."""
     check_flag("rotary_interleaved", rotary_interleaved)
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
     tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets)
     options = QuantizeOptions(role, method, seed, max_seqlen, offset, rotary_interleaved, backend)
-    values, scales = operators.quantize(x, tensors, options)
+    try:
+        check_dense("x", x)
+        refuse_gradient("x", x)
+        values, scales = QUANTIZE((x,), tensors, options)
+    except ERRORS as error:
+        raise (renamed(error, names) if names else error) from None
     return Quantized(
         values, scales, role, method, seed, tuple(x.shape), x.dtype, cu_seqlens, max_seqlen, seqused
     )
+
+
+def _names(role: str) -> dict[str, str]:
+    """Arguments of :func:`quantize` as callers of :func:`attention` know them."""
+    side = "q" if role == "q" else "k"
+    return {
+        "x": role,
+        "cu_seqlens": f"cu_seqlens_{side}",
+        "max_seqlen": f"max_seqlen_{side}",
+        "seqused": "seqused_k",
+    }
 
 
 def attention(
@@ -155,7 +169,7 @@ def attention(
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)  # type: ignore[arg-type]
     check_inputs(q, k, v)
-    method, seed = agreed({"q": q, "k": k, "v": v}, method, hadamard, seed)
+    method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
     cu_seqlens_q, max_seqlen_q, _ = sequences((q,), cu_seqlens_q, max_seqlen_q, None)
     cu_seqlens_k, max_seqlen_k, seqused_k = sequences((k, v), cu_seqlens_k, max_seqlen_k, seqused_k)
     options = make_options(
@@ -168,24 +182,23 @@ def attention(
             offset = _query_offset(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k)
         q = _quantize(
             q, "q", method, seed, cu_seqlens_q, options.max_seqlen_q, None, rotary_cos, rotary_sin, offset,
-            rotary_interleaved, own_backend,
+            rotary_interleaved, own_backend, _names("q"),
         )  # fmt: skip
     if isinstance(k, Tensor):
         k = _quantize(
             k, "k", method, seed, cu_seqlens_k, options.max_seqlen_k, seqused_k, rotary_cos, rotary_sin, 0,
-            rotary_interleaved, own_backend,
+            rotary_interleaved, own_backend, _names("k"),
         )  # fmt: skip
     if isinstance(v, Tensor):
         v = _quantize(
             v, "v", method, None, cu_seqlens_k, options.max_seqlen_k, seqused_k, None, None, 0, False,
-            own_backend,
+            own_backend, _names("v"),
         )  # fmt: skip
-    extras = NO_EXTRAS
-    if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
-        extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
-    fp8 = AttendOptions(q.dtype, q.shape[-1], True, method == "block")
-    scales = Scales(*(scales_of(x) for x in (q, k, v)))
-    out, lse = operators.attend(q.values, k.values, v.values, scales, extras, options, fp8)
+    tensors = AttendTensors(
+        scales_of(q), scales_of(k), scales_of(v), cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink
+    )
+    stored = AttendOptions(*options, q.dtype, q.shape[-1], True, method == "block")
+    out, lse = ATTEND((q.values, k.values, v.values), tensors, stored)
     return (out, lse) if return_lse else out
 
 
@@ -202,12 +215,12 @@ def attend_descaled(
     """(out, lse) of e4m3 tensors in rows, with FlashAttention-3's scales (batch, heads_kv); out bfloat16."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
-        operators.refuse_gradient((name, x))
-    scales = Scales(q_descale, k_descale, v_descale)
-    return operators.attend(q, k, v, scales, extras, options, AttendOptions(torch.bfloat16, q.shape[-1]))
+        refuse_gradient(name, x)
+    tensors = AttendTensors(q_descale, k_descale, v_descale, *extras)
+    return ATTEND((q, k, v), tensors, AttendOptions(*options, torch.bfloat16, q.shape[-1]))
 
 
-def agreed(
+def shared_method(
     given: dict[str, Any], method: str | None, hadamard: bool | None, seed: int | None
 ) -> tuple[str, int | None]:
     """(method, seed or None without transform) that the call's tensors share."""

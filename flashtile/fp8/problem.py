@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Options, Problem
 from flashtile.fp8 import layout
-from flashtile.problem import Extras, Options, Problem, find_tma_obstacle
 
 
 class Scales(NamedTuple):
@@ -47,14 +47,48 @@ class QuantizeOptions(NamedTuple):
     backend: str | None
 
 
-class AttendOptions(NamedTuple):
-    """What an attention call in FP8 has beside :class:`flashtile.problem.Options`."""
+class AttendTensors(NamedTuple):
+    """The tensors beside q, k and v of an attention call in FP8: scales, and those of ``Extras``."""
 
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(*self[:3])
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(*self[3:])
+
+
+class AttendOptions(NamedTuple):
+    """The options of an attention call in FP8: those of ``Options``, and four of its own."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    deterministic: bool
+    backend: str | None
     out_dtype: torch.dtype
     head_dim: int
     """Of q and k before they were stored, for the default of softmax_scale."""
     v_transposed: bool = False
     block_scales: bool = False
+
+    @property
+    def shared(self) -> Options:
+        return Options(*self[:9])
 
 
 @dataclass(frozen=True)
@@ -73,12 +107,17 @@ class QuantizeProblem:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    transformed: bool = False
+    seed: int | None = None
     varlen: bool = False
     seqused: bool = False
     rotary_dim: int = 0
     rotary_interleaved: bool = False
     rotary_offset: int = 0
+
+    @property
+    def transformed(self) -> bool:
+        """By Hadamard's matrix, with the signs of ``seed``."""
+        return self.seed is not None
 
     @property
     def rows(self) -> int:
@@ -140,7 +179,7 @@ class QuantizeProblem:
             head_dim=x.shape[-1],
             dtype=x.dtype,
             device=x.device,
-            transformed=options.seed is not None,
+            seed=options.seed,
             varlen=varlen,
             seqused=seqused is not None,
             rotary_dim=0 if cos is None else 2 * cos.shape[1],
@@ -168,54 +207,24 @@ class Fp8Problem(Problem):
 
     @classmethod
     def from_call(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scales: Scales,
-        extras: Extras,
-        options: Options,
-        fp8: AttendOptions,
+        cls, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
     ) -> Fp8Problem:
         """Describe a call that :func:`flashtile.checks.fp8.check_attend` has passed."""
-        cu_seqlens_q = extras.cu_seqlens_q
-        varlen = cu_seqlens_q is not None
-        if cu_seqlens_q is not None:
-            assert options.max_seqlen_q is not None
-            assert options.max_seqlen_k is not None
-            batch = cu_seqlens_q.shape[0] - 1
-            seqlen_q, seqlen_k = int(options.max_seqlen_q), int(options.max_seqlen_k)
-            total_q, total_k = q.shape[0], k.shape[0]
-        else:
-            batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-            total_q, total_k = batch * seqlen_q, batch * seqlen_k
         heads_q = q.shape[-2]
-        q_scale_heads = heads_q if fp8.block_scales or scales.q is None else scales.q.shape[1]
+        of_heads = not options.block_scales and tensors.q_descale is not None
+        q_scale_heads = tensors.q_descale.shape[1] if of_heads else heads_q  # type: ignore[union-attr]
         scale = options.softmax_scale
-        ends_early = extras.seqused_k is not None and not varlen
-        return cls(
-            batch=batch,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            total_q=total_q,
-            total_k=total_k,
-            num_heads_q=heads_q,
-            num_heads_kv=k.shape[-2],
-            head_dim=q.shape[-1],
-            head_dim_v=v.shape[-2] if fp8.v_transposed else v.shape[-1],
-            dtype=q.dtype,
-            device=q.device,
-            softmax_scale=fp8.head_dim**-0.5 if scale is None else float(scale),
-            window_left=int(options.window_left),
-            window_right=0 if options.causal else int(options.window_right),
-            softcap=float(options.softcap),
-            alibi=extras.alibi_slopes is not None,
-            sink=extras.sink is not None,
-            varlen=varlen,
-            seqused_k=extras.seqused_k is not None,
-            tma_obstacle=find_tma_obstacle(q, k, k if fp8.v_transposed else v, ends_early),
-            out_dtype=fp8.out_dtype,
-            v_transposed=fp8.v_transposed,
-            block_scales=fp8.block_scales,
+        return cls.from_tensors(  # type: ignore[return-value]
+            q,
+            k,
+            k if options.v_transposed else v,  # rows of values lie as those of keys do
+            tensors.extras,
+            options.shared,
+            head_dim_v=v.shape[-2] if options.v_transposed else v.shape[-1],
+            softmax_scale=options.head_dim**-0.5 if scale is None else scale,
+            deterministic=False,
+            out_dtype=options.out_dtype,
+            v_transposed=options.v_transposed,
+            block_scales=options.block_scales,
             q_scale_group=heads_q // max(q_scale_heads, 1),
         )

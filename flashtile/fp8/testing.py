@@ -21,7 +21,7 @@ from torch import Tensor
 from flashtile import reference as standard
 from flashtile.attn import functional
 from flashtile.fp8 import reference
-from flashtile.fp8.functional import QUANTIZING, agreed, attention, quantize
+from flashtile.fp8.functional import QUANTIZING, attention, quantize, shared_method
 from flashtile.fp8.layout import E4M3, P_EXPONENT
 from flashtile.fp8.quantized import Quantized
 from flashtile.testing import Report, compare, poisoned_memory
@@ -98,7 +98,7 @@ def quantize_call(
     **arguments: Any,
 ) -> tuple[Quantized, Quantized, Quantized]:
     """q, k and v as :func:`flashtile.fp8.attention` quantises those that are not yet."""
-    method, seed = agreed({"q": q, "k": k, "v": v}, method, hadamard, seed)
+    method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
 
     def of(x: Tensor | Quantized, role: str, side: str, seqused: Tensor | None) -> Quantized:
         if isinstance(x, Quantized):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashtile.problem import UNLIMITED, Problem
+from flashtile.attn.problem import Problem
+from flashtile.problem import UNLIMITED
 
 if TYPE_CHECKING:
     from flashtile.bench.workloads import Workload

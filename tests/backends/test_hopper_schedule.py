@@ -15,12 +15,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
+from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.config import choose, every_row, smem_bytes
 from flashtile.backends.hopper.forward import schedule
 from flashtile.backends.hopper.forward.compile_cases import PLAIN
 from flashtile.backends.hopper.forward.launch import variant_of
 from flashtile.compile_report import ARCHITECTURES
-from flashtile.problem import Problem
 from kernels_as_python import functions_of
 
 KIB = 1024

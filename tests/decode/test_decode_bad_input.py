@@ -75,7 +75,7 @@ CALLS = [
      ("q must have stride 1", "contiguous()")),
     (DENSE, {"q": rand(B, SQ, H, 8)}, ValueError, ("k_cache has head_dim 16", "q has 8")),
     (DENSE, {"q": rand(B, SQ, 3, D)}, ValueError, ("q has 3 heads", "multiple of the 2 heads of k_cache")),
-    (DENSE, {"q": rand(B, SQ, 0, D)}, ValueError, ("q has 0 heads", "multiple")),
+    (DENSE, {"q": rand(B, SQ, 0, D)}, ValueError, ("q has 0 heads", "least one")),
     (DENSE, {"k_cache": rand(B, ROWS, HKV, 513), "q": rand(B, SQ, H, 513)}, NotImplementedError,
      ("head_dim 513", "from 1 to 512")),
     (DENSE, {"v_cache": rand(B, ROWS, HKV, 0)}, ValueError, ("v_cache has head_dim 0", "from 1 to 512")),
@@ -118,7 +118,7 @@ CALLS = [
     (DENSE, {"backend": "portable"}, NotImplementedError, ("backend='portable'", "cpu")),
     (DENSE, {"alibi_slopes": rand(H, dtype=torch.float16)}, TypeError, ("alibi_slopes must be float32",)),
     (DENSE, {"alibi_slopes": rand(3, H)}, ValueError, ("alibi_slopes", "(4,) or (2, 4)", "(3, 4)")),
-    (DENSE, {"sink": rand(HKV)}, ValueError, ("sink must have shape (heads,)", "(2,)")),
+    (DENSE, {"sink": rand(HKV)}, ValueError, ("sink must have shape (heads_q,)", "(2,)")),
     (DENSE, {"sink": rand(H, dtype=torch.bfloat16)}, TypeError, ("sink must be float32", "bfloat16")),
     # ragged queries
     (VARLEN, {"max_seqlen_q": None}, TypeError, ("max_seqlen_q must be an int",)),

@@ -15,13 +15,13 @@ import triton.language as tl
 import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build
-from flashtile.backends.portable.decode import prepare_combine, prepare_copy
+from flashtile.backends.portable.decode import prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.decode.schedule import Layout, balanced_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
 from flashtile.decode import testing
-from flashtile.decode.problem import FP8, CombineProblem, CopyProblem
+from flashtile.decode.problem import FP8, CombineProblem, CopyProblem, CopyTensors
 
 share_of, share_start = share_of_kernel.fn, share_start_kernel.fn
 
@@ -167,7 +167,7 @@ def test_copy_blocks(dtype, index_dtype):
             tensor[:, destination] = tensor[:, source]
     pairs = torch.tensor([(3, 8), (-1, 4), (5, 1), (50, 2)], dtype=index_dtype)
     problem = CopyProblem(4, 2, 9, dtype, torch.device("cpu"), descales=True)
-    prepare_copy(problem)(*caches, pairs, *descales)
+    prepare_copy_blocks(problem, None)(*caches, pairs, CopyTensors(*descales))
     for got, wanted in zip((*caches, *descales), expected, strict=True):
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -180,7 +180,7 @@ def test_combine(num_splits):
     lse[0, 0], out[0, 0] = torch.inf, torch.nan
     lse[:, 1, 2] = -torch.inf
     problem = CombineProblem(num_splits, 2, 3, 2, 24, FP32, FP32, torch.device("cpu"))
-    got, got_lse = prepare_combine(problem)(out, lse)
+    got, got_lse = prepare_combine(problem, None)(out, lse, None)
     exact = lse.double().masked_fill(lse == torch.inf, -torch.inf)
     weights = torch.softmax(exact, 0).nan_to_num(0.0)[..., None]
     expected = (out.double().nan_to_num(0.0) * weights).sum(0)

@@ -14,7 +14,7 @@ import flashtile
 from cases import BF16, FP16, FP32, FP64
 from decode_cases import DecodeCase, build
 from flashtile.backends.cpu.decode.attend import TILE_ELEMENTS, attend
-from flashtile.decode import launches, testing
+from flashtile.decode import operators, testing
 from flashtile.decode.problem import FP8, CacheTensors, DecodeOptions, DecodeProblem
 
 
@@ -163,7 +163,7 @@ def test_memory_does_not_grow_with_the_scores(paged):
 def test_launches_are_kept():
     """A second call of the same signature prepares nothing; another signature does."""
     (q, k_cache, v_cache, k, v), arguments = build(DecodeCase("kept", head_dim=23, new=1), FP32, "cpu")
-    caches = (launches._decode_launches, launches._append_launches, launches._append_and_decode_launches)
+    caches = (operators.DECODE.launches, operators.APPEND.launches, operators._append_and_decode)
 
     def prepared():
         flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **arguments)

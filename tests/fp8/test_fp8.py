@@ -14,10 +14,10 @@ import flashtile
 from cases import BF16, CASES, FP16, Case, Inputs
 from flashtile import fp8
 from flashtile.arguments import make_options
+from flashtile.attn.problem import Extras
 from flashtile.fp8 import operators, reference, testing
 from flashtile.fp8.layout import E4M3, KEY_BLOCK
-from flashtile.fp8.problem import AttendOptions, Scales
-from flashtile.problem import Extras
+from flashtile.fp8.problem import AttendOptions, AttendTensors, Scales
 from targets import INTERPRETING, Target
 
 BY_NAME = {case.name: case for case in CASES}
@@ -134,7 +134,8 @@ def attend_into_float16(
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
     )
-    return operators.attend(q, k, v, scales, Extras(**tensors), options, AttendOptions(FP16, q.shape[-1]))
+    beside = AttendTensors(*scales, *Extras(**tensors))
+    return operators.ATTEND((q, k, v), beside, AttendOptions(*options, FP16, q.shape[-1]))
 
 
 E4M3_ATTENTION = attend_into_float16 if INTERPRETING else flashtile.attention

@@ -12,10 +12,11 @@ from torch import Tensor
 
 import flashtile
 from flashtile import fp8
-from flashtile.fp8 import launches, reference
+from flashtile.attn.problem import NO_EXTRAS, Options
+from flashtile.fp8 import operators, reference
 from flashtile.fp8.layout import E4M3
 from flashtile.fp8.problem import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
-from flashtile.problem import NO_EXTRAS, Options
+from flashtile.op import operation
 
 FP16, BF16 = torch.float16, torch.bfloat16
 B, SQ, SK, H, HKV, D = 2, 5, 9, 4, 2, 16
@@ -42,7 +43,7 @@ BAD = [
     (fp8.quantize, QUANTIZE, {"x": x_of()[0]}, ValueError, ("x must have 4 dimensions", "(9, 2, 16)")),
     (fp8.quantize, VARLEN, {"x": x_of()}, ValueError, ("x must have 3 dimensions", "total")),
     (fp8.quantize, QUANTIZE, {"x": x_of(head_dim=257)}, NotImplementedError, ("head_dim 257", "256")),
-    (fp8.quantize, QUANTIZE, {"x": x_of(head_dim=0)}, ValueError, ("at least one head and one column",)),
+    (fp8.quantize, QUANTIZE, {"x": x_of(head_dim=0)}, ValueError, ("x has head_dim 0", "from 1")),
     (fp8.quantize, QUANTIZE, {"x": x_of().mT}, ValueError, ("x must have stride 1", "contiguous()")),
     (fp8.quantize, QUANTIZE, {"role": "w"}, ValueError, ("role must be one of 'q', 'k', 'v'", "'w'")),
     (fp8.quantize, QUANTIZE, {"method": "row"}, ValueError, ("method must be one of 'block'", "'row'")),
@@ -50,7 +51,7 @@ BAD = [
     (fp8.quantize, QUANTIZE, {"seed": -1}, ValueError, ("seed must be from 0", "-1")),
     (fp8.quantize, QUANTIZE, {"seed": 2**31}, ValueError, ("seed must be from 0 to 2147483647",)),
     (fp8.quantize, QUANTIZE, {"seed": 0.5}, TypeError, ("seed must be an int", "0.5")),
-    (fp8.quantize, QUANTIZE, {"backend": "hopper"}, NotImplementedError, ("hopper", "no FP8 kernels")),
+    (fp8.quantize, QUANTIZE, {"backend": "hopper"}, NotImplementedError, ("hopper", "no kernels for")),
     (fp8.quantize, QUANTIZE, {"max_seqlen": 9}, ValueError, ("max_seqlen must be None without cu_seqlens",)),
     (fp8.quantize, QUANTIZE, {"seqused": int32(1)}, ValueError, ("seqused must", "(batch,) = (2,)")),
     (fp8.quantize, QUANTIZE, {"seqused": int32(1, 10)}, ValueError, ("9 rows of sequence 1", "10")),
@@ -60,9 +61,9 @@ BAD = [
     (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 10)}, ValueError, ("cu_seqlens", "10")),
     (fp8.quantize, VARLEN, {"cu_seqlens": torch.tensor([0, 9])}, TypeError, ("cu_seqlens", "int32", "int64")),
     (fp8.quantize, ROTARY, {"role": "v"}, ValueError, ("rotary_cos must be None for role 'v'",)),
-    (fp8.quantize, ROTARY, {"rotary_sin": None}, TypeError, ("rotary_sin", "None")),
+    (fp8.quantize, ROTARY, {"rotary_sin": None}, ValueError, ("rotary_sin", "None")),
     (fp8.quantize, ROTARY, {"rotary_sin": torch.ones(SK, 3)}, ValueError, ("rotary_sin", "(9, 4)", "(9, 3)")),
-    (fp8.quantize, ROTARY, {"rotary_cos": torch.ones(SK, 9)}, ValueError, ("rotary_cos", "16 of head_dim")),
+    (fp8.quantize, ROTARY, {"rotary_cos": torch.ones(SK, 9)}, ValueError, ("rotary_cos", "head_dim = 16")),
     (fp8.quantize, ROTARY, {"rotary_offset": 1}, ValueError, ("rotary_cos has 9 rows", "up to 10")),
     (fp8.quantize, ROTARY, {"rotary_offset": int32(1)}, ValueError, ("rotary_offset", "(2,)", "(1,)")),
     (fp8.quantize, ROTARY, {"rotary_interleaved": None}, TypeError, ("rotary_interleaved must be True or",)),
@@ -165,9 +166,8 @@ def test_varlen_containers_bring_their_lengths() -> None:
 def test_explain_says_what_a_call_gets(monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for explanation in (
-        fp8.explain(**ATTEND),
-        fp8.explain(**quantized(), causal=True),
-        flashtile.explain(**quantized()),
+        flashtile.explain(fp8.attention, **ATTEND),
+        flashtile.explain(fp8.attention, **quantized(), causal=True),
         flashtile.explain(**E4M3_CALL, q_descale=torch.ones(B, HKV)),
     ):
         assert explanation.backend == "cpu"
@@ -176,13 +176,15 @@ def test_explain_says_what_a_call_gets(monkeypatch) -> None:
     with pytest.raises(ValueError, match="v_descale must be None"):
         flashtile.explain(**ATTEND, v_descale=torch.ones(B, HKV))
     with pytest.raises(ValueError, match="k has head_dim 8"):
-        fp8.explain(**(ATTEND | {"k": x_of(head_dim=8)}))
+        flashtile.explain(fp8.attention, **(ATTEND | {"k": x_of(head_dim=8)}))
 
 
 def test_explain_launches_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(launches, "quantize", None)
-    monkeypatch.setattr(launches, "attend", None)
-    assert fp8.explain(**ATTEND, method="tensor").problem.v_transposed
+    for each in (operators.QUANTIZE, operators.ATTEND):
+        monkeypatch.setattr(each, "launch", None)
+    explanation = flashtile.explain(fp8.attention, **ATTEND, method="tensor")
+    assert explanation.operations == ("fp8_quantize",) * 3 + ("fp8_attend",)
+    assert explanation.problem.v_transposed
 
 
 def test_operators_pass_opcheck() -> None:
@@ -194,11 +196,11 @@ def test_operators_pass_opcheck() -> None:
     values = QuantizeOptions("v", "head", None, 5, 0, False, None)
     packed = QuantizeTensors(cu_seqlens=int32(0, 4, 9))
     torch.library.opcheck(quantize, (x_of()[0], *packed, *values), test_utils=of_e4m3)
-    attend = AttendOptions(BF16, D)
+    attend = AttendOptions(*Options(causal=True), BF16, D)
     scales = Scales(torch.ones(B, HKV), None, torch.ones(B, HKV))
     torch.library.opcheck(
         torch.ops.flashtile.fp8_attend.default,
-        (*E4M3_CALL.values(), *scales, *NO_EXTRAS, *Options(causal=True), *attend),
+        (*E4M3_CALL.values(), *scales, *NO_EXTRAS, *attend),
         test_utils=of_e4m3,
     )
 
@@ -233,8 +235,8 @@ def test_e4m3_functions_compile() -> None:
 def test_a_signature_is_checked_once(monkeypatch) -> None:
     cache = quantized()
     first = fp8.attention(**cache)
-    monkeypatch.setattr(launches, "check_attend", None)
-    monkeypatch.setattr(launches, "select", None)
+    monkeypatch.setattr(operators.ATTEND, "check", None)
+    monkeypatch.setattr(operation, "select", None)
     assert torch.equal(fp8.attention(**cache), first)
     with pytest.raises(TypeError):
         fp8.attention(**cache, softcap=0.123)  # another signature: what is patched would be called

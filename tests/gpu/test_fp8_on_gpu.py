@@ -33,7 +33,7 @@ def int32(*values: int) -> Tensor:
 @pytest.fixture(params=["hopper", "portable"])
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    explanation = fp8.explain(*[random(1, 128, 2, 128)] * 3)
+    explanation = flashtile.explain(fp8.attention, *[random(1, 128, 2, 128)] * 3)
     if explanation.backend != name and name != "portable":
         pytest.skip(explanation.reasons_against.get(name, "it does not come first"))
     return name

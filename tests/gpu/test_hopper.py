@@ -29,7 +29,7 @@ def serves(case: Case) -> bool:
     return case.dtype in (FP16, BF16) and not any(size % 8 for size in sizes) and all(rows)
 
 
-def explain(case: Case) -> flashtile.dispatch.Explanation:
+def explain(case: Case) -> flashtile.Explanation:
     inputs = case.inputs("cuda")
     return flashtile.explain(*inputs.qkv, **inputs.arguments)
 

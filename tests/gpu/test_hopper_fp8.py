@@ -146,4 +146,4 @@ def test_five_hundred_runs_give_the_same_bits(head_dim: int, causal: bool) -> No
 
 def test_dispatch_prefers_it() -> None:
     q, k, v = CALL.inputs("cuda").qkv
-    assert fp8.explain(q, k, v).backend == "hopper"
+    assert flashtile.explain(fp8.attention, q, k, v).backend == "hopper"

@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from flashtile import reference
+from flashtile.attn.problem import Problem
 from flashtile.bench import workloads
 from flashtile.commands.explain import explain
 from flashtile.io_model import (
@@ -32,7 +33,6 @@ from flashtile.io_model import (
 from flashtile.io_model.calls import visible_pairs
 from flashtile.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTILE, LEAST, PASSES, STANDARD
 from flashtile.io_model.memory import at_length
-from flashtile.problem import Problem
 
 H100 = find_card("h100")
 PAPER = Call(4, 4096, 4096, 16, 16, 128)

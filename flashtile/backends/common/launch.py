@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from flashtile.problem import Problem
+from flashtile.attn.problem import Problem
 
 
 def padded(head_dim: int) -> int:

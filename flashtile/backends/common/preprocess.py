@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LOG2_E, RUNTIME_INTEGERS, load_tile, sequence
-from flashtile.problem import Extras, Problem
 
 ROW_PAD = 128
 """Rows of ``shift`` and ``dp_shift`` come in blocks of this many; no backward BLOCK_M is larger."""

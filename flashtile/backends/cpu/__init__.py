@@ -7,13 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.cpu import fused, sink, tiled, varlen
-from flashtile.backends.cpu.config import Config, Fused, Tiled, configure
-from flashtile.problem import Extras, Problem
+from flashtile.backends.cpu.config import Config, Fused, Tiled
+from flashtile.backends.cpu.config import configure as configure_forward
 
-__all__ = ["NAME", "Config", "configure", "prepare_backward", "prepare_forward", "reason_against"]
+__all__ = [
+    "NAME",
+    "Config",
+    "configure_backward",
+    "configure_forward",
+    "prepare_backward",
+    "prepare_forward",
+    "reason_against",
+]
 
 NAME = "cpu"
+configure_backward = configure_forward
 
 
 def reason_against(problem: Problem, explicit: bool) -> str | None:

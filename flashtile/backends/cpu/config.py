@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.problem import Problem
+from flashtile.attn.problem import Problem
 
 TILE_ELEMENTS = 512 * 1024
 """Scores of one tile of ``Tiled``, 2 MiB in float32; from 128K to 1M equally fast (Zen 4, head_dim 64)."""

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Problem
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
-from flashtile.problem import Problem
 
 
 def forward(

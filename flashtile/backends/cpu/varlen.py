@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.problem import Extras, Problem
+from flashtile.attn.problem import Extras, Problem
 
 
 def forward(

@@ -9,8 +9,8 @@ import importlib.util
 
 import torch
 
+from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.config import RAGGED_ROWS
-from flashtile.problem import Problem
 
 NAME = "hopper"
 CAPABILITY = (9, 0)
@@ -53,7 +53,7 @@ def reason_of_tensors(problem: Problem) -> str | None:
     return None
 
 
-def configure(problem: Problem):
+def configure_forward(problem: Problem):
     from flashtile.backends.hopper.config import choose
 
     return choose(problem)
@@ -65,18 +65,23 @@ def prepare_forward(problem: Problem, config):
     return ForwardLaunch(problem, config)
 
 
+def configure_backward(problem: Problem):
+    from flashtile.backends.hopper.config import choose_backward
+
+    return choose_backward(problem)
+
+
 def prepare_backward(problem: Problem, config):
-    from flashtile.backends.hopper.config import WideBackwardConfig, choose_backward
+    from flashtile.backends.hopper.config import WideBackwardConfig
 
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:  # tokens, but in no sequence
         from flashtile.backends import portable
 
-        return portable.prepare_backward(problem, portable.configure(problem))
-    chosen = choose_backward(problem)
-    if isinstance(chosen, WideBackwardConfig):
+        return portable.prepare_backward(problem, portable.configure_backward(problem))
+    if isinstance(config, WideBackwardConfig):
         from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
 
-        return WideBackwardLaunch(problem, chosen)
+        return WideBackwardLaunch(problem, config)
     from flashtile.backends.hopper.backward.launch import BackwardLaunch
 
-    return BackwardLaunch(problem, chosen)
+    return BackwardLaunch(problem, config)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flashtile.problem import UNLIMITED, Problem
+from flashtile.attn.problem import Problem
+from flashtile.problem import UNLIMITED
 
 WARPGROUP_ROWS = 64
 RAGGED_ROWS = 2**30

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from flashtile.problem import Problem
+from flashtile.attn.problem import Problem
 
 NAME = "portable"
 
@@ -41,10 +41,13 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     return None
 
 
-def configure(problem: Problem):
+def configure_forward(problem: Problem):
     from flashtile.backends.portable.config import choose
 
     return choose(problem)
+
+
+configure_backward = configure_forward
 
 
 def prepare_forward(problem: Problem, config):

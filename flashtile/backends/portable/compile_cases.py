@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashtile.attn.problem import Problem
 from flashtile.backends.common.kept_kernel import KernelConfig
 from flashtile.backends.common.preprocess import PREPARE_BLOCK_M, PREPARE_NUM_WARPS, ROW_PAD, prepare_kernel
 from flashtile.backends.portable import launch
@@ -17,7 +18,6 @@ from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.config import HEAD_DIMS, family_of_capability, row
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.compile_report import CompileCase, architecture
-from flashtile.problem import Problem
 
 _PLAIN = Problem(
     batch=2,

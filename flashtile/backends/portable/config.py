@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flashtile.attn.problem import Problem
 from flashtile.backends.common.kept_kernel import KernelConfig
 from flashtile.backends.common.launch import padded
-from flashtile.problem import UNLIMITED, Problem
+from flashtile.problem import UNLIMITED
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel, KernelConfig
 from flashtile.backends.common.launch import bent, padded, stride_of_two
 from flashtile.backends.common.preprocess import ROW_PAD, padded_rows, prepare_launch, prepare_rows
@@ -19,7 +20,7 @@ from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import forward_kernel
-from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
+from flashtile.problem import LOG2_E, UNLIMITED
 
 
 def constants(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from flashtile.backends.cpu.fp8.attend import attend
@@ -17,13 +16,16 @@ def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str
     return None
 
 
-def configure(problem: Fp8Problem | QuantizeProblem) -> str:
+def configure_fp8_attend(problem: Fp8Problem | QuantizeProblem) -> str:
     return "emulated in float32"
 
 
-def prepare_forward(problem: Fp8Problem, config: str) -> Any:
-    return partial(attend, problem)
+configure_fp8_quantize = configure_fp8_attend
 
 
-def prepare_quantize(problem: QuantizeProblem, config: str) -> Any:
-    return partial(emulation.quantize, problem)
+def prepare_fp8_attend(problem: Fp8Problem, config: str) -> Any:
+    return lambda q, k, v, t: attend(problem, q, k, v, t.scales, t.extras)
+
+
+def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
+    return lambda x, t: emulation.quantize(problem, x, t, problem.seed)

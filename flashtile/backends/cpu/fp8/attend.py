@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Extras
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.fp8.layout import (
     E4M3,
@@ -25,7 +26,7 @@ from flashtile.fp8.layout import (
     num_blocks,
 )
 from flashtile.fp8.problem import Fp8Problem, Scales
-from flashtile.problem import LOG2_E, Extras
+from flashtile.problem import LOG2_E
 
 BLOCK_M = 512
 LN_2 = math.log(2)

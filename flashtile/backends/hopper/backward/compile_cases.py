@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from flashtile.attn.problem import Problem
 from flashtile.backends.common.preprocess import (
     PREPARE_BLOCK_M,
     PREPARE_NUM_WARPS,
@@ -28,7 +29,6 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.forward.compile_cases import HOPPER, PLAIN, tensors
 from flashtile.compile_report import CompileCase
-from flashtile.problem import Problem
 
 _FULL = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q)
 _CAUSAL = replace(_FULL, window_right=0)

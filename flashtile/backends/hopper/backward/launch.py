@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import bent, contiguous_strides, largest_divisor, stride_of_two
 from flashtile.backends.common.preprocess import padded_rows, prepare_launch, prepare_rows
@@ -28,7 +29,7 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.forward import tile_table
 from flashtile.backends.hopper.forward.launch import num_programs, score_numbers
 from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
-from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
+from flashtile.problem import LOG2_E, UNLIMITED
 
 LINE = 32
 """Floats of a line of the L2 cache, between whose multiples each part of the workspace begins."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides, stride_of_two
 from flashtile.backends.common.preprocess import prepare_launch
@@ -33,7 +34,7 @@ from flashtile.backends.hopper.forward.launch import (
     table_kernel,
 )
 from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
-from flashtile.problem import LOG2_E, Extras, Problem
+from flashtile.problem import LOG2_E
 
 
 def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, Variant]:

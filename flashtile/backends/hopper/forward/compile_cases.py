@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, ForwardConfig, Variant, choose, every_row
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import variant_of, views
 from flashtile.backends.hopper.forward.schedule import Numbers, Pointers, Schedule
 from flashtile.backends.hopper.forward.tile_table import CHUNK, tile_table_kernel
 from flashtile.compile_report import CompileCase
-from flashtile.problem import Problem
 
 HOPPER = "sm_90a"
 PLAIN = Problem(

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import bent, contiguous_strides, largest_divisor, stride_of_two
 from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_apart
@@ -23,7 +24,7 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.forward import tile_table
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH, items_of
-from flashtile.problem import LOG2_E, UNLIMITED, Extras, Problem
+from flashtile.problem import LOG2_E, UNLIMITED
 
 HEADS_IN_STEP = 8
 ITEMS_IN_STEP = 2816

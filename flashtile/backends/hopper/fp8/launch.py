@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import Extras
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward import launch as hopper
@@ -12,7 +13,6 @@ from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.forward import forward_kernel
 from flashtile.fp8.problem import Fp8Problem, Scales
-from flashtile.problem import Extras
 
 
 class ForwardLaunch:

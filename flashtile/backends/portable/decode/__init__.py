@@ -35,26 +35,35 @@ def reason_against(
     return None
 
 
-def prepare_decode(problem: DecodeProblem):
+def configure_decode(problem: DecodeProblem):
     from flashtile.backends.portable.decode.config import choose
+
+    return choose(problem)
+
+
+def prepare_decode(problem: DecodeProblem, config):
     from flashtile.backends.portable.decode.launch import DecodeLaunch
 
-    return DecodeLaunch(problem, choose(problem))
+    launch = DecodeLaunch(problem, config)
+    return lambda q, k, v, t: launch(q, k, v, *t, return_lse=problem.return_lse)
 
 
-def prepare_append(problem: AppendProblem):
+def prepare_append_kvcache(problem: AppendProblem, config: None):
     from flashtile.backends.portable.decode.append_launch import AppendLaunch
 
-    return AppendLaunch(problem)
+    launch = AppendLaunch(problem)
+    return lambda kc, vc, k, v, t: launch(kc, vc, k, v, *t)
 
 
-def prepare_combine(problem: CombineProblem):
+def prepare_combine(problem: CombineProblem, config: None):
     from flashtile.backends.portable.decode.launch import CombineLaunch
 
-    return CombineLaunch(problem)
+    launch = CombineLaunch(problem)
+    return lambda out, lse, t: launch(out, lse)
 
 
-def prepare_copy(problem: CopyProblem):
+def prepare_copy_blocks(problem: CopyProblem, config: None):
     from flashtile.backends.portable.decode.append_launch import CopyLaunch
 
-    return CopyLaunch(problem)
+    launch = CopyLaunch(problem)
+    return lambda k, v, b, t: launch(k, v, b, *t)

@@ -39,22 +39,25 @@ def is_native(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= NATIVE_CAPABILITY
 
 
-def configure(problem: Fp8Problem | QuantizeProblem) -> Any:
-    native = is_native(problem.device)
-    if isinstance(problem, QuantizeProblem):
-        return native
+def configure_fp8_quantize(problem: QuantizeProblem) -> bool:
+    return is_native(problem.device)
+
+
+def configure_fp8_attend(problem: Fp8Problem) -> Any:
     from flashtile.backends.portable.fp8.config import choose
 
-    return choose(problem, native)
+    return choose(problem, is_native(problem.device))
 
 
-def prepare_forward(problem: Fp8Problem, config: Any) -> Any:
+def prepare_fp8_attend(problem: Fp8Problem, config: Any) -> Any:
     from flashtile.backends.portable.fp8.launch import AttendLaunch
 
-    return AttendLaunch(problem, config)
+    launch = AttendLaunch(problem, config)
+    return lambda q, k, v, t: launch(q, k, v, t.scales, t.extras)
 
 
-def prepare_quantize(problem: QuantizeProblem, config: bool) -> Any:
+def prepare_fp8_quantize(problem: QuantizeProblem, config: bool) -> Any:
     from flashtile.backends.portable.fp8.quantize_launch import QuantizeLaunch
 
-    return QuantizeLaunch(problem, config)
+    launch = QuantizeLaunch(problem, config)
+    return lambda x, t: launch(x, t, problem.seed)

@@ -29,9 +29,9 @@ _QUERIES = QuantizeProblem(
     head_dim=128,
     dtype=torch.bfloat16,
     device=torch.device("meta"),
-    transformed=True,
+    seed=0,
 )
-_VALUES = replace(_QUERIES, role="v", transformed=False)
+_VALUES = replace(_QUERIES, role="v", seed=None)
 _QUANTIZED: dict[str, QuantizeProblem] = {
     "q head_dim 128": _QUERIES,
     "q head_dim 80 features": replace(

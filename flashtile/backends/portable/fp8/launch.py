@@ -8,12 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.attn.problem import Extras
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
 from flashtile.backends.portable.fp8.attend import attend_kernel
 from flashtile.backends.portable.fp8.config import AttendConfig, padded
 from flashtile.fp8.problem import Fp8Problem, Scales
-from flashtile.problem import UNLIMITED, Extras
+from flashtile.problem import UNLIMITED
 
 
 def constants(problem: Fp8Problem, config: AttendConfig) -> dict[str, Any]:

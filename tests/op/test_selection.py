@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch, launches
-from flashtile.dispatch import PREFERENCE, Selection
-from flashtile.problem import Options, Problem
+from flashtile.attn.operators import BACKWARD, FORWARD
+from flashtile.attn.problem import Options, Problem
+from flashtile.caches import BoundedCache
+from flashtile.op import operation, selection
+from flashtile.op.operation import CACHE_BYTES
+from flashtile.op.selection import Selection
+from flashtile.problem import PREFERENCE
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def backend_double(name, reason=None, explicit_reason=None):
     return SimpleNamespace(
         NAME=name,
         reason_against=lambda problem, explicit: explicit_reason if explicit else reason,
-        configure=lambda problem: f"{name}'s configuration",
+        configure_forward=lambda problem: f"{name}'s configuration",
     )
 
 
@@ -37,15 +41,21 @@ def backend_double(name, reason=None, explicit_reason=None):
 def backends(monkeypatch):
     """Backends by name, instead of those of the package."""
     doubles = {"hopper": backend_double("hopper", "no such card")}
-    monkeypatch.setattr(dispatch, "load_backend", doubles.__getitem__)
+    monkeypatch.setattr(selection, "load_part", lambda name, operation: doubles[name])
     return doubles
 
 
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_backends_offer_what_dispatch_needs(name, problem):
-    backend = dispatch.load_backend(name)
+    backend = selection.load_part(name, FORWARD)
     assert name == backend.NAME
-    for function in ("reason_against", "configure", "prepare_forward", "prepare_backward"):
+    for function in (
+        "reason_against",
+        "configure_forward",
+        "configure_backward",
+        "prepare_forward",
+        "prepare_backward",
+    ):
         assert callable(getattr(backend, function))
     for explicit in (False, True):
         reason = backend.reason_against(problem, explicit=explicit)
@@ -54,10 +64,10 @@ def test_backends_offer_what_dispatch_needs(name, problem):
 
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_configurations_are_frozen_and_repeatable(name, problem):
-    backend = dispatch.load_backend(name)
-    config = backend.configure(problem)
+    backend = selection.load_part(name, FORWARD)
+    config = backend.configure_forward(problem)
     assert dataclasses.is_dataclass(config)
-    assert config == backend.configure(problem)
+    assert config == backend.configure_forward(problem)
     hash(config)
 
 
@@ -76,17 +86,17 @@ def test_problems_are_hashable_descriptions(tensors, problem):
 
 def test_first_that_serves_is_chosen(backends, problem):
     backends["portable"], backends["cpu"] = backend_double("portable"), backend_double("cpu")
-    selection = dispatch.select(problem)
-    assert selection == Selection(
-        backends["portable"], "portable's configuration", {"hopper": "no such card"}
+    chosen = selection.select(FORWARD, problem)
+    assert chosen == Selection(
+        FORWARD, problem, "portable", "portable's configuration", {"hopper": "no such card"}
     )
 
 
 def test_others_follow_with_reasons(backends, problem):
     backends["portable"], backends["cpu"] = backend_double("portable", "too cold"), backend_double("cpu")
-    selection = dispatch.select(problem)
-    assert selection.backend is backends["cpu"]
-    assert selection.reasons_against == {"hopper": "no such card", "portable": "too cold"}
+    chosen = selection.select(FORWARD, problem)
+    assert chosen.backend == "cpu"
+    assert chosen.reasons_against == {"hopper": "no such card", "portable": "too cold"}
 
 
 def test_none_serves(backends, problem):
@@ -94,7 +104,7 @@ def test_none_serves(backends, problem):
     backends["cpu"] = backend_double("cpu", "too hot")
     reasons = r"\(hopper: no such card; portable: too cold; cpu: too hot\)"
     with pytest.raises(NotImplementedError, match=f"no backend serves this call {reasons}"):
-        dispatch.select(problem)
+        selection.select(FORWARD, problem)
 
 
 @pytest.mark.parametrize("name", PREFERENCE)
@@ -103,14 +113,14 @@ def test_explicit_backend_never_falls_back(backends, problem, name):
         backends[other] = backend_double(other)
     backends[name] = backend_double(name, explicit_reason="not today")
     with pytest.raises(NotImplementedError, match=rf"backend='{name}' does not serve .*: not today"):
-        dispatch.select(problem, name)
+        selection.select(FORWARD, problem, name)
     backends[name] = backend_double(name, reason="only if asked")
-    assert dispatch.select(problem, name).backend is backends[name]
+    assert selection.select(FORWARD, problem, name).backend == name
 
 
 def test_unknown_backend(problem, tensors):
     with pytest.raises(ValueError, match="backend must be None or one of hopper, portable, cpu, got 'fast'"):
-        dispatch.select(problem, "fast")
+        selection.select(FORWARD, problem, "fast")
     for function in (flashtile.attention, flashtile.explain):
         with pytest.raises(ValueError, match="got 'fast'"):
             function(*tensors, backend="fast")
@@ -133,8 +143,9 @@ def test_repeated_calls_neither_check_nor_dispatch(tensors, monkeypatch):
     def never(*arguments):
         raise AssertionError("a repeated call came here")
 
-    for name in ("select", "check_call"):
-        monkeypatch.setattr(launches, name, never)
+    monkeypatch.setattr(operation, "select", never)
+    for each in (FORWARD, BACKWARD):
+        monkeypatch.setattr(each, "check", never)
     monkeypatch.setattr(Problem, "from_tensors", never)
     again = flashtile.attention(q, k, v, causal=True)
     assert torch.equal(again, first)
@@ -149,7 +160,7 @@ def test_explain_on_the_cpu(tensors, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     explanation = flashtile.explain(*tensors, causal=True)
     assert explanation.backend == "cpu"
-    assert explanation.config == dispatch.load_backend("cpu").configure(explanation.problem)
+    assert explanation.config == selection.load_part("cpu", FORWARD).configure_forward(explanation.problem)
     assert explanation.problem == Problem.from_tensors(*tensors, options=Options(causal=True))
     assert list(explanation.reasons_against) == ["hopper", "portable"]
     assert "GPU" in explanation.reasons_against["portable"]
@@ -159,20 +170,23 @@ def test_explain_prints_what_matters(tensors, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     explanation = flashtile.explain(*tensors, causal=True, softcap=3.0)
     lines = str(explanation).splitlines()
-    assert lines[0] == "backend: cpu"
-    assert lines[1] == f"config: {explanation.config}"
-    assert lines[2].startswith("not hopper: ")
-    assert lines[3].startswith("not portable: ")
-    assert "softcap=3.0" in lines[4]
-    assert "window_right=0" in lines[4]
+    assert explanation.operations == ("forward", "backward")
+    assert lines[:3] == ["forward", "backend: cpu", f"config: {explanation.config}"]
+    assert lines[3].startswith("not hopper: ")
+    assert lines[4].startswith("not portable: ")
+    assert "softcap=3.0" in lines[5]
+    assert "window_right=0" in lines[5]
+    assert lines[7:9] == ["backward", "backend: cpu"]
 
 
 def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):
-    monkeypatch.setattr(launches, "_forward_launches", launches.LaunchCache())
-    backend = dispatch.load_backend("cpu")
+    for each in (FORWARD, BACKWARD):
+        monkeypatch.setattr(each, "launches", BoundedCache(CACHE_BYTES))
+    backend = selection.load_part("cpu", FORWARD)
     monkeypatch.setattr(backend, "prepare_forward", None)
     flashtile.explain(*(t.requires_grad_() for t in tensors))
-    assert not launches._forward_launches
+    assert not FORWARD.launches
+    assert not BACKWARD.launches
 
 
 @pytest.mark.parametrize("name", [None, *PREFERENCE])
@@ -198,7 +212,7 @@ def test_explain_names_the_reason_against_an_explicit_backend(backends, tensors)
         "portable": "not today",
         "cpu": "only if asked",
     }
-    assert str(explanation).startswith("backend: None")
+    assert str(explanation).startswith("forward\nbackend: None")
 
 
 def test_explain_says_which_others_could(backends, tensors):

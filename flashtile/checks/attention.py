@@ -1,0 +1,98 @@
+"""Checks of an attention call: types and shapes (:mod:`flashtile.checks.values` reads data)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.problem import Extras, Options
+from flashtile.checks.arguments import (
+    check_dense,
+    check_dtype,
+    check_groups,
+    check_heads_tensor,
+    check_int32,
+    check_longest,
+    check_offsets,
+    check_same_dtype,
+    check_score_options,
+    check_sink,
+    check_slopes,
+)
+from flashtile.problem import DTYPES
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    options: Options,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> None:
+    """Raise for a call that no backend could compute.
+
+    Args:
+        dtypes: that q, k and v may have.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, stride, device or number is not allowed.
+        NotImplementedError: a device or head size that flashtile does not serve.
+    """
+    check_types(q, k, v, extras, options)
+    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, tensor, dtypes)
+        check_same_dtype(name, tensor, "q", q)
+        check_heads_tensor(name, tensor, packed, "total", "seqlen", q)
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
+    if k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(
+            f"v has leading shape {tuple(v.shape[:-2])}, but k has {tuple(k.shape[:-2])}: they must be equal"
+        )
+    if not packed and q.shape[0] != k.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
+    check_groups(q, k, "k")
+    if packed:
+        _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)
+    elif options.max_seqlen_q is not None or options.max_seqlen_k is not None:
+        name = "max_seqlen_q" if options.max_seqlen_q is not None else "max_seqlen_k"
+        raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k, got an int")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    check_int32("seqused_k", seqused_k, (batch,), "(batch,)", q)
+    check_slopes(alibi_slopes, batch, q)
+    check_sink(sink, q)
+    check_score_options(options)
+
+
+def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
+    """Raise for what is not a dense tensor, and for a gradient that is wanted but not computed."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, tensor)
+    for name, extra in zip(Extras._fields, extras, strict=True):
+        if extra is not None:
+            check_dense(name, extra)
+    slopes = extras.alibi_slopes
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
+        )
+
+
+def _check_packed(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, options: Options
+) -> None:
+    check_offsets("cu_seqlens_q", cu_seqlens_q, q)
+    check_offsets("cu_seqlens_k", cu_seqlens_k, q)
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise ValueError(
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, but cu_seqlens_q has "
+            f"{cu_seqlens_q.shape[0]}: both must have batch + 1"
+        )
+    check_longest("max_seqlen_q", options.max_seqlen_q)
+    check_longest("max_seqlen_k", options.max_seqlen_k)

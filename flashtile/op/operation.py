@@ -1,0 +1,270 @@
+"""One operation: what attention, decoding and FP8 share between their front doors and their kernels.
+
+A *plain* call (eager, nothing watches it) looks its prepared launch up by its signature: shapes, strides,
+dtypes, devices and alignment of its tensors, and its options. A new signature is checked, described as a
+frozen problem and given to the first backend that serves it. Every other call (``torch.compile``,
+``torch.export``, modes, transforms, subclasses) is checked and goes through ``torch.ops.flashtile``, whose
+fake the operation registers. The plain call skips torch's dispatcher, which costs more host time than the
+launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from flashtile.caches import BoundedCache
+from flashtile.op.observers import tell_observers
+from flashtile.op.schema import schema
+from flashtile.op.selection import select
+
+Tensors = tuple[Any, ...]
+"""The tensors that every call of an operation has, in its order; None for one that may be left out."""
+
+SIGNATURE_BYTES = 4096
+"""About what a kept launch takes on the host: its key, its problem and its kernels' fixed arguments."""
+CACHE_BYTES = 16 * 2**20
+"""Of kept launches, for each operation."""
+
+library = torch.library.Library("flashtile", "DEF")
+
+
+class Operation:
+    """What flashtile computes under one name: ``torch.ops.flashtile.<name>`` and its prepared launches.
+
+    Args:
+        name: of the operator, and of ``prepare_<name>`` and ``configure_<name>`` in a backend.
+        tensors: names of the tensors that every call has; "dout?" may be None.
+        beside: NamedTuple of the tensors that a call may have beside them; all default to None.
+        options: NamedTuple of the arguments that are not tensors, hashable, with a field ``backend``.
+        results: how many tensors come back.
+        check: ``(*tensors, beside, options)`` raises for a call that no backend could compute. It looks at
+            types and shapes, never at data.
+        describe: ``(*tensors, beside, options)`` to the problem.
+        fake: ``(*tensors, beside, options)`` to empty results, of which one that does not exist is None.
+        check_values: ``(*tensors, beside, options)`` raises for lengths and tables that lead out of the
+            tensors. It reads data: done on the CPU, and on a GPU under ``debug_checks``.
+        check_traced: the part of ``check`` that ``torch.compile`` traces, for what no graph can hold; the
+            fake checks the rest. None is all of it.
+        part: the subpackage of a backend that serves it ("" is the backend's own package).
+        mutates: names of the tensors that are written in place.
+        no_gradient: what to do instead, for an operation without a backward pass.
+        flops: ``(*tensors, beside, options)`` to the floating-point operations of a call.
+        shardings: ``(*tensors, beside, options)`` to the placements of DTensors that need no communication.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tensors: tuple[str, ...],
+        beside: type[Any],
+        options: type[Any],
+        results: int,
+        check: Callable[..., None],
+        describe: Callable[..., Any],
+        fake: Callable[..., Any] = lambda *arguments: None,
+        check_values: Callable[..., None] | None = None,
+        check_traced: Callable[..., None] | None = None,
+        part: str = "",
+        mutates: tuple[str, ...] = (),
+        no_gradient: str | None = None,
+        flops: Callable[..., int] | None = None,
+        shardings: Callable[..., list] | None = None,
+    ) -> None:
+        self.name, self.part, self.check, self.describe, self.fake = name, part, check, describe, fake
+        self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
+        self._check_values, self._check_traced = check_values, check_traced or check
+        self._beside, self._options = beside, options
+        self._num_tensors = len(tensors)
+        self._num_beside = len(beside._fields)
+        self._names = tuple(n.rstrip("?") for n in tensors) + beside._fields
+        self.nothing = beside()
+        """The one value that calls without tensors beside the first ones pass: known by identity."""
+        self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
+        library.define(schema(name, tensors, beside, options, results, mutates))
+        self.operator = getattr(torch.ops.flashtile, name).default
+        for device in ("CUDA", "CPU"):
+            library.impl(name, self._kernel, device)
+        torch.library.register_fake(f"flashtile::{name}", self._fake_kernel, lib=library)
+        if no_gradient is not None and results and not mutates:
+            torch.library.register_autograd(f"flashtile::{name}", self._refuse_backward, lib=library)
+
+    def __call__(self, tensors: Tensors, beside: Any, options: Any) -> Any:
+        """The results of a call without a backward pass, by the shortest path that is right for it."""
+        if is_plain(tensors, beside):
+            if torch.is_grad_enabled() and self.no_gradient is not None:
+                learning = self.learning(tensors, beside)
+                if learning:
+                    run = partial(self.launch, tensors, beside, options)
+                    return without_backward(run, self.no_gradient, learning)
+            return self.launch(tensors, beside, options)
+        return self.traced(tensors, beside, options)
+
+    def launch(self, tensors: Tensors, beside: Any, options: Any) -> Any:
+        """The results of a plain call, by the launch that was prepared for its signature."""
+        prepared = self.prepared(tensors, beside, options)
+        self.check_values(tensors, beside, options)
+        return prepared(*tensors, beside)
+
+    def prepared(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
+        """The launch for this signature. A new one is checked first."""
+        try:
+            key: tuple = (options, *signatures(tensors))
+            if beside is not self.nothing:
+                key += signatures(beside)
+        except Exception:  # not a tensor, or one without strides: the checks name it
+            self.check(*tensors, beside, options)
+            raise
+        prepared = self.launches.get(key)
+        if prepared is None:
+            self.check(*tensors, beside, options)
+            selection = select(self, self.describe(*tensors, beside, options), options.backend)
+            prepared = self.launches.store(key, selection.prepare(), SIGNATURE_BYTES)
+        return prepared
+
+    def check_values(self, tensors: Tensors, beside: Any, options: Any) -> None:
+        """Check the data where that costs no synchronisation, or is asked for."""
+        if self._check_values is None or beside is self.nothing:
+            return
+        if reads_values(tensors[0], getattr(options, "debug_checks", False)):
+            self._check_values(*tensors, beside, options)
+
+    def traced(self, tensors: Tensors, beside: Any, options: Any) -> Any:
+        """The results of any other call, through the operator."""
+        if torch.compiler.is_dynamo_compiling():
+            self._check_traced(*tensors, beside, options)
+        else:
+            self.check(*tensors, beside, options)
+            described = _described.get()
+            if described is not None:
+                described.append((self, self.describe(*tensors, beside, options), options.backend))
+                return self.fake(*tensors, beside, options)
+            tell_observers(self, (*tensors, *beside))
+        refuse_tangents(self._names, (*tensors, *beside))
+        return self.operator(*tensors, *beside, *options)
+
+    def learning(self, tensors: Tensors, beside: Any) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of each tensor that requires a gradient."""
+        given = zip(self._names, (*tensors, *beside), strict=False)
+        return [(name, t) for name, t in given if t is not None and t.requires_grad]
+
+    def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
+        """(tensors, beside, options) of the operator's arguments."""
+        first = self._num_tensors
+        tensors, rest = arguments[:first], arguments[first:]
+        beside, options = rest[: self._num_beside], self._options(*rest[self._num_beside :])
+        given = any(tensor is not None for tensor in beside)
+        return tensors, self._beside(*beside) if given else self.nothing, options
+
+    def _kernel(self, *arguments: Any) -> Any:
+        tensors, beside, options = self.split(arguments)
+        return _without_none(self.launch(tensors, beside, options), tensors)
+
+    def _fake_kernel(self, *arguments: Any) -> Any:
+        tensors, beside, options = self.split(arguments)
+        self.check(*tensors, beside, options)
+        return _without_none(self.fake(*tensors, beside, options), tensors)
+
+    def _refuse_backward(self, ctx: Any, *gradients: Any) -> None:
+        raise NotImplementedError(f"{self._names[0]} must not require a gradient: {self.no_gradient}")
+
+
+def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
+    """Nothing but this call would see the operator: no trace, mode, transform, tangent or subclass."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    for tensor in required:
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return False
+    for tensors in optional:
+        for extra in tensors:
+            if extra is not None and type(extra) is not Tensor and type(extra) is not Parameter:
+                return False
+    return (
+        (required[0].is_cuda or required[0].is_cpu)  # whose device the others must share
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def signatures(tensors: Iterable[Tensor | None]) -> tuple:
+    """What a launch was prepared for of each tensor."""
+    return tuple(
+        [
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+            for t in tensors
+        ]
+    )
+
+
+def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
+    """Whether a call on this device checks its data. On a GPU that synchronises, so it does only if asked to,
+    by ``debug_checks`` or ``FLASHTILE_DEBUG=1``.
+    """
+    return debug_checks or not tensor.is_cuda or os.environ.get("FLASHTILE_DEBUG", "0") == "1"
+
+
+def refuse_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+    """Raise for forward mode: without a rule the dispatcher would drop tangents, as if they were zero."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in zip(names, tensors, strict=False):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(f"{name} must carry no tangents: forward mode is not implemented")
+
+
+def without_backward(run: Callable[[], Any], instead: str, learning: list[tuple[str, Tensor]]) -> Any:
+    """The results of ``run``, whose backward pass says that there is none."""
+    names, tensors = zip(*learning, strict=True)
+    return _NoBackward.apply(run, f"{names[0]} must not require a gradient: {instead}", *tensors)
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any], text: str, *learning: Tensor) -> Any:
+        ctx.text = text
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise NotImplementedError(ctx.text)
+
+
+def _without_none(results: Any, tensors: Tensors) -> Any:
+    """An operator's results are tensors: one without elements stands for a result that does not exist."""
+    if results is not None and any(r is None for r in results):
+        like = next(t for t in tensors if t is not None)
+        return tuple(like.new_empty(0) if r is None else r for r in results)
+    return results
+
+
+Described = list[tuple[Operation, Any, "str | None"]]
+_described: ContextVar[Described | None] = ContextVar("flashtile_described", default=None)
+
+
+@contextlib.contextmanager
+def describing() -> Iterator[Described]:
+    """Calls within compute nothing, and return fake tensors: a list of what they are, (operation, problem,
+    backend that was asked for).
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    described: Described = []
+    token = _described.set(described)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield described
+    finally:
+        _described.reset(token)

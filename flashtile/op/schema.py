@@ -1,0 +1,39 @@
+"""An operator's schema, from the fields of its named tuples."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TYPES = {
+    Tensor: "Tensor",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+
+def schema(
+    name: str, tensors: tuple[str, ...], beside: Any, options: Any, results: int, mutates: tuple[str, ...]
+) -> str:
+    """``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)``."""
+    kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
+    kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(beside).items()}
+    for i, written in enumerate(mutates):
+        kinds[written] = kinds[written].replace("Tensor", f"Tensor({chr(ord('a') + i)}!)")
+    kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(options).items()}
+    returned = ", ".join(["Tensor"] * results)
+    return f"{name}({', '.join(f'{kind} {n}' for n, kind in kinds.items())}) -> ({returned})"
+
+
+def _schema_type(annotation: Any) -> str:
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        (kind,) = (t for t in typing.get_args(annotation) if t is not types.NoneType)
+        return f"{_TYPES[kind]}?"
+    return _TYPES[annotation]

@@ -1,0 +1,121 @@
+"""Which backend serves a problem, with which configuration, and why not the others.
+
+A backend takes part in an operation with a module, ``flashtile.backends.<backend>`` or its subpackage
+``part``, that offers
+
+* ``reason_against(problem, explicit)``: why it does not serve the problem, None if it does; ``explicit``
+  says that it was asked for by name,
+* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, beside)`` for tensors of one signature,
+  which validates nothing,
+* ``configure_<operation>(problem)``: the frozen configuration, where there is one to choose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flashtile.problem import PREFERENCE
+
+
+class Served(Protocol):
+    """What selection knows of an operation."""
+
+    name: str
+    part: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The part of a backend that serves a problem, its configuration, and why those before it do not."""
+
+    operation: Served = field(repr=False)
+    problem: Any
+    backend: str
+    config: Any
+    reasons_against: dict[str, str] = field(hash=False)
+
+    def prepare(self) -> Callable[..., Any]:
+        """A launch ``(*tensors, beside)`` for tensors of one signature. It validates nothing."""
+        part = load_part(self.backend, self.operation)
+        return getattr(part, f"prepare_{self.operation.name}")(self.problem, self.config)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an operation of a call would get. ``backend`` and ``config`` are None where none serves it."""
+
+    operation: str
+    problem: Any
+    backend: str | None
+    config: Any
+    reasons_against: dict[str, str] = field(hash=False)
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend}", f"config: {self.config}"]
+        lines += [f"not {name}: {reason}" for name, reason in self.reasons_against.items()]
+        return "\n".join([*lines, f"problem: {self.problem}"])
+
+
+def load_part(name: str, operation: Served) -> Any:
+    """The module of a backend that serves ``operation``, None if the backend does not (one may need triton,
+    which ``import flashtile`` must not)."""
+    module = f"flashtile.backends.{name}" + (f".{operation.part}" if operation.part else "")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:  # no such package, or a folder without code
+        return None
+    part = importlib.import_module(module)
+    return part if hasattr(part, f"prepare_{operation.name}") else None
+
+
+def _reason_against(name: str, operation: Served, problem: Any, explicit: bool) -> str | None:
+    part = load_part(name, operation)
+    if part is None:
+        return f"it has no kernels for {operation.name}"
+    return part.reason_against(problem, explicit=explicit)
+
+
+def _configure(name: str, operation: Served, problem: Any) -> Any:
+    configure = getattr(load_part(name, operation), f"configure_{operation.name}", None)
+    return None if configure is None else configure(problem)
+
+
+def select(operation: Served, problem: Any, backend: str | None = None) -> Selection:
+    """The first backend in order of preference that serves ``problem``, or ``backend`` and no other.
+
+    Raises:
+        ValueError: ``backend`` is not a backend.
+        NotImplementedError: no backend (or not the named one) serves the problem, with the reasons.
+    """
+    if backend is not None and backend not in PREFERENCE:
+        raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
+    reasons: dict[str, str] = {}
+    for name in PREFERENCE if backend is None else (backend,):
+        reason = _reason_against(name, operation, problem, explicit=backend is not None)
+        if reason is None:
+            return Selection(operation, problem, name, _configure(name, operation, problem), reasons)
+        reasons[name] = reason
+    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    asked = "no backend serves" if backend is None else f"backend={backend!r} does not serve"
+    raise NotImplementedError(f"{asked} this call ({listed})")
+
+
+def choose(operation: Served, problem: Any, backend: str | None = None) -> Choice:
+    """What ``problem`` would get if ``backend`` is asked for, and every other backend's reason against."""
+    chosen: str | None = None
+    config: Any = None
+    reasons: dict[str, str] = {}
+    for name in PREFERENCE:
+        reason = _reason_against(name, operation, problem, explicit=name == backend)
+        if reason is not None:
+            reasons[name] = reason
+        elif backend is not None and name != backend:
+            reasons[name] = f"it could serve the call, but backend={backend!r} was asked for"
+        elif chosen is not None:
+            reasons[name] = f"it could serve the call, but {chosen} comes first"
+        else:
+            chosen, config = name, _configure(name, operation, problem)
+    return Choice(operation.name, problem, chosen, config, reasons)

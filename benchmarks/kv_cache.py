@@ -163,14 +163,14 @@ def admissible(manager: BlockManager, prompt: int, width: int, running: int) -> 
 
 def start(manager: BlockManager, prompt: int, output: int, width: int, ancestry: Ancestry) -> Group:
     first = manager.create()
-    manager.append(first, prompt)
+    manager.reserve(first, prompt)
     return Group([first, *(manager.fork(first) for _ in range(width - 1))], output, ancestry)
 
 
 def advance(manager: BlockManager, groups: list[Group]) -> int:
     """One token for every sequence; returns the blocks that were copied."""
     batch = manager.batch([sequence for group in groups for sequence in group.sequences])
-    copies = manager.append_each(batch)
+    copies = manager.reserve_batch(batch)
     for group in groups:
         if group.ancestry:
             group.sequences = manager.select(
@@ -253,14 +253,14 @@ def operations(num_blocks: int, tokens: int = 512, count: int = 64) -> dict[str,
     def allocate() -> int:
         for _ in range(count):
             sequence = manager.create()
-            manager.append(sequence)
+            manager.reserve(sequence)
             sequences.append(sequence)
         return 2 * count
 
     def cross() -> int:
         for _ in range(tokens // BLOCK_SIZE - 1):
             for sequence in sequences:
-                manager.append(sequence, BLOCK_SIZE)
+                manager.reserve(sequence, BLOCK_SIZE)
         return (tokens // BLOCK_SIZE - 1) * count
 
     def fork() -> int:
@@ -278,11 +278,11 @@ def operations(num_blocks: int, tokens: int = 512, count: int = 64) -> dict[str,
         made = 0
         for _ in range(count):
             first = manager.create()
-            manager.append(first, tokens - 5)
+            manager.reserve(first, tokens - 5)
             second = manager.fork(first)
             for _ in range(8):
-                manager.append(first, BLOCK_SIZE)
-                manager.append(second, BLOCK_SIZE)
+                manager.reserve(first, BLOCK_SIZE)
+                manager.reserve(second, BLOCK_SIZE)
             manager.free(first)
             manager.free(second)
             made += 21
@@ -304,16 +304,16 @@ def batch_steps(sequences: int) -> dict[str, float]:
     def steps(count: int) -> Iterator[float]:
         for _ in range(count):
             began = time.process_time()
-            manager.append_each(batch)
+            manager.reserve_batch(batch)
             yield (time.process_time() - began) * 1e6
 
-    manager.append_each(batch)
+    manager.reserve_batch(batch)
     together = list(steps(320))  # every sixteenth step, all cross
     result = {
         "inside": statistics.median(t for i, t in enumerate(together, 2) if i % BLOCK_SIZE != 1),
         "all_cross": statistics.median(t for i, t in enumerate(together, 2) if i % BLOCK_SIZE == 1),
     }
-    manager.append_each(batch, [i % BLOCK_SIZE for i in range(sequences)])
+    manager.reserve_batch(batch, [i % BLOCK_SIZE for i in range(sequences)])
     result["one_in_16_crosses"] = statistics.median(steps(160))
     return result
 

@@ -138,7 +138,7 @@ def main(
         except OutOfBlocksError as error:
             raise typer.BadParameter(f"num_blocks is too small for {name}: {error}") from None
         runs[name] = Run(paged, strategy(DenseDecoder(llama)), decoder.peak)
-        cache.manager.check_integrity()
+        cache.check_integrity()
         console.rule(name)
         for i, tokens in enumerate(prompts):
             best = paged[i * len(paged) // len(prompts)]
@@ -153,7 +153,7 @@ def main(
 
 
 def describe(runs: dict[str, Run], cache: PagedKVCache) -> Table:
-    size = cache.manager.block_size
+    size = cache.block_size
     table = Table(title=f"Blocks of {size} tokens at the fullest moment")
     for column in ("", "sequences", "blocks used", "without sharing", "saved", "waste", "blocks copied"):
         table.add_column(column, justify="left" if not column else "right")

@@ -86,41 +86,41 @@ class PagedDecoder:
     """All sequences in one batch, their keys and values in blocks, shared where they are equal."""
 
     def __init__(self, model: Llama, cache: PagedKVCache):
-        self.model, self.cache, self.manager = model, cache, cache.manager
+        self.model, self.cache = model, cache
         self.sequences: list[int] = []
-        self.peak = Peak(self.manager.usage(), 0)
+        self.peak = Peak(self.cache.usage(), 0)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """As in the protocol; blocks that an earlier prompt filled with the same tokens are found again."""
         for sequence in self.sequences:
-            self.manager.free(sequence)
-        self.sequences = [self.manager.create(prompt) for prompt in prompts]
+            self.cache.free(sequence)
+        self.sequences = [self.cache.create(prompt) for prompt in prompts]
         new = [
-            prompt[self.manager.length(sequence) :]
+            prompt[self.cache.length(sequence) :]
             for sequence, prompt in zip(self.sequences, prompts, strict=True)
         ]
         logits = self._logits(new)
         for sequence, prompt in zip(self.sequences, prompts, strict=True):
-            self.manager.remember(sequence, prompt)
+            self.cache.cache_blocks(sequence, prompt)
         return logits
 
     def select(self, parents: Sequence[int]) -> None:
-        self.sequences = self.manager.select(self.sequences, parents)
+        self.sequences = self.cache.select(self.sequences, parents)
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
         return self._logits([[token] for token in tokens])
 
     @torch.no_grad()
     def _logits(self, new: Sequence[Sequence[int]]) -> Tensor:
-        batch = self.manager.batch(self.sequences)
-        step = self.cache.append(batch, [len(tokens) for tokens in new])
+        batch = self.cache.batch(self.sequences)
+        step = self.cache.reserve_step(batch, [len(tokens) for tokens in new])
         tokens = torch.tensor([token for tokens in new for token in tokens], device=self.cache.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.cache.attend(layer, q, k, v, step)
 
         hidden = self.model.hidden(tokens, step.positions, attend)
-        usage = self.manager.usage()
+        usage = self.cache.usage()
         copied = self.peak.copied_blocks + step.copied_blocks
         self.peak = Peak(max(usage, self.peak.usage, key=lambda usage: usage.blocks), copied)
         return self.model.lm_head(hidden[step.cu_seqlens_q[1:].long() - 1])

@@ -1,50 +1,37 @@
 """PagedAttention's memory manager (Kwon et al. 2023, arXiv:2309.06180, section 4).
 
-Keys and values of a sequence live in blocks of ``block_size`` tokens anywhere in a pool; its row of the
-block table lists them in order. Blocks are taken as the sequence grows, shared when it is forked, copied at
-the first write to a block that somebody else holds too, and given back one by one. The manager decides;
-bytes are moved by its caller (:class:`flashtile.kv_cache.PagedKVCache`), which is told what to copy.
+Keys and values of a sequence lie in blocks of ``block_size`` tokens anywhere in a pool; its row of the
+block table lists them in order. Blocks are allocated as the sequence grows, shared when it is forked, copied
+at the first write to a block that something else refers to, and released one by one. The manager decides;
+bytes are moved by its caller, which is told what to copy, or by :class:`flashtile.kv_cache.PagedKVCache`.
 
 A block is written to only while ``refs`` of it is 1. A fork of its sequence makes it 2, and so does the
-prefix cache when it remembers the block, so that neither ever sees another's tokens.
+prefix cache, so that neither ever sees another's tokens.
 
-Nothing here needs a GPU. Nothing is thread-safe.
+Nothing here needs a GPU. Nothing is thread-safe. What raises has changed nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from operator import index
-from typing import NoReturn
+from collections.abc import Iterable
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
+from flashtile.arguments import as_int
+from flashtile.kv_cache.arguments import as_ints, as_size
 from flashtile.kv_cache.integrity import Invariant, Usage, check_integrity, usage
-from flashtile.kv_cache.pool import BlockPool, OutOfBlocksError
-from flashtile.kv_cache.prefix import as_tokens, chain
-from flashtile.kv_cache.table import NOBODY, Batch, BlockTable
+from flashtile.kv_cache.pool import BlockPool, Copies, OutOfBlocksError
+from flashtile.kv_cache.prefix import block_hashes
+from flashtile.kv_cache.table import NO_SEQUENCE, NO_STEP, Batch, BlockTable, require_distinct
 
-Copies = list[tuple[int, int]]
-"""(source, destination) blocks. No destination is a source, too, so that they may be copied in any order."""
-
-Growth = tuple[int, int, int]
-"""(row, tokens before, tokens after) of a sequence that is appended to."""
-
-MAX_SIZE = 2**30
-"""Of every size: the sum of two lengths is an int32."""
+Reservation = tuple[int, int, int]
+"""(row, tokens before, tokens after) of a sequence that gets room for more tokens."""
 
 NULL_BLOCK = 0
-"""What evicted entries of a block table point to where there is a window: a block that nobody writes to."""
-
-
-def check_size(name: str, value: int, least: int = 1) -> None:
-    """Raise TypeError or ValueError for a size that is not an int from ``least`` on."""
-    if not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if not least <= value <= MAX_SIZE:
-        raise ValueError(f"{name} must be from {least} to {MAX_SIZE}, got {value}")
+"""What skipped entries of a block table point to where there is a window: a block that nothing writes to."""
 
 
 class BlockManager:
@@ -52,22 +39,23 @@ class BlockManager:
 
     Args:
         num_blocks: blocks in the pool. With ``window_left`` one of them, block 0, is never given out.
-        block_size: tokens a block.
+        block_size: tokens per block.
         max_sequences: sequences that may exist at a time, those swapped out included.
         max_seqlen: tokens that a sequence may have.
         num_host_blocks: blocks of a second pool, which sequences can be swapped out to.
         window_left: earlier keys that a query sees beside its own position (``window_size[0]`` of the
-            attention functions); blocks that no later query sees are given back. -1 keeps every block.
+            attention functions); blocks that no later query sees are released. -1 keeps every block.
 
     Attributes:
-        lengths: (max_sequences,) int32 on the CPU, tokens by row; 0 where there is no sequence.
-        block_table: (max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU, by row. Entries beyond a
-            length are stale.
-        pool, host_pool: the memories; ``host_pool`` has no blocks unless it was given some.
+        pool, host_pool: the blocks; ``host_pool`` has none unless it was given some.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is allowed.
     """
+
+    has_tensors: ClassVar[bool] = False
+    """Whether :meth:`move` copies. Reserved tokens then count as written from :meth:`mark_written` on; until
+    then their sequence can be neither forked nor reserved for again."""
 
     def __init__(
         self,
@@ -79,23 +67,24 @@ class BlockManager:
         num_host_blocks: int = 0,
         window_left: int = -1,
     ):
-        for name, value, least in (
-            ("num_blocks", num_blocks, 1 if window_left == -1 else 2),
-            ("block_size", block_size, 1),
-            ("max_sequences", max_sequences, 1),
-            ("max_seqlen", max_seqlen, 1),
-            ("num_host_blocks", num_host_blocks, 0),
-            ("window_left", window_left, -1),
-        ):
-            check_size(name, value, least)
-        self.block_size, self.max_seqlen, self.window_left = block_size, max_seqlen, window_left
-        self.pool, self.host_pool = BlockPool(num_blocks), BlockPool(num_host_blocks)
-        self.reserved = int(window_left >= 0)
-        if self.reserved:
-            self.pool.take()
-        self.table = BlockTable(max_sequences, max_seqlen, block_size)
-        self.lengths, self.block_table = self.table.lengths_tensor, self.table.entries_tensor
-        self._refs = torch.frombuffer(self.pool.refs, dtype=torch.int32)
+        window_left = as_size("window_left", window_left, -1)
+        null_blocks = int(window_left >= 0)
+        num_blocks = as_size("num_blocks", num_blocks, 1 + null_blocks)
+        num_host_blocks = as_size("num_host_blocks", num_host_blocks, 0)
+        self.block_size = as_size("block_size", block_size)
+        self.max_seqlen, self.window_left = as_size("max_seqlen", max_seqlen), window_left
+        self.table = BlockTable(as_size("max_sequences", max_sequences), self.max_seqlen, self.block_size)
+        self.pool, self.host_pool = BlockPool(num_blocks, null_blocks), BlockPool(num_host_blocks)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(max_sequences,) int32 on the CPU, tokens by row; 0 where there is no sequence."""
+        return self.table.lengths_tensor
+
+    @property
+    def block_table(self) -> Tensor:
+        """(max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU; beyond a length it is stale."""
+        return self.table.entries_tensor
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -104,110 +93,128 @@ class BlockManager:
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence, swapped out or not."""
-        return self.table.lengths[self.table.row_anywhere(sequence)[0]]
+        return self.table.lengths[self.table.find(sequence)[1]]
 
     def blocks(self, sequence: int) -> list[int]:
         """The blocks of a sequence in order, ``NULL_BLOCK`` for those that the window has passed."""
         row = self.table.row(sequence)
-        return [NULL_BLOCK] * self.table.evicted[row] + self.table.held(row)
+        return [NULL_BLOCK] * self.table.skipped[row] + self.table.blocks(row)
 
     def is_swapped_out(self, sequence: int) -> bool:
-        return self.table.row_anywhere(sequence)[1]
+        """Whether a sequence lies in the host's pool."""
+        return self.table.find(sequence)[2]
 
-    def batch(self, sequences: Sequence[int]) -> Batch:
-        """Resolve the sequences of a batch, once for many calls of :meth:`append_each`.
+    def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
+        """Resolve the sequences of a batch, once for many calls of :meth:`reserve_batch`.
 
         Raises:
+            TypeError: they are not integers.
             ValueError: one does not exist, is swapped out or is there twice (it would be written to twice).
         """
         return self.table.batch(sequences)
 
-    def create(self, tokens: Sequence[int] | Tensor = (), salt: bytes = b"") -> int:
-        """A new sequence, which holds whatever is remembered of a prefix of ``tokens``.
+    def create(self, tokens: Iterable[int] | Tensor = (), salt: bytes = b"") -> int:
+        """A new sequence, which begins with whatever the prefix cache has of ``tokens``.
 
         Whole blocks are found, and never the last token, whose query is still to be computed. The first
-        ``length(sequence)`` tokens need no computation; append the others.
+        ``length(sequence)`` tokens need no computation; reserve room for the others.
 
         Args:
             tokens: the prompt, (seqlen,) integers.
-            salt: what else keys and values depend on, as it was given to :meth:`remember`.
+            salt: what else keys and values depend on, as it was given to :meth:`cache_blocks`.
 
         Returns:
             Its number, which is never used again.
 
         Raises:
             OutOfSequencesError: there are ``max_sequences`` already.
+            TypeError: ``tokens`` are not integers, or ``salt`` is not bytes.
             ValueError: the prompt is longer than ``max_seqlen``.
         """
-        tokens = as_tokens(tokens)
+        tokens = as_ints("tokens", tokens)
         if len(tokens) > self.max_seqlen:
             raise ValueError(f"tokens must be at most max_seqlen={self.max_seqlen} many, got {len(tokens)}")
-        sequence, row = self.table.add()
-        for column, digest in enumerate(chain(tokens[:-1], self.block_size, salt)):
-            block = self.pool.find(digest)
+        hashes = block_hashes(tokens[:-1], self.block_size, salt)
+        table = self.table
+        sequence, row = table.add()
+        for column, block_hash in enumerate(hashes):
+            block = self.pool.block_of.get(block_hash)
             if block is None:
                 break
-            self.pool.hold(block)
-            self.table.put(row, column, block)
-            self.table.lengths[row] += self.block_size
+            self.pool.acquire(block)
+            table.set_block(row, column, block)
+            table.lengths[row] += self.block_size
+        table.written[row] = table.lengths[row]
         return sequence
 
     def fork(self, sequence: int) -> int:
         """A new sequence of the same content, which shares every block.
 
-        Write what was appended to a sequence before forking it: the copy may be made at any time afterwards.
+        Write what was reserved for a sequence before forking it: the copy may be made at any time afterwards.
 
         Raises:
             OutOfSequencesError: there are ``max_sequences`` already.
+            ValueError: the sequence does not exist or is swapped out.
         """
         row = self.table.row(sequence)
-        twin, twin_row = self.table.add()
-        self.pool.share(self.table.copy_row(row, twin_row))
-        return twin
+        self._require_written(row)
+        child, child_row = self.table.add()
+        self.pool.share(self.table.copy_row(row, child_row))
+        self.table.step_of_row[row] = NO_STEP
+        return child
 
-    def select(self, sequences: Sequence[int], parents: Sequence[int]) -> list[int]:
+    def select(self, sequences: Iterable[int] | Tensor, parents: Iterable[int] | Tensor) -> list[int]:
         """The next beams: number i continues ``sequences[parents[i]]``.
 
         The first child of a sequence is that sequence itself, the others are forks; a sequence without a
         child is freed.
+
+        Raises:
+            OutOfSequencesError, TypeError, ValueError: as :meth:`batch` and :meth:`fork`.
         """
-        self.table.batch(sequences)
-        for parent in parents:
-            if not 0 <= parent < len(sequences):
-                raise ValueError(f"parents must be from 0 to {len(sequences) - 1}, got {parent}")
-        self.table.require_rows(len(parents) - len(sequences))
-        chosen = set(parents)
-        for i, sequence in enumerate(sequences):
-            if i not in chosen:
+        batch, parents = self.table.batch(sequences), as_ints("parents", parents)
+        children = Counter(parents)
+        for parent, count in children.items():
+            if not 0 <= parent < len(batch):
+                raise ValueError(f"parents must be from 0 to {len(batch) - 1}, got {parent}")
+            if count > 1:
+                self._require_written(self.table.row(batch.sequences[parent]))
+        self.table.require_rows(len(parents) - len(batch))
+        for i, sequence in enumerate(batch.sequences):
+            if i not in children:
                 self.free(sequence)
         beams = []
         for parent in parents:
-            beams.append(sequences[parent] if parent in chosen else self.fork(sequences[parent]))
-            chosen.discard(parent)
+            sequence = batch.sequences[parent]
+            beams.append(sequence if parent in children else self.fork(sequence))
+            children.pop(parent, None)
         return beams
 
     def free(self, sequence: int) -> None:
-        """Give back a sequence, swapped out or not, and the blocks that only it holds."""
-        row, swapped_out = self.table.row_anywhere(sequence)
+        """Release a sequence, swapped out or not, and the blocks that only it uses."""
+        sequence, row, swapped_out = self.table.find(sequence)
         pool = self.host_pool if swapped_out else self.pool
-        pool.let_go(reversed(self.table.held(row)))  # a prefix is forgotten from its end
+        pool.release(reversed(self.table.blocks(row)))  # the end of a prefix is evicted first
         self.table.remove(sequence, row)
 
-    def append(self, sequence: int, num_tokens: int = 1) -> Copies:
+    def reserve(self, sequence: int, num_tokens: int = 1) -> Copies:
         """Room for ``num_tokens`` more tokens.
 
         Returns:
             What to copy before anything is written and before the next operation: at most one pair.
 
         Raises:
-            OutOfBlocksError: nothing has changed.
+            OutOfBlocksError: there are too few blocks.
             ValueError: the sequence does not exist, is swapped out or would be longer than ``max_seqlen``.
         """
+        if self.has_tensors:
+            return self.reserve_batch(self.batch([sequence]), num_tokens)
         table, size = self.table, self.block_size
-        row = table.rows.get(sequence, NOBODY)
+        row = table.rows.get(sequence, NO_SEQUENCE) if type(sequence) is int else NO_SEQUENCE
         if row < 0:
-            table.refuse(sequence)
-        num_tokens = index(num_tokens)
+            row = table.row(sequence)
+        if type(num_tokens) is not int:
+            num_tokens = as_int("num_tokens", num_tokens)
         length = table.lengths[row]
         end = length + num_tokens
         if num_tokens < 0 or end > self.max_seqlen:
@@ -215,13 +222,13 @@ class BlockManager:
         copies: Copies = []
         last = (length - 1) // size
         if (end - 1) // size != last or (
-            length % size and num_tokens and self.pool.refs[table.entries[row * table.width + last]] > 1
+            length % size and num_tokens and self.pool.refs[table.entries[row * table.max_blocks + last]] > 1
         ):
-            self._grow([(row, length, end)], copies)
+            self._allocate([(row, length, end)], copies)
         table.lengths[row] = end
         return copies
 
-    def append_each(self, batch: Batch, num_tokens: int | Sequence[int] | Tensor = 1) -> Copies:
+    def reserve_batch(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor = 1) -> Copies:
         """Room for more tokens in every sequence of a batch: in all of them or, if one is refused, in none.
 
         Args:
@@ -231,116 +238,128 @@ class BlockManager:
             What to copy before anything is written and before the next operation.
 
         Raises:
-            OutOfBlocksError: nothing has changed.
-            ValueError: as :meth:`append`.
+            OutOfBlocksError, ValueError: as :meth:`reserve`.
+            TypeError: ``num_tokens`` are not integers.
         """
-        table, size, rows = self.table, self.block_size, batch.rows
+        table, size = self.table, self.block_size
         table.check_batch(batch)
-        counts = self._counts(batch, num_tokens)
+        rows, counts = batch.rows, self._token_counts(batch, num_tokens)
         lengths = self.lengths.index_select(0, rows)
         ends = lengths + counts
         if len(batch) and int(ends.max()) > self.max_seqlen:
             i = int(ends.argmax())
             self._refuse_length(batch.sequences[i], int(lengths[i]), int(ends[i] - lengths[i]))
+        if self.has_tensors and not torch.equal(table.written_tensor.index_select(0, rows), lengths):
+            for row in rows.tolist():
+                self._require_written(row)
         room = lengths.neg() % size  # tokens that the last block still takes
         last = self.block_table.take(batch.starts + ((lengths - 1) // size).clamp_(0))
-        shared = self._refs.index_select(0, last) > 1  # where a full block is, there is no room in any case
+        shared = self.pool.refs_tensor.index_select(0, last) > 1  # a full block has no room in any case
         work = ((room < counts) | shared) & (ends > lengths)
         copies: Copies = []
         chosen = work.nonzero().flatten()
         if len(chosen):
             columns = (rows[chosen].tolist(), lengths[chosen].tolist(), ends[chosen].tolist())
-            self._grow(list(zip(*columns, strict=True)), copies)
+            self._allocate(list(zip(*columns, strict=True)), copies)
         self.lengths.index_copy_(0, rows, ends)
+        if self.has_tensors:
+            table.begin_step(rows)
+            self.move(copies, self.pool, self.pool)
         return copies
 
+    def mark_written(self, batch: Batch) -> None:
+        """Count all reserved tokens of these sequences as written.
+
+        :meth:`PagedKVCache.attend` and :meth:`PagedKVCache.write` call it after the last layer; call it where
+        a replayed CUDA graph or a kernel of yours wrote keys and values.
+        """
+        self.table.check_batch(batch)
+        self.table.written_tensor.index_copy_(0, batch.rows, self.lengths.index_select(0, batch.rows))
+
     def truncate(self, sequence: int, length: int) -> None:
-        """Keep the first ``length`` tokens: after rejected speculation, or for another turn from there.
+        """Keep the first ``length`` tokens: after rejected speculation, or to continue from there.
 
         Raises:
-            ValueError: it has fewer tokens, or the next query would see a token that has been evicted.
+            ValueError: it has fewer tokens, or the next query would see a token that the window has passed.
         """
         table = self.table
-        row, length = table.row(sequence), index(length)
-        before, evicted = table.lengths[row], table.evicted[row]
+        row, length = table.row(sequence), as_int("length", length)
+        before, skipped = table.lengths[row], table.skipped[row]
         if not 0 <= length <= before:
             raise ValueError(f"length must be from 0 to {before} for sequence {sequence}, got {length}")
-        if evicted and length - self.window_left < evicted * self.block_size:
+        if skipped and length - self.window_left < skipped * self.block_size:
             raise ValueError(
-                f"length must be at least {evicted * self.block_size + self.window_left} for sequence "
-                f"{sequence}, whose first {evicted} blocks are evicted, got {length}"
+                f"length must be at least {skipped * self.block_size + self.window_left} for sequence "
+                f"{sequence}, whose first {skipped} blocks the window has passed, got {length}"
             )
-        kept = -(-length // self.block_size) - evicted
-        self.pool.let_go(reversed(table.held(row)[kept:]))
-        table.lengths[row] = length
+        remaining = -(-length // self.block_size) - skipped
+        self.pool.release(reversed(table.blocks(row)[remaining:]))
+        table.lengths[row], table.written[row] = length, min(length, table.written[row])
+        table.step_of_row[row] = NO_STEP
 
-    def _grow(self, growths: list[Growth], copies: Copies) -> None:
-        """Blocks for every growth, or OutOfBlocksError before anything has changed."""
+    def _allocate(self, reservations: list[Reservation], copies: Copies) -> None:
+        """Blocks for every reservation, or OutOfBlocksError before anything has changed."""
         size, pool = self.block_size, self.pool
-        # Each growth copies at most one block, and evicts first: only when it is close is it counted exactly.
-        at_most = sum((end - 1) // size - (length - 1) // size + 1 for _, length, end in growths)
+        # Each copies at most one block, and releases first: only when it is close is it counted exactly.
+        at_most = sum((end - 1) // size - (length - 1) // size + 1 for _, length, end in reservations)
         if at_most > pool.available:
-            self._require(growths)
+            self._require_available(reservations)
         if self.window_left >= 0:
-            for row, length, _ in growths:
-                self._evict(row, length)
+            for row, length, _ in reservations:
+                self._skip_blocks(row, length)
         table, refs = self.table, pool.refs
-        left: dict[int, int] = {}  # sources are let go of at the end, lest one becomes a destination
-        for row, length, end in growths:
+        left: dict[int, int] = {}  # sources are released at the end, lest one becomes a destination
+        for row, length, end in reservations:
             if length % size and end > length:
                 column = length // size
-                block = table.entries[row * table.width + column]
+                block = table.entries[row * table.max_blocks + column]
                 if refs[block] - left.get(block, 0) > 1:
-                    fresh = pool.take()
+                    copy = pool.allocate()
                     left[block] = left.get(block, 0) + 1
-                    table.put(row, column, fresh)
-                    copies.append((block, fresh))
+                    table.set_block(row, column, copy)
+                    copies.append((block, copy))
             for column in range(-(-length // size), -(-end // size)):
-                table.put(row, column, pool.take())
-        pool.let_go(source for source, _ in copies)
+                table.set_block(row, column, pool.allocate())
+        pool.release(source for source, _ in copies)
 
-    def _require(self, growths: list[Growth]) -> None:
+    def _require_available(self, reservations: list[Reservation]) -> None:
         size, table, refs = self.block_size, self.table, self.pool.refs
         releases: Counter[int] = Counter()
-        for row, length, _ in growths:
-            releases.update(self._passed(row, length))
-        needed, holders = 0, {block: refs[block] - count for block, count in releases.items()}
-        for row, length, end in growths:
+        for row, length, _ in reservations:
+            releases.update(self._passed_blocks(row, length))
+        needed, left = 0, {block: refs[block] - count for block, count in releases.items()}
+        for row, length, end in reservations:
             needed += -(-end // size) - -(-length // size)
             if length % size and end > length:
-                block = table.entries[row * table.width + length // size]
-                count = holders.setdefault(block, refs[block])
+                block = table.entries[row * table.max_blocks + length // size]
+                count = left.setdefault(block, refs[block])
                 needed += count > 1
-                holders[block] = max(1, count - 1)  # the last one writes in place
+                left[block] = max(1, count - 1)  # the last one writes in place
         available = self.pool.available_after(releases)
         if needed > available:
-            what = f"appending to {len(growths)} sequence{'s' * (len(growths) != 1)}"
-            raise OutOfBlocksError(what, needed, available, self.pool.num_blocks - self.reserved)
+            what = f"appending to {len(reservations)} sequence{'s' * (len(reservations) != 1)}"
+            raise OutOfBlocksError(what, needed, available, self.pool.num_blocks - self.pool.null_blocks)
 
-    def _passed(self, row: int, length: int) -> list[int]:
-        """Blocks that the row holds and that no query from position ``length`` on sees."""
+    def _passed_blocks(self, row: int, length: int) -> list[int]:
+        """Blocks that the row uses and that no query from position ``length`` on sees."""
         if self.window_left < 0:
             return []
         count = max(0, length - self.window_left) // self.block_size
-        return self.table.held(row)[: max(0, count - self.table.evicted[row])]
+        return self.table.blocks(row)[: max(0, count - self.table.skipped[row])]
 
-    def _evict(self, row: int, length: int) -> None:
-        blocks = self._passed(row, length)
-        self.pool.let_go(reversed(blocks))
-        first = self.table.evicted[row]
+    def _skip_blocks(self, row: int, length: int) -> None:
+        blocks = self._passed_blocks(row, length)
+        self.pool.release(reversed(blocks))
+        first = self.table.skipped[row]
         for column in range(first, first + len(blocks)):
-            self.table.put(row, column, NULL_BLOCK)
-        self.table.evicted[row] += len(blocks)
+            self.table.set_block(row, column, NULL_BLOCK)
+        self.table.skipped[row] += len(blocks)
 
-    def _counts(self, batch: Batch, num_tokens: int | Sequence[int] | Tensor) -> int | Tensor:
-        if isinstance(num_tokens, int):
-            if not 0 <= num_tokens <= self.max_seqlen:
-                raise ValueError(f"num_tokens must be from 0 to {self.max_seqlen}, got {num_tokens}")
-            return num_tokens
-        counts = torch.as_tensor(num_tokens, device="cpu")
-        if counts.dtype not in (torch.int32, torch.int64) and counts.numel() > 0:
-            raise TypeError(f"num_tokens must be integers, got {counts.dtype}")
-        if tuple(counts.shape) != (len(batch),):
+    def _token_counts(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor) -> int | Tensor:
+        if not isinstance(num_tokens, Iterable) or getattr(num_tokens, "ndim", 1) == 0:
+            return as_size("num_tokens", num_tokens, 0, self.max_seqlen)
+        counts = torch.tensor(as_ints("num_tokens", num_tokens).tolist(), dtype=torch.int64)
+        if len(counts) != len(batch):
             raise ValueError(
                 f"num_tokens must have shape (batch,) = ({len(batch)},), got {tuple(counts.shape)}"
             )
@@ -357,93 +376,111 @@ class BlockManager:
             f"({length} tokens of max_seqlen={self.max_seqlen}), got {num_tokens}"
         )
 
-    def remember(self, sequence: int, tokens: Sequence[int] | Tensor, salt: bytes = b"") -> int:
-        """Make the full blocks of a sequence findable by later calls of :meth:`create`.
+    def _require_written(self, row: int) -> None:
+        table = self.table
+        if self.has_tensors and table.written[row] < table.lengths[row]:
+            raise ValueError(
+                f"sequence {table.sequence_of_row[row]} has {table.lengths[row]} tokens, of which "
+                f"{table.written[row]} are written: write the others in every layer, or truncate it"
+            )
+
+    def cache_blocks(self, sequence: int, tokens: Iterable[int] | Tensor, salt: bytes = b"") -> int:
+        """Enter the full blocks of a sequence into the prefix cache, for later calls of :meth:`create`.
 
         Call it when the keys and values of these tokens have been written, say after the prompt and before
-        ``free``. The blocks outlive their holders until they are needed, the least recently used first.
+        ``free``. The blocks outlive their sequences until they are needed, the least recently used first.
 
         Args:
-            tokens: the sequence's first tokens, at most ``length(sequence)``.
+            tokens: the sequence's first tokens, at most as many as are written.
             salt: what else keys and values depend on (an adapter, an image, who may see it).
 
         Returns:
-            Blocks that were not known before.
+            Blocks that are new to the prefix cache.
         """
-        tokens, row = as_tokens(tokens), self.table.row(sequence)
-        length = self.table.lengths[row]
-        if len(tokens) > length:
-            raise ValueError(f"tokens must be at most the {length} of sequence {sequence}, got {len(tokens)}")
-        start, evicted, new = row * self.table.width, self.table.evicted[row], 0
-        for column, digest in enumerate(chain(tokens, self.block_size, salt)):
-            if column >= evicted:
-                new += self.pool.remember(self.table.entries[start + column], digest)
+        tokens, table = as_ints("tokens", tokens), self.table
+        hashes, row = block_hashes(tokens, self.block_size, salt), table.row(sequence)
+        written = table.written[row] if self.has_tensors else table.lengths[row]
+        if len(tokens) > written:
+            text = f"tokens must be at most the {written} that sequence {sequence} has written"
+            raise ValueError(f"{text}, got {len(tokens)}")
+        start, skipped, new = row * table.max_blocks, table.skipped[row], 0
+        for column, block_hash in enumerate(hashes):
+            if column >= skipped:
+                new += self.pool.cache_block(table.entries[start + column], block_hash)
+        if written == table.lengths[row]:
+            table.step_of_row[row] = NO_STEP  # a step that is written may not write once more
         return new
 
-    def forget(self) -> int:
+    def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, as when the model's weights have changed.
 
         Returns:
-            Blocks that were remembered.
+            Blocks that it had.
         """
-        return self.pool.forget()
+        return self.pool.reset_prefix_cache()
 
-    def swap_out(self, sequences: Sequence[int]) -> Copies:
+    def swap_out(self, sequences: Iterable[int] | Tensor) -> Copies:
         """Move sequences to the host's pool; what they share among themselves stays shared.
 
         Returns:
             (block, host block) pairs to copy before the next operation.
 
         Raises:
-            OutOfBlocksError: the host's pool is too small; nothing has changed.
+            OutOfBlocksError: the host's pool is too small.
+            TypeError, ValueError: as :meth:`batch`.
         """
-        rows = self.table.batch(sequences).rows.tolist()
-        return self._move(sequences, rows, self.pool, self.host_pool, "swapping out")
+        batch = self.table.batch(sequences)
+        return self._swap(batch.sequences, batch.rows.tolist(), self.pool, self.host_pool, "swapping out")
 
-    def swap_in(self, sequences: Sequence[int]) -> Copies:
+    def swap_in(self, sequences: Iterable[int] | Tensor) -> Copies:
         """Bring sequences back; what they share among themselves stays shared.
 
         Returns:
             (host block, block) pairs to copy before the next operation.
 
         Raises:
-            OutOfBlocksError: the pool is too small at the moment; nothing has changed.
+            OutOfBlocksError: the pool is too small at the moment.
+            TypeError, ValueError: as :meth:`batch`, or one is not swapped out.
         """
-        rows = []
+        sequences, rows = as_ints("sequences", sequences), []
         for sequence in sequences:
-            row, swapped_out = self.table.row_anywhere(sequence)
+            _, row, swapped_out = self.table.find(sequence)
             if not swapped_out:
                 raise ValueError(f"sequence {sequence} is not swapped out")
             rows.append(row)
-        if len(set(rows)) != len(rows):
-            raise ValueError(f"sequences must differ from one another, got {list(sequences)}")
-        return self._move(sequences, rows, self.host_pool, self.pool, "swapping in")
+        require_distinct(sequences)
+        return self._swap(sequences, rows, self.host_pool, self.pool, "swapping in")
 
-    def _move(
-        self, sequences: Sequence[int], rows: list[int], source: BlockPool, target: BlockPool, what: str
+    def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
+        """Copy blocks of one pool to blocks of another or the same. Here nothing: the caller copies."""
+
+    def _swap(
+        self, sequences: Iterable[int], rows: list[int], source: BlockPool, target: BlockPool, what: str
     ) -> Copies:
         table = self.table
-        held = [table.held(row) for row in rows]
-        blocks = dict.fromkeys(block for row in held for block in row)
+        blocks_of_row = [table.blocks(row) for row in rows]
+        blocks = dict.fromkeys(block for blocks in blocks_of_row for block in blocks)
         if len(blocks) > target.available:
-            reserved = self.reserved if target is self.pool else 0
             what = f"{what} {len(rows)} sequence{'s' * (len(rows) != 1)}"
-            raise OutOfBlocksError(what, len(blocks), target.available, target.num_blocks - reserved)
+            total = target.num_blocks - target.null_blocks
+            raise OutOfBlocksError(what, len(blocks), target.available, total)
         moved: dict[int, int] = {}
-        for sequence, row, old in zip(sequences, rows, held, strict=True):
-            for column, block in enumerate(old, table.evicted[row]):
+        for sequence, row, old in zip(sequences, rows, blocks_of_row, strict=True):
+            for column, block in enumerate(old, table.skipped[row]):
                 if block in moved:
-                    target.hold(moved[block])
+                    target.acquire(moved[block])
                 else:
-                    moved[block] = target.take()
-                table.put(row, column, moved[block])
-            source.let_go(reversed(old))
+                    moved[block] = target.allocate()
+                table.set_block(row, column, moved[block])
+            source.release(reversed(old))
             table.set_swapped_out(sequence, row, target is self.host_pool)
-        return list(moved.items())
+        copies = list(moved.items())
+        self.move(copies, source, target)
+        return copies
 
     def usage(self) -> Usage:
         """How much of the pool is used, by how many tokens, and what sharing saves."""
-        return usage(self)
+        return usage(self.table, self.pool)
 
     def check_integrity(self) -> list[Invariant]:
         """Compare all the books. Costs O(blocks): for tests, and for finding a fault.
@@ -454,4 +491,4 @@ class BlockManager:
         Raises:
             IntegrityError: naming each one that does not hold.
         """
-        return check_integrity(self)
+        return check_integrity(self.table, self.pool, self.host_pool, self.window_left)

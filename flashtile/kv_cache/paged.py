@@ -1,22 +1,27 @@
-"""Keys and values of all layers in blocks, beside the manager that says which block is whose."""
+"""A block manager with the keys and values of all layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.decode.functional import append_kvcache, copy_blocks, flash_attn_with_kvcache
-from flashtile.kv_cache.manager import BlockManager, Copies, check_size
+from flashtile.decode.problem import FP8, MAX_HEAD_DIM
+from flashtile.kv_cache.arguments import as_size
+from flashtile.kv_cache.manager import BlockManager
+from flashtile.kv_cache.pool import BlockPool, Copies
 from flashtile.kv_cache.table import Batch
+from flashtile.problem import DTYPES
 
 
 class Step(NamedTuple):
-    """Where the new tokens of a batch go, for every layer. All tensors are on the device of the cache.
+    """Where the new tokens of a batch go, for every layer. Its tensors are on the device of the cache.
 
-    The new tokens of all sequences lie behind one another, total_new of them, in the order of the batch.
+    The new tokens of all sequences are packed, total_new of them, in the order of the batch. A step is true
+    until one of its sequences is freed, swapped out, truncated, forked, cached or reserved for again.
 
     Attributes:
         block_table: (batch, max_blocks) int32.
@@ -28,6 +33,9 @@ class Step(NamedTuple):
         max_seqlen_q: the most new tokens of a sequence.
         same_length: every sequence has ``max_seqlen_q`` new tokens.
         copied_blocks: shared blocks that were copied because they are written to.
+        batch: the sequences.
+        numbers: (batch,) int64 on the CPU, of this step: the cache knows by it whether the step is true.
+        unwritten_layers: layers that still miss the new keys and values.
     """
 
     block_table: Tensor
@@ -39,19 +47,22 @@ class Step(NamedTuple):
     max_seqlen_q: int
     same_length: bool
     copied_blocks: int
+    batch: Batch
+    numbers: Tensor
+    unwritten_layers: set[int]
 
 
-class PagedKVCache:
-    """A block manager with its tensors.
+class PagedKVCache(BlockManager):
+    """A block manager with its tensors, which copies what must be copied.
 
-    Sequences are created, forked, remembered and freed by ``manager``. What moves bytes is done here: growing
-    (:meth:`append`, then :meth:`attend` or :meth:`store` in each layer) and swapping.
+    A step of generation is :meth:`reserve_step`, then :meth:`attend` or :meth:`write` in each layer. All else
+    is :class:`BlockManager`'s. A deep copy is a cache of its own.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model. ``head_dim_v`` is that of the values, if it differs.
         num_blocks: blocks of the pool; each costs :meth:`block_bytes`.
         block_size, max_sequences, max_seqlen, num_host_blocks, window_left: as for :class:`BlockManager`.
-        dtype: of keys and values: float16, bfloat16, float32, or float8_e4m3fn.
+        dtype: of keys and values: float16, bfloat16, float32, float64 (CPU), or float8_e4m3fn.
         device: of the tensors; swapped-out blocks lie in host memory (pinned beside a GPU).
         k_descale, v_descale: float32 on ``device``, for float8_e4m3fn only: what a stored number is
             multiplied by, (num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads), both or
@@ -59,12 +70,13 @@ class PagedKVCache:
 
     Attributes:
         k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim), zeros at first.
-        block_table: (max_sequences, max_blocks) int32 on ``device``, the manager's as of the last step.
-        manager: the :class:`BlockManager`.
+        device_block_table: ``block_table`` on ``device``, as of the last step.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is allowed.
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
     """
+
+    has_tensors = True
 
     def __init__(
         self,
@@ -84,15 +96,7 @@ class PagedKVCache:
         k_descale: Tensor | None = None,
         v_descale: Tensor | None = None,
     ):
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        for name, size in (
-            ("num_layers", num_layers),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-            ("head_dim_v", head_dim_v),
-        ):
-            check_size(name, size)
-        self.manager = BlockManager(
+        super().__init__(
             num_blocks,
             block_size,
             max_sequences=max_sequences,
@@ -100,26 +104,39 @@ class PagedKVCache:
             num_host_blocks=num_host_blocks,
             window_left=window_left,
         )
+        layers, heads = as_size("num_layers", num_layers), as_size("num_kv_heads", num_kv_heads)
+        dims = [as_size("head_dim", head_dim, 1, MAX_HEAD_DIM)]
+        dims += [dims[0] if head_dim_v is None else as_size("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)]
         self.device, self.dtype = torch.device(device), dtype
-        if dtype == torch.float8_e4m3fn and k_descale is None and v_descale is None:
-            k_descale, v_descale = torch.ones(2, num_layers, num_kv_heads, device=device)
+        if dtype not in ((*DTYPES, FP8) if self.device.type == "cpu" else (*DTYPES[:3], FP8)):
+            allowed = "float16, bfloat16, float32, float8_e4m3fn or, on the CPU, float64"
+            raise TypeError(f"dtype must be {allowed}, got {dtype} for {self.device}")
+        if dtype == FP8 and k_descale is None and v_descale is None:
+            k_descale, v_descale = torch.ones(2, layers, heads, device=device)
         for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-            _check_descale(name, descale, dtype, num_layers, num_blocks, num_kv_heads)
+            _check_descale(name, descale, dtype, (layers, heads), (layers, self.pool.num_blocks, heads))
         if k_descale is not None and v_descale is not None and k_descale.shape != v_descale.shape:
             raise ValueError(
                 f"v_descale must have the shape of k_descale, {tuple(k_descale.shape)}, "
                 f"got {tuple(v_descale.shape)}"
             )
         self.k_descale, self.v_descale = k_descale, v_descale
-        block = (block_size, num_kv_heads)
-        self.k = torch.zeros(num_layers, num_blocks, *block, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(num_layers, num_blocks, *block, head_dim_v, dtype=dtype, device=device)
-        pinned = self.device.type == "cuda" and num_host_blocks > 0
+        shape = (layers, self.pool.num_blocks, self.block_size, heads)
+        self.k, self.v = (torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in dims)
         self._host = [
-            torch.zeros(num_layers, num_host_blocks, *memory.shape[2:], dtype=memory.dtype, pin_memory=pinned)
-            for memory in self._memories()
+            torch.zeros(layers, self.host_pool.num_blocks, *tensor.shape[2:], dtype=tensor.dtype)
+            for tensor in self._tensors()
         ]
-        self.block_table = torch.zeros_like(self.manager.block_table, device=device)
+        self._pin_host()
+        self.device_block_table = torch.zeros_like(self.block_table, device=device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._pin_host()  # a copy of pinned memory is not pinned
+
+    def _pin_host(self) -> None:
+        if self.device.type == "cuda" and self.host_pool.num_blocks:
+            self._host = [tensor.pin_memory() for tensor in self._host]
 
     @staticmethod
     def block_bytes(
@@ -134,39 +151,46 @@ class PagedKVCache:
         both = head_dim + (head_dim if head_dim_v is None else head_dim_v)
         return num_layers * block_size * num_kv_heads * both * dtype.itemsize
 
-    def append(self, batch: Batch, num_tokens: int | Sequence[int] | Tensor = 1) -> Step:
+    def reserve_step(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor = 1) -> Step:
         """Room for the next tokens of a batch, shared blocks copied first, and where the tokens go.
 
         Args:
-            batch: from ``manager.batch(sequences)``.
+            batch: from :meth:`batch`.
             num_tokens: new tokens of each sequence, (batch,), or one number for all.
 
         Raises:
-            OutOfBlocksError: nothing has changed.
-            ValueError: a sequence does not exist, is swapped out or would be longer than ``max_seqlen``.
+            OutOfBlocksError: there are too few blocks.
+            TypeError, ValueError: as :meth:`reserve_batch`, or the last step of a sequence is not written.
         """
-        copies = self.manager.append_each(batch, num_tokens)
-        self._copy(copies)
-        self._update_table()
-        counts = torch.as_tensor(num_tokens, dtype=torch.int32, device="cpu").expand(len(batch))
-        return self._describe(batch, counts, len(copies))
+        copies = self.reserve_batch(batch, num_tokens)
+        positions, entries = self.table.take_changes()
+        if len(positions):
+            table = self.device_block_table.view(-1)
+            table.index_copy_(0, positions.to(self.device), entries.to(self.device))
+        return self._describe(batch, len(copies))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: Step, **options: Any) -> Tensor:
         """Write the step's keys and values and attend to all of the sequences', in one layer.
 
         Args:
+            layer: from 0 to num_layers - 1.
             q: (total_new, heads_q, head_dim).
             k, v: (total_new, num_kv_heads, head_dim) and (..., head_dim_v).
+            step: from :meth:`reserve_step`, still true.
             options: of :func:`flashtile.flash_attn_with_kvcache`: ``softmax_scale``, ``rotary_cos``,
                 ``softcap``, ``sink`` and so on. ``causal`` is True unless there is a ``tree_mask``, and
                 ``window_size`` that of the cache.
 
         Returns:
             (total_new, heads_q, head_dim_v).
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: naming the argument, before anything is written.
         """
+        layer = self._check(layer, step, q=q, k=k, v=v)
         options.setdefault("causal", "tree_mask" not in options)
-        if self.manager.window_left >= 0:
-            options.setdefault("window_size", (self.manager.window_left, -1))
+        if self.window_left >= 0:
+            options.setdefault("window_size", (self.window_left, -1))
         if step.same_length:
             shape = (len(step.cache_seqlens), step.max_seqlen_q)
             q, k, v = (tensor.unflatten(0, shape) for tensor in (q, k, v))
@@ -188,55 +212,49 @@ class PagedKVCache:
             **self._descales(layer),
             **options,
         )
+        self._mark_layer(layer, step)
         return out.flatten(0, 1) if step.same_length else out
 
-    def store(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
         """Write the step's keys (total_new, num_kv_heads, head_dim) and values in one layer, nothing else."""
-        append_kvcache(
-            self.k[layer], self.v[layer], k, v, slot_mapping=step.slot_mapping, **self._descales(layer)
-        )
+        layer = self._check(layer, step, k=k, v=v)
+        descales = self._descales(layer)
+        append_kvcache(self.k[layer], self.v[layer], k, v, slot_mapping=step.slot_mapping, **descales)
+        self._mark_layer(layer, step)
 
-    def swap_out(self, sequences: Sequence[int]) -> None:
-        """Move sequences to host memory; see :meth:`BlockManager.swap_out`."""
-        self._move(self.manager.swap_out(sequences), self._memories(), self._host)
+    def _check(self, layer: int, step: Step, **tensors: Tensor) -> int:
+        """``layer`` as an int, or an error that names the argument that does not fit the others."""
+        layer = as_size("layer", layer, 0, len(self.k) - 1)
+        if not isinstance(step, Step):
+            raise TypeError(f"step must come from PagedKVCache.reserve_step, got {type(step).__name__}")
+        table, batch = self.table, step.batch
+        if batch.owner is not table.owner:
+            raise ValueError("step must come from this cache's reserve_step, got another cache's")
+        numbers = table.steps_tensor.index_select(0, batch.rows)
+        if not torch.equal(numbers, step.numbers):
+            sequence = batch.sequences[int((numbers != step.numbers).nonzero()[0])]
+            what = "swapped out, truncated, forked, cached or reserved for again"
+            raise ValueError(
+                f"step is no longer true: sequence {sequence} has been "
+                f"{what if sequence in table.rows else 'freed'} since"
+            )
+        total_new = len(step.positions)
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            if tensor.dim() != 3 or len(tensor) != total_new:
+                shape = f"(total_new, heads, head_dim) with the step's total_new = {total_new}"
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        return layer
 
-    def swap_in(self, sequences: Sequence[int]) -> None:
-        """Bring sequences back; see :meth:`BlockManager.swap_in`."""
-        self._move(self.manager.swap_in(sequences), self._host, self._memories())
+    def _mark_layer(self, layer: int, step: Step) -> None:
+        if step.unwritten_layers:
+            step.unwritten_layers.discard(layer)
+            if not step.unwritten_layers:
+                self.mark_written(step.batch)
 
-    def _memories(self) -> list[Tensor]:
-        """All that belongs to a block, each (num_layers, num_blocks, ...)."""
-        descales = [d for d in (self.k_descale, self.v_descale) if d is not None and d.dim() == 3]
-        return [self.k, self.v, *descales]
-
-    def _move(self, copies: Copies, sources: list[Tensor], targets: list[Tensor]) -> None:
-        if not copies:
-            return
-        origins, destinations = torch.tensor(copies).unbind(1)
-        for source, target in zip(sources, targets, strict=True):
-            here, there = origins.to(source.device), destinations.to(target.device)
-            for layer in range(len(source)):  # one at a time: what lies between takes a layer's memory only
-                moved = _bytes(source[layer]).index_select(0, here).to(target.device)
-                _bytes(target[layer]).index_copy_(0, there, moved)
-
-    def _describe(self, batch: Batch, counts: Tensor, copied_blocks: int) -> Step:
-        manager, size = self.manager, self.manager.block_size
-        after = manager.lengths.index_select(0, batch.rows)
-        before = after - counts
-        offsets = torch.zeros(len(batch) + 1, dtype=torch.int32)
-        torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
-        most, least = (int(counts.max()), int(counts.min())) if len(batch) else (0, 0)
-        positions = (before - offsets[:-1]).long().repeat_interleave(counts)
-        positions += torch.arange(len(positions))
-        entries = batch.starts.repeat_interleave(counts) + positions // size
-        slots = manager.block_table.take(entries) * size + positions % size
-        rows, slots, positions = _to_device(self.device, batch.rows, slots, positions)
-        before, after, offsets = _to_device(self.device, before, after, offsets)
-        table = self.block_table.index_select(0, rows)
-        return Step(table, before, after, slots, positions, offsets, most, most == least, copied_blocks)
-
-    def _copy(self, copies: Copies) -> None:
-        if copies:
+    def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
+        if copies and source is target:
             per_block = self.k_descale is not None and self.k_descale.dim() == 3
             copy_blocks(
                 self.k,
@@ -245,17 +263,44 @@ class PagedKVCache:
                 k_descale=self.k_descale if per_block else None,
                 v_descale=self.v_descale if per_block else None,
             )
+        elif copies:
+            pair = (self._tensors(), self._host) if source is self.pool else (self._host, self._tensors())
+            origins, destinations = torch.tensor(copies).unbind(1)
+            for old, new in zip(*pair, strict=True):
+                here, there = origins.to(old.device), destinations.to(new.device)
+                for layer in range(len(old)):  # one at a time: what lies between takes a layer's memory only
+                    moved = _bytes(old[layer]).index_select(0, here).to(new.device)
+                    _bytes(new[layer]).index_copy_(0, there, moved)
 
-    def _update_table(self) -> None:
-        positions, entries = self.manager.table.take_changes()
-        if len(positions):
-            table = self.block_table.view(-1)
-            table.index_copy_(0, positions.to(self.device), entries.to(self.device))
+    def _tensors(self) -> list[Tensor]:
+        """All that belongs to a block, each (num_layers, num_blocks, ...)."""
+        descales = [d for d in (self.k_descale, self.v_descale) if d is not None and d.dim() == 3]
+        return [self.k, self.v, *descales]
 
     def _descales(self, layer: int) -> dict[str, Any]:
         if self.k_descale is None or self.v_descale is None:
             return {}
         return {"k_descale": self.k_descale[layer], "v_descale": self.v_descale[layer]}
+
+    def _describe(self, batch: Batch, copied_blocks: int) -> Step:
+        table, size = self.table, self.block_size
+        before, after = (
+            lengths.index_select(0, batch.rows) for lengths in (table.written_tensor, table.lengths_tensor)
+        )
+        counts, offsets = after - before, torch.zeros(len(batch) + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
+        most, least = (int(counts.max()), int(counts.min())) if len(batch) else (0, 0)
+        positions = (before - offsets[:-1]).long().repeat_interleave(counts)
+        positions += torch.arange(len(positions))
+        entries = batch.starts.repeat_interleave(counts) + positions // size
+        slots = table.entries_tensor.take(entries) * size + positions % size
+        rows, slots, positions = _to_device(self.device, batch.rows, slots, positions)
+        before, after, offsets = _to_device(self.device, before, after, offsets)
+        numbers = table.steps_tensor.index_select(0, batch.rows)
+        return Step(
+            self.device_block_table.index_select(0, rows), before, after, slots, positions, offsets,
+            most, most == least, copied_blocks, batch, numbers, set(range(len(self.k))),
+        )  # fmt: skip
 
 
 def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -270,16 +315,13 @@ def _bytes(memory: Tensor) -> Tensor:
     return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
 
 
-def _check_descale(
-    name: str, descale: Tensor | None, dtype: torch.dtype, num_layers: int, num_blocks: int, num_kv_heads: int
-) -> None:
-    if dtype != torch.float8_e4m3fn:
+def _check_descale(name: str, descale: Tensor | None, dtype: torch.dtype, *allowed: tuple[int, ...]) -> None:
+    if dtype != FP8:
         if descale is not None:
             raise ValueError(f"{name} must be None for a cache of {dtype}: it belongs to float8_e4m3fn")
         return
     if not isinstance(descale, Tensor) or descale.dtype != torch.float32:
         got = getattr(descale, "dtype", type(descale).__name__)
         raise TypeError(f"{name} must be a float32 torch.Tensor, got {got}")
-    allowed = (num_layers, num_kv_heads), (num_layers, num_blocks, num_kv_heads)
     if tuple(descale.shape) not in allowed:
         raise ValueError(f"{name} must have shape {allowed[0]} or {allowed[1]}, got {tuple(descale.shape)}")

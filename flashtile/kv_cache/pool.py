@@ -1,13 +1,13 @@
-"""The blocks of one memory: which are free, how many holders each has, and which outlive their holders.
+"""The blocks of one memory: which are free, how many references each has, and which outlive their users.
 
 Every block is in exactly one of three states:
 
-* *free*: nobody holds it, its content means nothing;
-* *held*: by one or more sequences (``refs`` counts them, and one more if the block is remembered);
-* *kept*: only remembered. Its content can be found again by its digest until the block is needed elsewhere;
-  the one that was let go longest ago is given away first.
+* *free*: nothing refers to it, its content means nothing;
+* *used*: by one or more sequences (``refs`` counts them, and one more if the prefix cache has the block);
+* *cached*: only the prefix cache has it. Its content is found by its hash until the block is needed
+  elsewhere; the least recently used one is evicted first.
 
-Taking, holding and letting go of a block costs the same whatever the size of the pool.
+Allocating, acquiring and releasing a block costs the same whatever the size of the pool.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Copies = list[tuple[int, int]]
+"""(source, destination) blocks. No destination is a source, too, so that they may be copied in any order."""
 
 
 class CacheFullError(RuntimeError):
@@ -38,101 +45,115 @@ class OutOfSequencesError(CacheFullError):
     """All ``max_sequences`` sequences are in use."""
 
 
-class BlockPool:
+class ArraysWithViews:
+    """Python's arrays, and views of them for torch: a copy or pickle takes the arrays and views them anew."""
+
+    def make_views(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in vars(self).items() if not isinstance(value, Tensor | memoryview)
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.make_views()
+
+
+class BlockPool(ArraysWithViews):
     """``num_blocks`` blocks, numbered from 0. The caller asks for no more than ``available``.
 
+    Args:
+        num_blocks: blocks in the pool.
+        null_blocks: blocks at its start that are never given out.
+
     Attributes:
-        refs: holders of each block, int32; being remembered counts as one. A block may be written to by the
-            sequence that holds it while this is 1.
-        free: blocks that mean nothing, the next one last.
-        kept: blocks that are only remembered, the one let go longest ago first.
-        digest_of, block_of: remembered blocks and the digests of their content, both ways.
+        refs: references to each block, int32; the prefix cache's counts as one. A sequence may write to its
+            block while this is 1.
+        refs_tensor: (num_blocks,) int32, the same memory.
+        free: free blocks, the next one last.
+        cached: blocks that only the prefix cache has, the least recently used first.
+        hash_of, block_of: from each block of the prefix cache to the hash of its content, and back.
     """
 
-    def __init__(self, num_blocks: int):
-        self.num_blocks = num_blocks
-        self.refs = array("i", bytes(4 * num_blocks))
-        self.free = list(range(num_blocks - 1, -1, -1))  # the lowest number is taken first
-        self.kept: OrderedDict[int, None] = OrderedDict()  # least recently let go first
-        self.digest_of: dict[int, bytes] = {}
+    def __init__(self, num_blocks: int, null_blocks: int = 0):
+        self.num_blocks, self.null_blocks = num_blocks, null_blocks
+        self.refs = array("i", [1] * null_blocks + [0] * (num_blocks - null_blocks))
+        self.free = list(range(num_blocks - 1, null_blocks - 1, -1))  # the lowest number is allocated first
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        self.hash_of: dict[int, bytes] = {}
         self.block_of: dict[bytes, int] = {}
+        self.make_views()
+
+    def make_views(self) -> None:
+        empty = torch.empty(0, dtype=torch.int32)
+        self.refs_tensor = torch.frombuffer(self.refs, dtype=torch.int32) if self.refs else empty
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken: free ones and kept ones."""
-        return len(self.free) + len(self.kept)
+        """Blocks that can be allocated: free ones and cached ones."""
+        return len(self.free) + len(self.cached)
 
-    @property
-    def num_kept(self) -> int:
-        return len(self.kept)
-
-    @property
-    def num_held(self) -> int:
-        return self.num_blocks - self.available
-
-    def take(self) -> int:
-        """A block for one holder."""
-        block = self.free.pop() if self.free else self._forget_oldest()
+    def allocate(self) -> int:
+        """A block with one reference."""
+        block = self.free.pop() if self.free else self._evict()
         self.refs[block] = 1
         return block
 
-    def hold(self, block: int) -> None:
-        """One more holder of a block that is held or kept."""
+    def acquire(self, block: int) -> None:
+        """One more reference to a used or cached block."""
         self.refs[block] += 1
-        self.kept.pop(block, None)
+        self.cached.pop(block, None)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder of each of these blocks, which are held."""
+        """One more reference to each of these used blocks."""
         refs = self.refs
         for block in blocks:
             refs[block] += 1
 
-    def let_go(self, blocks: Iterable[int]) -> None:
-        """One holder less of each block; without any it is free, or kept if it is remembered."""
-        refs, digest_of, to_free = self.refs, self.digest_of, self.free.append
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less to each block; without any it is free, with the prefix cache's alone cached."""
+        refs, hash_of, to_free = self.refs, self.hash_of, self.free.append
         for block in blocks:
             left = refs[block] - 1
             refs[block] = left
             if not left:
                 to_free(block)
-            elif left == 1 and block in digest_of:
-                self.kept[block] = None
+            elif left == 1 and block in hash_of:
+                self.cached[block] = None
 
     def available_after(self, releases: dict[int, int]) -> int:
-        """Blocks that could be taken if each of these blocks lost so many holders."""
-        refs, digest_of = self.refs, self.digest_of
+        """Blocks that could be allocated after this many releases of each block."""
+        refs, hash_of = self.refs, self.hash_of
         return self.available + sum(
-            refs[block] - count == (block in digest_of) for block, count in releases.items()
+            refs[block] - count == (block in hash_of) for block, count in releases.items()
         )
 
-    def remember(self, block: int, digest: bytes) -> bool:
-        """Make a held block findable by the digest of its content; it must not be written to from now on.
+    def cache_block(self, block: int, block_hash: bytes) -> bool:
+        """Enter a used block into the prefix cache; it must not be written to from now on.
 
         Returns:
-            False, and nothing is changed, if that content or that block is remembered already.
+            False, and nothing is changed, if that content or that block is there already.
         """
-        if digest in self.block_of or block in self.digest_of:
+        if block_hash in self.block_of or block in self.hash_of:
             return False
-        self.block_of[digest] = block
-        self.digest_of[block] = digest
+        self.block_of[block_hash] = block
+        self.hash_of[block] = block_hash
         self.refs[block] += 1
         return True
 
-    def find(self, digest: bytes) -> int | None:
-        """The block with that content, if it is remembered."""
-        return self.block_of.get(digest)
-
-    def forget(self) -> int:
-        """Forget every remembered block; what nobody holds is free then. Returns how many there were."""
-        blocks = list(self.digest_of)
-        self.digest_of.clear()
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache; its blocks that no sequence uses are free then. Returns how many it had."""
+        blocks = list(self.hash_of)
+        self.hash_of.clear()
         self.block_of.clear()
-        self.kept.clear()
-        self.let_go(blocks)
+        self.cached.clear()
+        self.release(blocks)
         return len(blocks)
 
-    def _forget_oldest(self) -> int:
-        block, _ = self.kept.popitem(last=False)
-        del self.block_of[self.digest_of.pop(block)]
+    def _evict(self) -> int:
+        block, _ = self.cached.popitem(last=False)
+        del self.block_of[self.hash_of.pop(block)]
         self.refs[block] = 0
         return block

@@ -1,43 +1,37 @@
-"""Digests of full blocks, chained: one digest stands for a block's tokens and for all tokens before them.
+"""Hashes of full blocks, chained: one hash stands for a block's tokens and for all tokens before them.
 
 Keys and values of a token depend on every earlier token, so that a block can be used again only where the
-whole prefix is equal: ``digest[j] = H(digest[j - 1] + tokens of block j)``.
+whole prefix is equal: ``hash[j] = H(hash[j - 1] + tokens of block j)``.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import blake2b
 
-from torch import Tensor
-
-DIGEST_BYTES = 16
-"""Two different prefixes share a digest with probability 2^-128: contents are not compared."""
+HASH_BYTES = 16
+"""Two different prefixes share a hash with probability 2^-128: contents are not compared."""
 
 
-def chain(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> Iterator[bytes]:
-    """The digest of each full block of ``tokens``, in order; what does not fill the last block is left out.
+def block_hashes(tokens: array[int], block_size: int, salt: bytes = b"") -> Iterator[bytes]:
+    """The hash of each full block of ``tokens``, in order; what does not fill the last block is left out.
 
     Args:
-        tokens: token ids within int64.
-        salt: what else decides the keys and values (an adapter, an image, a tenant): part of every digest.
-    """
-    digest = blake2b(salt, digest_size=DIGEST_BYTES).digest()
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        content = array("q", tokens[start : start + block_size]).tobytes()
-        digest = blake2b(digest + content, digest_size=DIGEST_BYTES).digest()
-        yield digest
-
-
-def as_tokens(tokens: Sequence[int] | Tensor) -> Sequence[int]:
-    """A tensor's numbers as a list; anything else as it is.
+        tokens: token ids, int64.
+        salt: what else decides the keys and values (an adapter, an image, a tenant): part of every hash.
 
     Raises:
-        ValueError: a tensor that is not one-dimensional.
+        TypeError: ``salt`` is not bytes.
     """
-    if not isinstance(tokens, Tensor):
-        return tokens
-    if tokens.dim() != 1:
-        raise ValueError(f"tokens must have shape (seqlen,), got {tuple(tokens.shape)}")
-    return tokens.tolist()
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
+    return _chain(tokens, block_size, salt)
+
+
+def _chain(tokens: array[int], block_size: int, salt: bytes) -> Iterator[bytes]:
+    block_hash = blake2b(salt, digest_size=HASH_BYTES).digest()
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        content = tokens[start : start + block_size].tobytes()
+        block_hash = blake2b(block_hash + content, digest_size=HASH_BYTES).digest()
+        yield block_hash

@@ -1,4 +1,4 @@
-"""The block table: one row a sequence, in flat int32 memory that Python and torch see alike.
+"""The block table: one row per sequence, in flat int32 memory that Python and torch see alike.
 
 Python reads and writes single numbers through ``array``, torch the same bytes as tensors, so that a single
 operation costs no tensor and a step of a whole batch no loop.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from flashtile.kv_cache.pool import OutOfSequencesError
+from flashtile.arguments import as_int
+from flashtile.kv_cache.arguments import as_ints
+from flashtile.kv_cache.pool import ArraysWithViews, OutOfSequencesError
 
-NOBODY = -1
-NOTHING = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+NO_SEQUENCE = -1
+NO_STEP = 0
+NO_CHANGES = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,45 +29,57 @@ class Batch:
     """Sequences in the order of a batch, resolved once: it serves until one of them is freed or swapped out.
 
     ``ids``, ``rows`` and ``starts`` are (batch,) int64 on the CPU: the sequences, their rows of the block
-    table, and where these start in the flattened table.
+    table, and where these start in the flattened table. ``owner`` tells the manager that made it.
     """
 
     sequences: tuple[int, ...]
     ids: Tensor
     rows: Tensor
     starts: Tensor
+    owner: object
 
     def __len__(self) -> int:
         return len(self.sequences)
 
 
-class BlockTable:
+class BlockTable(ArraysWithViews):
     """Rows for ``max_sequences`` sequences of up to ``max_seqlen`` tokens.
 
     Attributes:
+        max_blocks: entries of a row.
         lengths: tokens by row, 0 where there is no sequence.
-        evicted: by row, leading blocks that have been given back because the window has passed them.
-        entries: all rows behind one another; row r is ``entries[r * width : (r + 1) * width]``. What lies
+        written: by row, tokens whose keys and values have been written, where a manager has a memory.
+        skipped: by row, leading blocks that were released because the window has passed them.
+        entries: all rows in sequence; row r is ``entries[r * max_blocks : (r + 1) * max_blocks]``. What lies
             beyond a sequence's length is stale.
+        sequence_of_row: ``NO_SEQUENCE`` for a free row, and while its sequence is swapped out.
+        step_of_row: by row, the number of the step that reserved its last tokens and may write them.
         rows: row by sequence, in order of creation; ``~row`` while the sequence is swapped out.
         changed_from: by row, the first entry that :meth:`take_changes` has not reported.
+        owner: a token that batches carry; a copy of the table has its own.
     """
 
     def __init__(self, max_sequences: int, max_seqlen: int, block_size: int):
         self.max_sequences, self.max_seqlen, self.block_size = max_sequences, max_seqlen, block_size
-        self.width = -(-max_seqlen // block_size)
-        self.lengths = array("i", bytes(4 * max_sequences))
-        self.evicted = array("i", bytes(4 * max_sequences))
-        self.entries = array("i", bytes(4 * max_sequences * self.width))
-        self.owners = array("q", [NOBODY] * max_sequences)
-        self.lengths_tensor = torch.frombuffer(self.lengths, dtype=torch.int32)
-        self.entries_tensor = torch.frombuffer(self.entries, dtype=torch.int32).view(max_sequences, -1)
-        self.owners_tensor = torch.frombuffer(self.owners, dtype=torch.int64)
-        self.slices = memoryview(self.entries)
+        self.max_blocks = -(-max_seqlen // block_size)
+        self.lengths, self.written, self.skipped = (array("i", bytes(4 * max_sequences)) for _ in range(3))
+        self.entries = array("i", bytes(4 * max_sequences * self.max_blocks))
+        self.sequence_of_row = array("q", [NO_SEQUENCE] * max_sequences)
+        self.step_of_row = array("q", [NO_STEP] * max_sequences)
         self.rows: dict[int, int] = {}
         self.changed_from: dict[int, int] = {}
         self.free_rows = list(range(max_sequences - 1, -1, -1))
-        self._next_sequence = 0
+        self.owner = object()
+        self._next_sequence, self._next_step = 0, NO_STEP + 1
+        self.make_views()
+
+    def make_views(self) -> None:
+        self.lengths_tensor = torch.frombuffer(self.lengths, dtype=torch.int32)
+        self.written_tensor = torch.frombuffer(self.written, dtype=torch.int32)
+        self.entries_tensor = torch.frombuffer(self.entries, dtype=torch.int32).view(self.max_sequences, -1)
+        self.sequences_tensor = torch.frombuffer(self.sequence_of_row, dtype=torch.int64)
+        self.steps_tensor = torch.frombuffer(self.step_of_row, dtype=torch.int64)
+        self.slices = memoryview(self.entries)
 
     def add(self) -> tuple[int, int]:
         """(sequence, row) of a new sequence; its number is never used again."""
@@ -72,13 +87,13 @@ class BlockTable:
         sequence, row = self._next_sequence, self.free_rows.pop()
         self._next_sequence += 1
         self.rows[sequence] = row
-        self.owners[row] = sequence
+        self.sequence_of_row[row] = sequence
         return sequence, row
 
     def remove(self, sequence: int, row: int) -> None:
-        self.lengths[row] = self.evicted[row] = 0
-        self.owners[row] = NOBODY
-        self.entries[row * self.width] = 0  # a step of a batch looks at it even before there is a first token
+        self.lengths[row] = self.written[row] = self.skipped[row] = 0
+        self.sequence_of_row[row], self.step_of_row[row] = NO_SEQUENCE, NO_STEP
+        self.entries[row * self.max_blocks] = 0  # a step of a batch looks at it even without a first token
         self.changed_from.pop(row, None)
         self.free_rows.append(row)
         del self.rows[sequence]
@@ -92,87 +107,108 @@ class BlockTable:
 
     def row(self, sequence: int) -> int:
         """The row of a sequence that is not swapped out."""
-        row = self.rows.get(sequence, NOBODY)
+        if type(sequence) is not int:
+            sequence = as_int("sequence", sequence)
+        row = self.rows.get(sequence, NO_SEQUENCE)
         if row < 0:
-            self.refuse(sequence)
+            self._refuse(sequence)
         return row
 
-    def row_anywhere(self, sequence: int) -> tuple[int, bool]:
-        """(row, whether it is swapped out)."""
+    def find(self, sequence: int) -> tuple[int, int, bool]:
+        """(sequence as an int, its row, whether it is swapped out)."""
+        if type(sequence) is not int:
+            sequence = as_int("sequence", sequence)
         row = self.rows.get(sequence)
         if row is None:
-            self.refuse(sequence)
-        return (row, False) if row >= 0 else (~row, True)
+            self._refuse(sequence)
+        return (sequence, row, False) if row >= 0 else (sequence, ~row, True)
 
     def set_swapped_out(self, sequence: int, row: int, swapped_out: bool) -> None:
         self.rows[sequence] = ~row if swapped_out else row
-        self.owners[row] = NOBODY if swapped_out else sequence
+        self.sequence_of_row[row] = NO_SEQUENCE if swapped_out else sequence
+        self.step_of_row[row] = NO_STEP
         if swapped_out:
             self.changed_from.pop(row, None)
         else:
             self.changed_from[row] = 0
 
-    def refuse(self, sequence: int) -> NoReturn:
+    def _refuse(self, sequence: int) -> NoReturn:
         if sequence in self.rows:
             raise ValueError(f"sequence {sequence} is swapped out: swap it in first")
         raise ValueError(f"sequence must be one that exists, got {sequence!r}: it was freed or never created")
 
-    def count(self, row: int) -> int:
+    def num_blocks(self, row: int) -> int:
         """Entries of the row that mean something."""
         return -(-self.lengths[row] // self.block_size)
 
-    def held(self, row: int) -> list[int]:
-        """The blocks that the row's sequence holds, in order."""
-        start = row * self.width
-        return self.slices[start + self.evicted[row] : start + self.count(row)].tolist()
+    def blocks(self, row: int) -> list[int]:
+        """The blocks that the row's sequence uses, in order."""
+        start = row * self.max_blocks
+        return self.slices[start + self.skipped[row] : start + self.num_blocks(row)].tolist()
 
-    def put(self, row: int, column: int, block: int) -> None:
-        self.entries[row * self.width + column] = block
-        if column < self.changed_from.get(row, self.width):
+    def set_block(self, row: int, column: int, block: int) -> None:
+        self.entries[row * self.max_blocks + column] = block
+        if column < self.changed_from.get(row, self.max_blocks):
             self.changed_from[row] = column
 
     def copy_row(self, source: int, target: int) -> list[int]:
-        """Let ``target``, a new row, say what ``source`` says. Returns the blocks that both hold."""
-        length, evicted = self.lengths[source], self.evicted[source]
-        begin, count = target * self.width, -(-length // self.block_size)
-        entries = self.slices[source * self.width :][:count]
+        """Let ``target``, a new row, say what ``source`` says. Returns the blocks that both use."""
+        length, skipped = self.lengths[source], self.skipped[source]
+        begin, count = target * self.max_blocks, -(-length // self.block_size)
+        entries = self.slices[source * self.max_blocks :][:count]
         self.slices[begin : begin + count] = entries
-        self.lengths[target], self.evicted[target] = length, evicted
+        self.lengths[target], self.skipped[target] = length, skipped
+        self.written[target] = self.written[source]
         self.changed_from[target] = 0
-        return entries[evicted:].tolist()
+        return entries[skipped:].tolist()
 
-    def batch(self, sequences: Sequence[int]) -> Batch:
+    def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
         """Resolve the sequences of a batch.
 
         Raises:
+            TypeError: they are not integers.
             ValueError: one does not exist, is swapped out or is there twice (it would be written to twice).
         """
+        sequences = as_ints("sequences", sequences)
         rows = [self.row(sequence) for sequence in sequences]
-        if len(set(rows)) != len(rows):
-            twice = next(sequence for sequence, count in Counter(sequences).items() if count > 1)
-            raise ValueError(f"sequences must differ from one another, got {twice} more than once")
+        require_distinct(sequences)
         indices = torch.tensor(rows, dtype=torch.int64)
-        return Batch(
-            tuple(sequences), torch.tensor(sequences, dtype=torch.int64), indices, indices * self.width
-        )
+        ids = torch.tensor(sequences.tolist(), dtype=torch.int64)
+        return Batch(tuple(sequences), ids, indices, indices * self.max_blocks, self.owner)
 
     def check_batch(self, batch: Batch) -> None:
-        """Raise ValueError if a sequence of the batch has been freed or swapped out since."""
-        if not torch.equal(self.owners_tensor.index_select(0, batch.rows), batch.ids):
+        """Raise if a sequence of the batch has been freed or swapped out since, or it is not this table's."""
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch must come from BlockManager.batch, got {type(batch).__name__}")
+        if batch.owner is not self.owner:
+            raise ValueError("batch must come from this manager, got another manager's")
+        if not torch.equal(self.sequences_tensor.index_select(0, batch.rows), batch.ids):
             for sequence in batch.sequences:
                 self.row(sequence)
+
+    def begin_step(self, rows: Tensor) -> None:
+        """A new step has reserved the last tokens of these rows: only it may write to them."""
+        self.steps_tensor.index_fill_(0, rows, self._next_step)
+        self._next_step += 1
 
     def take_changes(self) -> tuple[Tensor, Tensor]:
         """(positions in the flattened table, int64; what stands there now, int32) since the last call."""
         if not self.changed_from:
-            return NOTHING
+            return NO_CHANGES
         starts, counts = [], []
         for row, first in self.changed_from.items():
-            starts.append(row * self.width + first)
-            counts.append(max(0, self.count(row) - first))
+            starts.append(row * self.max_blocks + first)
+            counts.append(max(0, self.num_blocks(row) - first))
         self.changed_from.clear()
         begins, sizes = torch.tensor(starts, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
         begins -= sizes.cumsum(0) - sizes
         positions = begins.repeat_interleave(sizes)
         positions += torch.arange(len(positions))
         return positions, self.entries_tensor.view(-1)[positions]
+
+
+def require_distinct(sequences: array[int]) -> None:
+    """Raise ValueError if a sequence is there twice."""
+    if len(set(sequences)) != len(sequences):
+        twice = next(sequence for sequence, count in Counter(sequences).items() if count > 1)
+        raise ValueError(f"sequences must differ from one another, got {twice} more than once")

@@ -67,7 +67,7 @@ STRATEGIES = {
 def test_paged_tokens_equal_unpaged_ones(model, strategy, block_size):
     decoder = paged(model, num_blocks=12 * -(-40 // block_size), block_size=block_size)
     assert strategy(decoder) == strategy(DenseDecoder(model))
-    decoder.manager.check_integrity()
+    decoder.cache.check_integrity()
 
 
 def test_samples_differ_and_share_their_prompt(model):
@@ -101,7 +101,7 @@ def test_a_second_start_finds_the_prompts_again(model):
     decoder = paged(model)
     first = greedy(decoder, PROMPTS, 5)
     assert greedy(decoder, PROMPTS, 5) == first
-    assert decoder.manager.length(decoder.manager.create(PROMPTS[0])) == 8
+    assert decoder.cache.length(decoder.cache.create(PROMPTS[0])) == 8
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def make(num_blocks=16, block_size=4, **sizes) -> BlockManager:
 
 def with_tokens(manager: BlockManager, num_tokens: int) -> int:
     sequence = manager.create()
-    manager.append(sequence, num_tokens)
+    manager.reserve(sequence, num_tokens)
     return sequence
 
 
@@ -37,7 +37,7 @@ class TestGrowing:
         sequence = manager.create()
         held = []
         for _ in range(9):
-            assert manager.append(sequence) == []
+            assert manager.reserve(sequence) == []
             held.append(len(manager.blocks(sequence)))
         assert held == [1, 1, 1, 1, 2, 2, 2, 2, 3]
         assert manager.length(sequence) == 9
@@ -49,20 +49,20 @@ class TestGrowing:
         with pytest.raises(
             OutOfBlocksError, match="appending to 1 sequence needs 2 blocks, but 1 of 3 are"
         ) as e:
-            manager.append(sequence, 7)
+            manager.reserve(sequence, 7)
         assert (e.value.needed, e.value.available) == (2, 1)
         assert isinstance(e.value, CacheFullError)
         assert snapshot(manager) == before
-        manager.append(sequence, 6)  # exactly what is left
+        manager.reserve(sequence, 6)  # exactly what is left
 
     def test_a_batch_grows_as_a_whole_or_not_at_all(self):
         manager = make(num_blocks=4)
         sequences = [with_tokens(manager, 4) for _ in range(3)]
         before = snapshot(manager)
         with pytest.raises(OutOfBlocksError, match="3 sequences needs 3 blocks, but 1 of 4"):
-            manager.append_each(manager.batch(sequences))
+            manager.reserve_batch(manager.batch(sequences))
         assert snapshot(manager) == before
-        assert manager.append_each(manager.batch(sequences), [1, 0, 0]) == []
+        assert manager.reserve_batch(manager.batch(sequences), [1, 0, 0]) == []
 
     def test_truncated_blocks_come_back(self):
         manager = make()
@@ -80,10 +80,10 @@ class TestSharing:
         second = manager.fork(first)
         full, tail = manager.blocks(first)
         assert manager.blocks(second) == [full, tail]
-        ((source, copy),) = manager.append(first)  # the first to write copies the block
+        ((source, copy),) = manager.reserve(first)  # the first to write copies the block
         assert source == tail
         assert manager.blocks(first) == [full, copy]
-        assert manager.append(second) == []  # the other now holds it alone
+        assert manager.reserve(second) == []  # the other now holds it alone
         assert manager.blocks(second) == [full, tail]
         assert manager.usage().blocks == 3
         assert manager.usage().blocks_unshared == 4
@@ -94,7 +94,7 @@ class TestSharing:
         sequences = [with_tokens(manager, 6)]
         sequences += [manager.fork(sequences[0]) for _ in range(3)]
         (tail,) = {manager.blocks(sequence)[1] for sequence in sequences}
-        copies = manager.append_each(manager.batch(sequences))
+        copies = manager.reserve_batch(manager.batch(sequences))
         assert [source for source, _ in copies] == [tail] * 3
         assert len({manager.blocks(sequence)[1] for sequence in sequences}) == 4
 
@@ -102,14 +102,14 @@ class TestSharing:
         manager = make(num_blocks=5)
         sequences = [with_tokens(manager, 6)]
         sequences += [manager.fork(sequences[0]) for _ in range(3)]
-        assert len(manager.append_each(manager.batch(sequences))) == 3
+        assert len(manager.reserve_batch(manager.batch(sequences))) == 3
         assert manager.pool.available == 0
 
     def test_a_full_block_is_shared_for_good(self):
         manager = make()
         first = with_tokens(manager, 8)
         second = manager.fork(first)
-        assert manager.append(first) == manager.append(second) == []
+        assert manager.reserve(first) == manager.reserve(second) == []
         assert manager.blocks(first)[:2] == manager.blocks(second)[:2]
 
     def test_beams(self):
@@ -135,9 +135,9 @@ class TestPrefixCache:
         manager = make()
         first = manager.create(TOKENS)
         assert manager.length(first) == 0
-        manager.append(first, 13)
-        assert manager.remember(first, TOKENS) == 3
-        assert manager.remember(first, TOKENS) == 0
+        manager.reserve(first, 13)
+        assert manager.cache_blocks(first, TOKENS) == 3
+        assert manager.cache_blocks(first, TOKENS) == 0
         second = manager.create(torch.tensor(TOKENS))
         assert manager.length(second) == 12
         assert manager.blocks(second) == manager.blocks(first)[:3]
@@ -156,16 +156,16 @@ class TestPrefixCache:
     def test_only_an_equal_prefix_is_found(self, tokens, salt, found):
         manager = make()
         first = with_tokens(manager, 13)
-        manager.remember(first, TOKENS)
+        manager.cache_blocks(first, TOKENS)
         manager.free(first)
         assert manager.length(manager.create(tokens, salt)) == found
 
     def test_freed_blocks_are_found_until_they_are_needed(self):
         manager = make(num_blocks=4)
         first = with_tokens(manager, 13)
-        manager.remember(first, TOKENS)
+        manager.cache_blocks(first, TOKENS)
         manager.free(first)
-        assert manager.usage().kept_blocks == 3
+        assert manager.usage().cached_blocks == 3
         assert manager.pool.available == 4
         with_tokens(manager, 8)  # the free block, and the end of the prefix
         assert manager.length(manager.create(TOKENS)) == 8
@@ -174,7 +174,7 @@ class TestPrefixCache:
         manager = make(num_blocks=3, block_size=2)
         for token in (1, 2, 3):
             sequence = with_tokens(manager, 2)
-            manager.remember(sequence, [token, token])
+            manager.cache_blocks(sequence, [token, token])
             manager.free(sequence)
         manager.free(manager.create([1, 1, 0]))  # used again: 2 is now the oldest
         with_tokens(manager, 1)
@@ -188,25 +188,25 @@ class TestPrefixCache:
     def test_forgetting_keeps_what_is_held(self):
         manager = make()
         first, second = with_tokens(manager, 8), with_tokens(manager, 4)
-        manager.remember(first, range(8))
-        manager.remember(second, [9] * 4)
+        manager.cache_blocks(first, range(8))
+        manager.cache_blocks(second, [9] * 4)
         manager.free(second)
-        assert manager.forget() == 3
+        assert manager.reset_prefix_cache() == 3
         assert manager.length(manager.create(range(9))) == 0
-        assert manager.pool.num_held == 2
+        assert manager.pool.num_blocks - manager.pool.available == 2
         manager.truncate(first, 6)
-        assert manager.append(first) == []  # nobody else has it
+        assert manager.reserve(first) == []  # nobody else has it
 
-    def test_a_remembered_block_is_copied_before_it_is_written(self):
+    def test_a_cached_block_is_copied_before_it_is_written(self):
         manager = make()
         sequence = with_tokens(manager, 8)
-        manager.remember(sequence, list(range(8)))
-        remembered = manager.blocks(sequence)[1]
+        manager.cache_blocks(sequence, list(range(8)))
+        cached = manager.blocks(sequence)[1]
         manager.truncate(sequence, 6)
-        ((source, _),) = manager.append(sequence)
-        assert source == remembered
+        ((source, _),) = manager.reserve(sequence)
+        assert source == cached
         other = manager.create([*range(8), 0])
-        assert manager.blocks(other)[1] == remembered
+        assert manager.blocks(other)[1] == cached
 
 
 class TestWindow:
@@ -214,7 +214,7 @@ class TestWindow:
         manager = make(num_blocks=4, window_left=7, max_seqlen=1000)
         sequence = manager.create()
         for _ in range(1000):
-            manager.append(sequence)
+            manager.reserve(sequence)
         # 7 earlier keys and the token itself lie in at most 3 blocks; the null block is the fourth
         assert manager.blocks(sequence)[:-3] == [0] * 247
         assert 0 not in manager.blocks(sequence)[-3:]
@@ -223,17 +223,17 @@ class TestWindow:
         manager = make(window_left=4)
         first = with_tokens(manager, 10)
         second = manager.fork(first)
-        manager.append(first, 8)
-        manager.append(first, 3)
+        manager.reserve(first, 8)
+        manager.reserve(first, 3)
         assert manager.blocks(second)[1] not in manager.blocks(first)
         assert manager.blocks(second)[1] != 0
 
     def test_truncating_before_the_window_is_refused(self):
         manager = make(window_left=4)
         sequence = with_tokens(manager, 17)
-        manager.append(sequence, 4)
+        manager.reserve(sequence, 4)
         with pytest.raises(
-            ValueError, match="length must be at least 16 for sequence 0, whose first 3 blocks"
+            ValueError, match="length must be at least 16 for sequence 0, whose first 3 blocks the window"
         ):
             manager.truncate(sequence, 15)
         manager.truncate(sequence, 16)
@@ -271,7 +271,7 @@ class TestSwapping:
             manager.swap_out([with_tokens(manager, 8)])
         manager.free(3)  # its entries were host blocks 6 and 7, which the pool does not have
         sequence = manager.create()
-        manager.append_each(manager.batch([sequence]))
+        manager.reserve_batch(manager.batch([sequence]))
         assert manager.blocks(sequence)[0] in range(2)
         manager.check_integrity()
 
@@ -305,11 +305,11 @@ class TestWrongCalls:
     @pytest.mark.parametrize(
         "operation",
         [
-            lambda m, s: m.append(s),
+            lambda m, s: m.reserve(s),
             lambda m, s: m.fork(s),
             lambda m, s: m.free(s),
             lambda m, s: m.truncate(s, 0),
-            lambda m, s: m.remember(s, []),
+            lambda m, s: m.cache_blocks(s, []),
             lambda m, s: m.batch([s]),
             lambda m, s: m.select([s], [0]),
             lambda m, s: m.swap_out([s]),
@@ -337,13 +337,13 @@ class TestWrongCalls:
         batch = manager.batch([first, second])
         manager.swap_out([second])
         with pytest.raises(ValueError, match=f"sequence {second} is swapped out: swap it in first"):
-            manager.append_each(batch)
+            manager.reserve_batch(batch)
         manager.swap_in([second])
-        manager.append_each(batch)
+        manager.reserve_batch(batch)
         manager.free(first)
         with_tokens(manager, 3)
         with pytest.raises(ValueError, match=f"got {first}: it was freed"):
-            manager.append_each(batch)
+            manager.reserve_batch(batch)
 
     def test_two_writers(self):
         manager = make()
@@ -369,10 +369,10 @@ class TestWrongCalls:
         batch = manager.batch([with_tokens(manager, 5)])
         before = snapshot(manager)
         with pytest.raises(error, match=message):
-            manager.append_each(batch, num_tokens)
+            manager.reserve_batch(batch, num_tokens)
         if isinstance(num_tokens, int):
             with pytest.raises(error, match="num_tokens must be from 0 to 59"):
-                manager.append(0, num_tokens)
+                manager.reserve(0, num_tokens)
         assert snapshot(manager) == before
 
     def test_other_arguments(self):
@@ -381,11 +381,14 @@ class TestWrongCalls:
         for operation, message in (
             (lambda: manager.truncate(sequence, 6), "length must be from 0 to 5"),
             (
-                lambda: manager.remember(sequence, range(6)),
-                "tokens must be at most the 5 of sequence 0, got 6",
+                lambda: manager.cache_blocks(sequence, range(6)),
+                "tokens must be at most the 5 that sequence 0 has written, got 6",
             ),
             (lambda: manager.create(range(65)), "tokens must be at most max_seqlen=64 many, got 65"),
-            (lambda: manager.create(torch.zeros(2, 2)), r"tokens must have shape \(seqlen,\), got \(2, 2\)"),
+            (
+                lambda: manager.create(torch.zeros(2, 2)),
+                r"tokens must be one-dimensional, got shape \(2, 2\)",
+            ),
             (lambda: manager.select([sequence], [1]), "parents must be from 0 to 0, got 1"),
             (lambda: manager.swap_in([sequence]), "sequence 0 is not swapped out"),
         ):
@@ -480,7 +483,7 @@ def grown_without_blocks(manager):
     manager.table.lengths[0] += 4
 
 
-def lost_digest(manager):
+def lost_hash(manager):
     manager.pool.block_of.clear()
 
 
@@ -489,18 +492,18 @@ def row_leak(manager):
 
 
 def wrong_owner(manager):
-    manager.table.owners[0] = 5
+    manager.table.sequence_of_row[0] = 5
 
 
 FAULTS = {
-    leak: "pool: free [+] kept [+] held = blocks: 15 != 16",
-    free_twice: "pool: free [+] kept [+] held = blocks: 17 != 16",
-    lost_reference: "pool: blocks whose refs = holders [+] remembered = blocks: 15 != 16",
-    held_and_free: "pool: free [+] kept [+] held = blocks: 17 != 16",
+    leak: "pool: free [+] cached [+] used = blocks: 15 != 16",
+    free_twice: "pool: free [+] cached [+] used = blocks: 17 != 16",
+    lost_reference: "pool: blocks whose refs = users [+] hashed = blocks: 15 != 16",
+    held_and_free: "pool: free [+] cached [+] used = blocks: 17 != 16",
     outside: "pool: blocks outside of the pool = 0: 1 != 0",
     same_block_twice: "pool: blocks twice in one table = 0: 1 != 0",
     grown_without_blocks: "pool: .* != 16",
-    lost_digest: "pool: digests = remembered blocks: 0 != 1",
+    lost_hash: "pool: hashes = hashed blocks: 0 != 1",
     row_leak: "rows in use [+] free rows = max_sequences: 7 != 8",
     wrong_owner: "rows owned by their resident sequence = resident sequences: 0 != 1",
 }
@@ -512,7 +515,7 @@ class TestIntegrity:
     @pytest.mark.parametrize(("fault", "message"), FAULTS.items(), ids=lambda f: getattr(f, "__name__", ""))
     def test_faults_are_found(self, fault, message):
         manager = make()
-        manager.remember(with_tokens(manager, 6), [1, 2, 3, 4])
+        manager.cache_blocks(with_tokens(manager, 6), [1, 2, 3, 4])
         manager.check_integrity()
         fault(manager)
         with pytest.raises(IntegrityError, match=message):
@@ -522,7 +525,7 @@ class TestIntegrity:
         manager = make()
         with_tokens(manager, 6)
         stated = [str(invariant) for invariant in manager.check_integrity()]
-        assert "pool: free + kept + held = blocks: 16 = 16" in stated
+        assert "pool: free + cached + used = blocks: 16 = 16" in stated
 
 
 class TestCost:
@@ -547,8 +550,8 @@ class TestCost:
         """Calls of one step in which so many sequences need a block."""
         manager = make(num_blocks=num_blocks, block_size=16, max_sequences=2048)
         batch = manager.batch([manager.create() for _ in range(sequences)])
-        manager.append_each(batch, [16] * crossing + [5] * (sequences - crossing))
-        return self.calls(lambda: manager.append_each(batch))
+        manager.reserve_batch(batch, [16] * crossing + [5] * (sequences - crossing))
+        return self.calls(lambda: manager.reserve_batch(batch))
 
     def test_inside_a_block_a_step_costs_the_same_for_every_batch(self):
         assert self.step(1, crossing=0) == self.step(1000, crossing=0)
@@ -565,8 +568,8 @@ class TestCost:
             def operations():
                 sequence = with_tokens(manager, 14)
                 twin = manager.fork(sequence)
-                manager.append(twin, 20)
-                manager.remember(twin, list(range(34)))
+                manager.reserve(twin, 20)
+                manager.cache_blocks(twin, list(range(34)))
                 manager.free(sequence)
                 manager.free(twin)
                 manager.create(list(range(34)))

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from snapshots import snapshot
+from snapshots import COPIES, snapshot
 
 from flashtile.kv_cache import BlockManager, OutOfBlocksError, OutOfSequencesError
 
@@ -50,6 +50,7 @@ class Programs(RuleBasedStateMachine):
         self.salts: dict[int, bytes] = {}
         self.known: set[tuple[bytes, tuple[int, ...]]] = set()
         self.written = 0
+        self.originals = []
 
     def attempt(self, operation, *arguments):
         """The operation's result, or None if there was no room; then nothing may have changed."""
@@ -94,7 +95,7 @@ class Programs(RuleBasedStateMachine):
         assert found == 0 or found < len(tokens)
         assert found == 0 or (salt, tuple(tokens[:found])) in self.known
         self.model[sequence], self.salts[sequence] = tokens[:found], salt
-        copies = self.attempt(self.manager.append, sequence, len(tokens) - found)
+        copies = self.attempt(self.manager.reserve, sequence, len(tokens) - found)
         if copies is not None:
             assert copies == []  # what was found is whole blocks
             self.write(sequence, tokens[found:])
@@ -120,15 +121,15 @@ class Programs(RuleBasedStateMachine):
 
     @rule(sequence=sequences, tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=9))
     def append(self, sequence, tokens):
-        if self.refused(sequence, self.manager.append):
+        if self.refused(sequence, self.manager.reserve):
             return
         if len(self.model[sequence]) + len(tokens) > self.manager.max_seqlen:
             before = snapshot(self.manager)
             with pytest.raises(ValueError, match="num_tokens must be from 0 to"):
-                self.manager.append(sequence, len(tokens))
+                self.manager.reserve(sequence, len(tokens))
             assert snapshot(self.manager) == before
             return
-        copies = self.attempt(self.manager.append, sequence, len(tokens))
+        copies = self.attempt(self.manager.reserve, sequence, len(tokens))
         if copies is not None:
             self.carry_out(copies, self.memory, self.memory)
             self.write(sequence, tokens)
@@ -142,10 +143,10 @@ class Programs(RuleBasedStateMachine):
         room = min((self.manager.max_seqlen - len(self.model[s]) for s in chosen), default=0)
         if data.draw(st.booleans()):
             counts = [1] * len(chosen)
-            copies = self.attempt(self.manager.append_each, self.manager.batch(chosen))
+            copies = self.attempt(self.manager.reserve_batch, self.manager.batch(chosen))
         else:
             counts = [data.draw(st.integers(0, min(room, 5))) for _ in chosen]
-            copies = self.attempt(self.manager.append_each, self.manager.batch(chosen), counts)
+            copies = self.attempt(self.manager.reserve_batch, self.manager.batch(chosen), counts)
         if copies is not None:
             self.carry_out(copies, self.memory, self.memory)
             for sequence, count in zip(chosen, counts, strict=True):
@@ -157,10 +158,10 @@ class Programs(RuleBasedStateMachine):
         if self.refused(sequence, lambda s: self.manager.truncate(s, 0)):
             return
         length = round(share * len(self.model[sequence]))
-        evicted, window = self.evicted(sequence), self.manager.window_left
-        if evicted and length - window < evicted * self.manager.block_size:
+        skipped, window = self.skipped(sequence), self.manager.window_left
+        if skipped and length - window < skipped * self.manager.block_size:
             before = snapshot(self.manager)
-            with pytest.raises(ValueError, match=f"whose first {evicted} blocks are evicted"):
+            with pytest.raises(ValueError, match=f"whose first {skipped} blocks the window has passed"):
                 self.manager.truncate(sequence, length)
             assert snapshot(self.manager) == before
             return
@@ -168,17 +169,17 @@ class Programs(RuleBasedStateMachine):
         del self.model[sequence][length:]
 
     @rule(sequence=sequences)
-    def remember(self, sequence):
-        if self.refused(sequence, lambda s: self.manager.remember(s, [])):
+    def cache_blocks(self, sequence):
+        if self.refused(sequence, lambda s: self.manager.cache_blocks(s, [])):
             return
         tokens, salt = self.model[sequence], self.salts[sequence]
-        self.manager.remember(sequence, tokens, salt)
+        self.manager.cache_blocks(sequence, tokens, salt)
         for end in range(len(tokens) + 1):
             self.known.add((salt, tuple(tokens[:end])))
 
     @rule()
-    def forget(self):
-        self.manager.forget()
+    def reset_prefix_cache(self):
+        self.manager.reset_prefix_cache()
         self.known.clear()
 
     @precondition(lambda self: self.resident())
@@ -217,7 +218,14 @@ class Programs(RuleBasedStateMachine):
         if copies is not None:
             self.carry_out(copies, self.host, self.memory)
 
-    def evicted(self, sequence):
+    @rule(copied=st.sampled_from(COPIES))
+    def go_on_with_a_copy(self, copied):
+        """The rest of the program runs on the copy, and must not reach the original."""
+        self.originals.append((self.manager, snapshot(self.manager)))
+        self.manager = copied(self.manager)
+        assert snapshot(self.manager) == self.originals[-1][1]
+
+    def skipped(self, sequence):
         """Leading blocks that the window has passed: they point to the null block, no other entry does."""
         blocks = self.manager.blocks(sequence)
         return blocks.count(NULL_BLOCK) if self.manager.window_left >= 0 else 0
@@ -269,10 +277,11 @@ class Programs(RuleBasedStateMachine):
         for sequence in list(self.model):
             self.manager.free(sequence)
         pool = self.manager.pool
-        self.manager.forget()
-        assert len(pool.free) == pool.num_blocks - self.manager.reserved
+        self.manager.reset_prefix_cache()
+        assert len(pool.free) == pool.num_blocks - self.manager.pool.null_blocks
         assert len(self.manager.host_pool.free) == self.manager.host_pool.num_blocks
         self.manager.check_integrity()
+        assert all(snapshot(original) == before for original, before in self.originals)
 
 
 Programs.TestCase.settings = settings(max_examples=250, stateful_step_count=40)

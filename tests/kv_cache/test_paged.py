@@ -15,10 +15,10 @@ def make(**sizes) -> PagedKVCache:
 
 def test_a_step_says_where_every_token_goes():
     cache = make()
-    first, second, third = (cache.manager.create() for _ in range(3))
-    cache.append(cache.manager.batch([first, second]), [6, 3])
-    step = cache.append(cache.manager.batch([third, first, second]), [0, 3, 1])
-    blocks = {sequence: cache.manager.blocks(sequence) for sequence in (first, second)}
+    first, second, third = (cache.create() for _ in range(3))
+    cache.mark_written(cache.reserve_step(cache.batch([first, second]), [6, 3]).batch)
+    step = cache.reserve_step(cache.batch([third, first, second]), [0, 3, 1])
+    blocks = {sequence: cache.blocks(sequence) for sequence in (first, second)}
     assert step.cache_seqlens.tolist() == [0, 6, 3]
     assert step.seqused_k.tolist() == [0, 9, 4]
     assert step.positions.tolist() == [6, 7, 8, 3]
@@ -38,24 +38,24 @@ def test_a_step_says_where_every_token_goes():
 def test_the_device_table_follows_the_managers():
     """Only what changed is sent, and it is enough, through forks, copies and rows that are used again."""
     cache = make()
-    manager = cache.manager
-    sequences = [manager.create() for _ in range(2)]
+    sequences = [cache.create() for _ in range(2)]
     for count in (3, 4, 1, 5, 1):
-        step = cache.append(manager.batch(sequences), count)
+        step = cache.reserve_step(cache.batch(sequences), count)
         for row, sequence in enumerate(sequences):
-            blocks = manager.blocks(sequence)
+            blocks = cache.blocks(sequence)
             assert step.block_table[row, : len(blocks)].tolist() == blocks
-        assert len(manager.table.take_changes()[0]) == 0
-        sequences = manager.select(sequences, [1, 1])
+        assert len(cache.table.take_changes()[0]) == 0
+        cache.mark_written(step.batch)
+        sequences = cache.select(sequences, [1, 1])
 
 
 def test_an_empty_batch_and_a_step_without_tokens():
     cache = make()
-    step = cache.append(cache.manager.batch([]))
+    step = cache.reserve_step(cache.batch([]))
     assert step.block_table.shape == (0, 6)
     assert step.cu_seqlens_q.tolist() == [0]
-    sequence = cache.manager.create()
-    step = cache.append(cache.manager.batch([sequence]), 0)
+    sequence = cache.create()
+    step = cache.reserve_step(cache.batch([sequence]), 0)
     out = cache.attend(0, torch.zeros(0, 4, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 8), step)
     assert out.shape == (0, 4, 8)
 
@@ -68,15 +68,16 @@ def test_block_bytes_is_what_a_block_takes():
 
 def test_out_of_blocks_moves_nothing():
     cache = make(num_blocks=3)
-    sequence = cache.manager.create()
-    batch = cache.manager.batch([sequence])
-    step = cache.append(batch, 6)
+    sequence = cache.create()
+    batch = cache.batch([sequence])
+    step = cache.reserve_step(batch, 6)
     kv = torch.randn(6, 2, 8)
-    cache.store(0, kv, kv, step)
-    twin = cache.manager.fork(sequence)
+    for layer in range(2):
+        cache.write(layer, kv, kv, step)
+    twin = cache.fork(sequence)
     before = cache.k.clone()
     with pytest.raises(OutOfBlocksError):
-        cache.append(cache.manager.batch([sequence, twin]), 5)
+        cache.reserve_step(cache.batch([sequence, twin]), 5)
     assert torch.equal(cache.k, before)
 
 
@@ -89,24 +90,23 @@ def test_fp8(per_block):
     cache = make(
         dtype=torch.float8_e4m3fn, k_descale=k_descale, v_descale=v_descale, num_host_blocks=6, max_seqlen=40
     )
-    manager = cache.manager
-    first = manager.create()
+    first = cache.create()
     k, v = torch.randn(10, 2, 8), torch.randn(10, 2, 8)
-    step = cache.append(manager.batch([first]), 10)
+    step = cache.reserve_step(cache.batch([first]), 10)
     for layer in range(2):
         cache.attend(layer, torch.randn(10, 4, 8), k, v, step)
-    second = manager.fork(first)
+    second = cache.fork(first)
     stored = contents(cache, first)
     assert (stored[0] - k).abs().max() < 0.1
     assert (stored[1] - v).abs().max() < 0.1
-    step = cache.append(manager.batch([first]))
+    step = cache.reserve_step(cache.batch([first]))
     assert step.copied_blocks == 1
     assert torch.equal(contents(cache, first)[0][:10], stored[0])
     cache.swap_out([first, second])
     with torch.no_grad():
         cache.k.view(torch.uint8).fill_(0x7F)  # NaN
-    third = manager.create()
-    cache.append(manager.batch([third]), 12)  # so that they come back elsewhere
+    third = cache.create()
+    cache.reserve_step(cache.batch([third]), 12)  # so that they come back elsewhere
     cache.swap_in([second, first])
     for sequence in (first, second):
         for back, before in zip(contents(cache, sequence), stored, strict=True):
@@ -115,9 +115,9 @@ def test_fp8(per_block):
 
 def contents(cache: PagedKVCache, sequence: int) -> list[torch.Tensor]:
     """Keys and values of layer 1 as numbers, (tokens, kv_heads, head_dim)."""
-    blocks = torch.tensor(cache.manager.blocks(sequence))
+    blocks = torch.tensor(cache.blocks(sequence))
     result = []
     for memory, descale in ((cache.k, cache.k_descale), (cache.v, cache.v_descale)):
         factor = descale[1][blocks][:, None, :, None] if descale.dim() == 3 else descale[1][:, None]
-        result.append((memory[1][blocks].float() * factor).flatten(0, 1)[: cache.manager.length(sequence)])
+        result.append((memory[1][blocks].float() * factor).flatten(0, 1)[: cache.length(sequence)])
     return result

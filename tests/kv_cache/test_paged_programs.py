@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from snapshots import COPIES, snapshot
 from torch import Tensor
 
 from flashtile import reference
@@ -61,14 +62,14 @@ class PagedPrograms(RuleBasedStateMachine):
             dtype=torch.float32,
             device=self.device,
         )
-        self.manager = self.cache.manager
-        unwritten = slice(self.manager.reserved, None)  # the null block is for reading
+        unwritten = slice(self.cache.pool.null_blocks, None)  # the null block is for reading
         self.cache.k[:, unwritten] = torch.nan
         self.cache.v[:, unwritten] = torch.nan
+        self.originals = []
         self.model: dict[int, list[int]] = {}
 
     def resident(self):
-        return [sequence for sequence in self.model if not self.manager.is_swapped_out(sequence)]
+        return [sequence for sequence in self.model if not self.cache.is_swapped_out(sequence)]
 
     def draw_some(self, data, sequences):
         return data.draw(st.permutations(sequences))[: data.draw(st.integers(1, 5))]
@@ -76,10 +77,10 @@ class PagedPrograms(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), max_size=20))
     def create(self, tokens):
         try:
-            sequence = self.manager.create(tokens)
+            sequence = self.cache.create(tokens)
         except OutOfSequencesError:
             return
-        self.model[sequence] = tokens[: self.manager.length(sequence)]
+        self.model[sequence] = tokens[: self.cache.length(sequence)]
 
     @precondition(lambda self: self.resident())
     @rule(data=st.data())
@@ -92,7 +93,7 @@ class PagedPrograms(RuleBasedStateMachine):
         counts = [len(tokens) for tokens in new]
         number = counts[0] if len(set(counts)) == 1 else counts
         try:
-            step = self.cache.append(self.manager.batch(sequences), number)
+            step = self.cache.reserve_step(self.cache.batch(sequences), number)
         except OutOfBlocksError:
             return
         for sequence, tokens in zip(sequences, new, strict=True):
@@ -112,7 +113,7 @@ class PagedPrograms(RuleBasedStateMachine):
             q = torch.randn(sum(counts), HEADS_Q, HEAD_DIM, device=self.device)
             k, v = both[:, layer].to(self.device).split([HEAD_DIM, HEAD_DIM_V], -1)
             if twice:  # by slots, and then once more by attend: the same numbers to the same places
-                self.cache.store(layer, k, v, step)
+                self.cache.write(layer, k, v, step)
             out = self.cache.attend(layer, q, k, v, step)
             assert out.shape == (sum(counts), HEADS_Q, HEAD_DIM_V)
             for sequence, part, queries in zip(sequences, out.split(counts), q.split(counts), strict=True):
@@ -121,7 +122,7 @@ class PagedPrograms(RuleBasedStateMachine):
 
     def attention(self, q, both):
         k, v = both[None].split([HEAD_DIM, HEAD_DIM_V], -1)
-        window = (self.manager.window_left, -1)
+        window = (self.cache.window_left, -1)
         return reference.attention(q[None], k, v, causal=True, window_size=window)[0][0]
 
     @precondition(lambda self: self.resident())
@@ -129,7 +130,7 @@ class PagedPrograms(RuleBasedStateMachine):
     def fork(self, data):
         sequence = data.draw(st.sampled_from(self.resident()))
         try:
-            twin = self.manager.fork(sequence)
+            twin = self.cache.fork(sequence)
         except OutOfSequencesError:
             return
         self.model[twin] = self.model[sequence]
@@ -138,7 +139,7 @@ class PagedPrograms(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data):
         sequence = data.draw(st.sampled_from(list(self.model)))
-        self.manager.free(sequence)
+        self.cache.free(sequence)
         del self.model[sequence]
 
     @precondition(lambda self: self.resident())
@@ -147,17 +148,17 @@ class PagedPrograms(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.resident()))
         length = data.draw(st.integers(0, len(self.model[sequence])))
         try:
-            self.manager.truncate(sequence, length)
+            self.cache.truncate(sequence, length)
         except ValueError:
-            assert self.manager.window_left >= 0
+            assert self.cache.window_left >= 0
             return
         self.model[sequence] = self.model[sequence][:length]
 
     @precondition(lambda self: self.resident())
     @rule(data=st.data())
-    def remember(self, data):
+    def cache_blocks(self, data):
         sequence = data.draw(st.sampled_from(self.resident()))
-        self.manager.remember(sequence, self.model[sequence])
+        self.cache.cache_blocks(sequence, self.model[sequence])
 
     @precondition(lambda self: self.resident())
     @rule(data=st.data())
@@ -166,26 +167,34 @@ class PagedPrograms(RuleBasedStateMachine):
         try:
             self.cache.swap_out(chosen)
         except OutOfBlocksError:
-            assert not any(self.manager.is_swapped_out(sequence) for sequence in chosen)
+            assert not any(self.cache.is_swapped_out(sequence) for sequence in chosen)
 
     @precondition(lambda self: len(self.resident()) < len(self.model))
     @rule(data=st.data())
     def swap_in(self, data):
-        chosen = self.draw_some(data, [s for s in self.model if self.manager.is_swapped_out(s)])
+        chosen = self.draw_some(data, [s for s in self.model if self.cache.is_swapped_out(s)])
         try:
             self.cache.swap_in(chosen)
         except OutOfBlocksError:
-            assert all(self.manager.is_swapped_out(sequence) for sequence in chosen)
+            assert all(self.cache.is_swapped_out(sequence) for sequence in chosen)
+
+    @rule(copied=st.sampled_from(COPIES))
+    def go_on_with_a_copy(self, copied):
+        self.originals.append((self.cache, snapshot(self.cache)))
+        self.cache = copied(self.cache)
+
+    def teardown(self):
+        assert all(snapshot(original) == before for original, before in getattr(self, "originals", []))
 
     @invariant()
     def memory_holds_the_model(self):
-        if not hasattr(self, "manager"):
+        if not hasattr(self, "cache"):
             return
-        self.manager.check_integrity()
-        window = self.manager.window_left
+        self.cache.check_integrity()
+        window = self.cache.window_left
         for sequence in self.resident():
             exact = contents(self.model[sequence])
-            blocks = torch.tensor(self.manager.blocks(sequence), dtype=torch.int64)
+            blocks = torch.tensor(self.cache.blocks(sequence), dtype=torch.int64)
             both = torch.cat([self.cache.k[:, blocks], self.cache.v[:, blocks]], -1).flatten(1, 2).cpu()
             seen = 0 if window < 0 else max(0, len(exact) - window)
             assert torch.equal(both.transpose(0, 1)[seen : len(exact)], exact[seen:])

@@ -24,12 +24,7 @@ def as_size(name: str, value: Any, least: int = 1, most: int = MAX_SIZE) -> int:
 
 
 def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
-    """One-dimensional integers within int64.
-
-    Raises:
-        TypeError: something is no integer.
-        ValueError: a tensor of another dimension, or an integer beyond int64.
-    """
+    """One-dimensional integers within int64; raises TypeError or ValueError naming the argument."""
     if isinstance(values, Tensor):
         if values.dim() != 1:
             raise ValueError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")

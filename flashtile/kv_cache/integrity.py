@@ -77,46 +77,33 @@ def check_integrity(
 ) -> list[Invariant]:
     """Every invariant of a manager's books; IntegrityError names those that do not hold."""
     rows = {sequence: row if row >= 0 else ~row for sequence, row in table.rows.items()}
-    invariants = [
-        Invariant(
-            "rows in use + free rows = max_sequences", len(rows) + len(table.free_rows), table.max_sequences
-        ),
-        Invariant(
-            "distinct rows = max_sequences", len({*rows.values(), *table.free_rows}), table.max_sequences
-        ),
-        Invariant(
+    resident = [(sequence, row) for sequence, row in table.rows.items() if row >= 0]
+    lengths, size, most = table.lengths, table.block_size, table.max_sequences
+    statements = [
+        ("rows in use + free rows = max_sequences", len(rows) + len(table.free_rows), most),
+        ("distinct rows = max_sequences", len({*rows.values(), *table.free_rows}), most),
+        (
             "rows owned by their resident sequence = resident sequences",
-            sum(table.sequence_of_row[row] == sequence for sequence, row in table.rows.items() if row >= 0),
-            sum(row >= 0 for row in table.rows.values()),
+            sum(table.sequence_of_row[row] == sequence for sequence, row in resident),
+            len(resident),
         ),
-        Invariant("tokens in free rows = 0", sum(table.lengths[row] for row in table.free_rows), 0),
-        Invariant(
-            "rows with more written tokens than tokens = 0",
-            sum(table.written[row] > table.lengths[row] for row in range(table.max_sequences)),
+        ("tokens in free rows = 0", sum(lengths[row] for row in table.free_rows), 0),
+        ("sequences longer than max_seqlen = 0", sum(length > table.max_seqlen for length in lengths), 0),
+        (
+            "sequences with more written tokens than tokens = 0",
+            sum(written > length for written, length in zip(table.written, lengths, strict=True)),
             0,
         ),
-        Invariant(
-            "sequences longer than max_seqlen = 0",
-            sum(table.lengths[row] > table.max_seqlen for row in rows.values()),
-            0,
-        ),
-        Invariant(
+        (
             "sequences whose next query sees a skipped token = 0",
-            sum(
-                table.skipped[row] * table.block_size > max(0, table.lengths[row] - window_left)
-                for row in rows.values()
-            ),
+            sum(table.skipped[row] * size > max(0, lengths[row] - window_left) for row in rows.values()),
             0,
         ),
     ]
     for name, blocks, swapped_out in (("pool", pool, False), ("host", host_pool, True)):
-        tables = [
-            table.blocks(rows[sequence]) for sequence, row in table.rows.items() if (row < 0) == swapped_out
-        ]
-        invariants += [
-            Invariant(f"{name}: {statement}", left, right)
-            for statement, left, right in _of_pool(blocks, tables)
-        ]
+        tables = [table.blocks(rows[s]) for s, row in table.rows.items() if (row < 0) == swapped_out]
+        statements += [(f"{name}: {text}", left, right) for text, left, right in _of_pool(blocks, tables)]
+    invariants = [Invariant(*statement) for statement in statements]
     broken = [str(invariant) for invariant in invariants if invariant.left != invariant.right]
     if broken:
         raise IntegrityError("; ".join(broken))

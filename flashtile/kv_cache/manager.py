@@ -134,17 +134,16 @@ class BlockManager:
         tokens = as_ints("tokens", tokens)
         if len(tokens) > self.max_seqlen:
             raise ValueError(f"tokens must be at most max_seqlen={self.max_seqlen} many, got {len(tokens)}")
-        hashes = block_hashes(tokens[:-1], self.block_size, salt)
-        table = self.table
-        sequence, row = table.add()
-        for column, block_hash in enumerate(hashes):
-            block = self.pool.block_of.get(block_hash)
-            if block is None:
+        table, found = self.table, []
+        for block_hash in block_hashes(tokens[:-1], self.block_size, salt):
+            if block_hash not in self.pool.block_of:
                 break
+            found.append(self.pool.block_of[block_hash])
+        sequence, row = table.add()
+        for column, block in enumerate(found):
             self.pool.acquire(block)
             table.set_block(row, column, block)
-            table.lengths[row] += self.block_size
-        table.written[row] = table.lengths[row]
+        table.lengths[row] = table.written[row] = len(found) * self.block_size
         return sequence
 
     def fork(self, sequence: int) -> int:
@@ -157,7 +156,8 @@ class BlockManager:
             ValueError: the sequence does not exist or is swapped out.
         """
         row = self.table.row(sequence)
-        self._require_written(row)
+        if self.has_tensors:
+            self._require_written(row)
         child, child_row = self.table.add()
         self.pool.share(self.table.copy_row(row, child_row))
         self.table.step_of_row[row] = NO_STEP
@@ -177,7 +177,7 @@ class BlockManager:
         for parent, count in children.items():
             if not 0 <= parent < len(batch):
                 raise ValueError(f"parents must be from 0 to {len(batch) - 1}, got {parent}")
-            if count > 1:
+            if count > 1 and self.has_tensors:
                 self._require_written(self.table.row(batch.sequences[parent]))
         self.table.require_rows(len(parents) - len(batch))
         for i, sequence in enumerate(batch.sequences):
@@ -337,8 +337,8 @@ class BlockManager:
                 left[block] = max(1, count - 1)  # the last one writes in place
         available = self.pool.available_after(releases)
         if needed > available:
-            what = f"appending to {len(reservations)} sequence{'s' * (len(reservations) != 1)}"
-            raise OutOfBlocksError(what, needed, available, self.pool.num_blocks - self.pool.null_blocks)
+            total = self.pool.num_blocks - self.pool.null_blocks
+            raise OutOfBlocksError("appending to", len(reservations), needed, available, total)
 
     def _passed_blocks(self, row: int, length: int) -> list[int]:
         """Blocks that the row uses and that no query from position ``length`` on sees."""
@@ -378,7 +378,7 @@ class BlockManager:
 
     def _require_written(self, row: int) -> None:
         table = self.table
-        if self.has_tensors and table.written[row] < table.lengths[row]:
+        if table.written[row] < table.lengths[row]:
             raise ValueError(
                 f"sequence {table.sequence_of_row[row]} has {table.lengths[row]} tokens, of which "
                 f"{table.written[row]} are written: write the others in every layer, or truncate it"
@@ -398,13 +398,13 @@ class BlockManager:
             Blocks that are new to the prefix cache.
         """
         tokens, table = as_ints("tokens", tokens), self.table
-        hashes, row = block_hashes(tokens, self.block_size, salt), table.row(sequence)
+        row = table.row(sequence)
         written = table.written[row] if self.has_tensors else table.lengths[row]
         if len(tokens) > written:
             text = f"tokens must be at most the {written} that sequence {sequence} has written"
             raise ValueError(f"{text}, got {len(tokens)}")
         start, skipped, new = row * table.max_blocks, table.skipped[row], 0
-        for column, block_hash in enumerate(hashes):
+        for column, block_hash in enumerate(block_hashes(tokens, self.block_size, salt)):
             if column >= skipped:
                 new += self.pool.cache_block(table.entries[start + column], block_hash)
         if written == table.lengths[row]:
@@ -461,9 +461,8 @@ class BlockManager:
         blocks_of_row = [table.blocks(row) for row in rows]
         blocks = dict.fromkeys(block for blocks in blocks_of_row for block in blocks)
         if len(blocks) > target.available:
-            what = f"{what} {len(rows)} sequence{'s' * (len(rows) != 1)}"
             total = target.num_blocks - target.null_blocks
-            raise OutOfBlocksError(what, len(blocks), target.available, total)
+            raise OutOfBlocksError(what, len(rows), len(blocks), target.available, total)
         moved: dict[int, int] = {}
         for sequence, row, old in zip(sequences, rows, blocks_of_row, strict=True):
             for column, block in enumerate(old, table.skipped[row]):

@@ -108,7 +108,7 @@ class PagedKVCache(BlockManager):
         dims = [as_size("head_dim", head_dim, 1, MAX_HEAD_DIM)]
         dims += [dims[0] if head_dim_v is None else as_size("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)]
         self.device, self.dtype = torch.device(device), dtype
-        if dtype not in ((*DTYPES, FP8) if self.device.type == "cpu" else (*DTYPES[:3], FP8)):
+        if dtype not in (*DTYPES, FP8) or (dtype == torch.float64 and self.device.type != "cpu"):
             allowed = "float16, bfloat16, float32, float8_e4m3fn or, on the CPU, float64"
             raise TypeError(f"dtype must be {allowed}, got {dtype} for {self.device}")
         if dtype == FP8 and k_descale is None and v_descale is None:

@@ -29,14 +29,10 @@ class CacheFullError(RuntimeError):
 
 
 class OutOfBlocksError(CacheFullError):
-    """An operation needs more blocks than are available.
+    """An operation needs ``needed`` blocks, more than the ``available`` that it could have had."""
 
-    Attributes:
-        needed: blocks that the operation needs.
-        available: blocks that it could have had.
-    """
-
-    def __init__(self, what: str, needed: int, available: int, total: int):
+    def __init__(self, what: str, sequences: int, needed: int, available: int, total: int):
+        what = f"{what} {sequences} sequence{'s' * (sequences != 1)}"
         super().__init__(f"{what} needs {needed} blocks, but {available} of {total} are available")
         self.needed, self.available = needed, available
 

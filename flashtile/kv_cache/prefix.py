@@ -17,19 +17,11 @@ HASH_BYTES = 16
 def block_hashes(tokens: array[int], block_size: int, salt: bytes = b"") -> Iterator[bytes]:
     """The hash of each full block of ``tokens``, in order; what does not fill the last block is left out.
 
-    Args:
-        tokens: token ids, int64.
-        salt: what else decides the keys and values (an adapter, an image, a tenant): part of every hash.
-
-    Raises:
-        TypeError: ``salt`` is not bytes.
+    ``salt`` is what else decides the keys and values (an adapter, an image, a tenant): part of every hash.
+    TypeError if it is not bytes, even where there is no full block.
     """
     if not isinstance(salt, bytes):
         raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
-    return _chain(tokens, block_size, salt)
-
-
-def _chain(tokens: array[int], block_size: int, salt: bytes) -> Iterator[bytes]:
     block_hash = blake2b(salt, digest_size=HASH_BYTES).digest()
     for start in range(0, len(tokens) - block_size + 1, block_size):
         content = tokens[start : start + block_size].tobytes()

@@ -10,7 +10,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class BlockTable(ArraysWithViews):
         lengths: tokens by row, 0 where there is no sequence.
         written: by row, tokens whose keys and values have been written, where a manager has a memory.
         skipped: by row, leading blocks that were released because the window has passed them.
-        entries: all rows in sequence; row r is ``entries[r * max_blocks : (r + 1) * max_blocks]``. What lies
+        entries: all rows, flat; row r is ``entries[r * max_blocks : (r + 1) * max_blocks]``. What lies
             beyond a sequence's length is stale.
         sequence_of_row: ``NO_SEQUENCE`` for a free row, and while its sequence is swapped out.
         step_of_row: by row, the number of the step that reserved its last tokens and may write them.
@@ -107,11 +106,9 @@ class BlockTable(ArraysWithViews):
 
     def row(self, sequence: int) -> int:
         """The row of a sequence that is not swapped out."""
-        if type(sequence) is not int:
-            sequence = as_int("sequence", sequence)
-        row = self.rows.get(sequence, NO_SEQUENCE)
-        if row < 0:
-            self._refuse(sequence)
+        sequence, row, swapped_out = self.find(sequence)
+        if swapped_out:
+            raise ValueError(f"sequence {sequence} is swapped out: swap it in first")
         return row
 
     def find(self, sequence: int) -> tuple[int, int, bool]:
@@ -120,7 +117,9 @@ class BlockTable(ArraysWithViews):
             sequence = as_int("sequence", sequence)
         row = self.rows.get(sequence)
         if row is None:
-            self._refuse(sequence)
+            raise ValueError(
+                f"sequence must be one that exists, got {sequence}: it was freed or never created"
+            )
         return (sequence, row, False) if row >= 0 else (sequence, ~row, True)
 
     def set_swapped_out(self, sequence: int, row: int, swapped_out: bool) -> None:
@@ -131,11 +130,6 @@ class BlockTable(ArraysWithViews):
             self.changed_from.pop(row, None)
         else:
             self.changed_from[row] = 0
-
-    def _refuse(self, sequence: int) -> NoReturn:
-        if sequence in self.rows:
-            raise ValueError(f"sequence {sequence} is swapped out: swap it in first")
-        raise ValueError(f"sequence must be one that exists, got {sequence!r}: it was freed or never created")
 
     def num_blocks(self, row: int) -> int:
         """Entries of the row that mean something."""
@@ -163,12 +157,7 @@ class BlockTable(ArraysWithViews):
         return entries[skipped:].tolist()
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Resolve the sequences of a batch.
-
-        Raises:
-            TypeError: they are not integers.
-            ValueError: one does not exist, is swapped out or is there twice (it would be written to twice).
-        """
+        """Resolve the sequences of a batch, or raise as :meth:`BlockManager.batch`."""
         sequences = as_ints("sequences", sequences)
         rows = [self.row(sequence) for sequence in sequences]
         require_distinct(sequences)
@@ -177,7 +166,7 @@ class BlockTable(ArraysWithViews):
         return Batch(tuple(sequences), ids, indices, indices * self.max_blocks, self.owner)
 
     def check_batch(self, batch: Batch) -> None:
-        """Raise if a sequence of the batch has been freed or swapped out since, or it is not this table's."""
+        """Raise if the batch is not this table's, or a sequence of it has been freed or swapped out."""
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must come from BlockManager.batch, got {type(batch).__name__}")
         if batch.owner is not self.owner:

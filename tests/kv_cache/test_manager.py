@@ -487,6 +487,10 @@ def lost_hash(manager):
     manager.pool.block_of.clear()
 
 
+def written_beyond_its_end(manager):
+    manager.table.written[0] = 7
+
+
 def row_leak(manager):
     manager.table.free_rows.pop()
 
@@ -504,6 +508,7 @@ FAULTS = {
     same_block_twice: "pool: blocks twice in one table = 0: 1 != 0",
     grown_without_blocks: "pool: .* != 16",
     lost_hash: "pool: hashes = hashed blocks: 0 != 1",
+    written_beyond_its_end: "sequences with more written tokens than tokens = 0: 1 != 0",
     row_leak: "rows in use [+] free rows = max_sequences: 7 != 8",
     wrong_owner: "rows owned by their resident sequence = resident sequences: 0 != 1",
 }

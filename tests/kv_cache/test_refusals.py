@@ -49,7 +49,7 @@ VALUES = {
     "num_tokens": [*NUMBERS, 15, 16, *LISTS],
     "layer": NUMBERS,
     "sequences": LISTS,
-    "parents": LISTS,
+    "parents": [*LISTS, [0] * 7],
     "tokens": LISTS,
     "salt": [b"", b"x", "x", None, 3],
     "batch": None,
@@ -126,10 +126,12 @@ def test_select_with_a_tensor_of_parents():
     assert beams.select(np.array([1, 2]), np.array([0]))[0] == 1
 
 
-@pytest.mark.parametrize("arguments", [([1.5, 2.5],), ([1, 2], "salt"), (torch.ones(2),), ([2**70],)])
+@pytest.mark.parametrize(
+    "arguments", [([1.5, 2.5],), ([1, 2], "salt"), (torch.zeros(0),), (torch.tensor([True]),), ([2**70],)]
+)
 def test_a_refused_prompt_takes_no_row(arguments):
     prompts = BlockManager(10, 1, max_sequences=1, max_seqlen=24)
-    with pytest.raises((TypeError, ValueError), match="must be"):
+    with pytest.raises((TypeError, ValueError), match=r"(tokens|salt) must be"):
         prompts.create(*arguments)
     assert prompts.sequences == ()
     prompts.create(b"bytes are tokens, too")

@@ -143,7 +143,7 @@ class TestUnwritten:
         "operation",
         [
             lambda cache, sequence: cache.fork(sequence),
-            lambda cache, sequence: cache.select([sequence], [0, 0]),
+            lambda cache, sequence: cache.select([cache.sequences[0], sequence], [1, 1]),
             lambda cache, sequence: cache.reserve_step(cache.batch([sequence])),
             lambda cache, sequence: cache.reserve(sequence),
             lambda cache, sequence: cache.cache_blocks(sequence, range(5)),
@@ -151,7 +151,7 @@ class TestUnwritten:
     )
     def test_refused(self, layers, operation):
         cache = make()
-        sequence = cache.create()
+        _, sequence = cache.create(), cache.create()
         run(cache, [sequence], 4)
         step = cache.reserve_step(cache.batch([sequence]), 2)
         for layer in layers:

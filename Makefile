@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-newest-triton test-gpu bench docs inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-newest-triton test-gpu bench docs dist inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -53,6 +53,9 @@ bench: $(READY) ## time attention against its peers; ARGS="--help" for the optio
 
 docs: $(READY) ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+dist: $(READY) ## a wheel and an sdist, in dist/
+	$(RUN) scripts/make_dist.py
 
 inspect: $(READY) ## registers, spills and tensor-core use of every kernel, without a GPU
 	$(RUN) -m flashtile inspect $(ARGS)

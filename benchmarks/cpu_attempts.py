@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/cpu_attempts.py bfloat16
 
 One thread, S=4096, 8 heads of 64. Errors (largest, root mean square, against float64) are in units of those
-of standard attention in the same dtype. The findings stand in docs/measured.md.
+of standard attention in the same dtype. The findings stand in docs/measured/cpu.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What counts is the bytes of the cache over time. Two times are taken of each con
 call after the L2 cache was overwritten (CUDA events), and a call of a captured CUDA graph that rotates over
 so many caches that none is in the L2 cache when its turn comes, replayed back to back. The first holds more
 than the call: the L2 cache, full of what overwrote it, is written back while the call reads
-(docs/measured.md). Every result is first held to the error rule on some of its sequences.
+(docs/measured/decoding.md). Every result is first held to the error rule on some of its sequences.
 """
 
 from __future__ import annotations

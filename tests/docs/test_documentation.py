@@ -182,6 +182,39 @@ def test_fp8_errors_are_those_of_the_linked_run(monkeypatch):
     assert fp8_tables.with_tables(text) == text
 
 
+def test_the_readme_s_picture_shows_the_measurements(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    import speed_picture
+
+    assert speed_picture.PICTURE.read_text() == speed_picture.picture()
+    for name in ("README.md", "README.zh-CN.md"):
+        assert f"]({speed_picture.PICTURE.relative_to(ROOT).as_posix()})" in (ROOT / name).read_text()
+
+
+def test_pages_of_experiments_are_those_of_the_json(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    import measured_pages
+
+    pages = {path.name: path.read_text() for path in measured_pages.FOLDER.glob("*.md")}
+    assert pages == measured_pages.pages()
+    assert {path.stem for path in measured_pages.EXPERIMENTS.glob("*.json")} == set(measured_pages.SUBJECTS)
+
+
+def test_every_experiment_says_what_was_decided(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    import measured_pages
+
+    lines = [
+        line
+        for name in measured_pages.SUBJECTS
+        for experiment in measured_pages.subject(name)["experiments"]
+        for line in experiment["lines"]
+    ]
+    assert lines
+    assert {tuple(line) for line in lines} == {measured_pages.COLUMNS}
+    assert [line for line in lines if not all(line.values())] == []
+
+
 def test_the_chinese_readme_says_what_the_english_one_says():
     """Its code, commands and numbers are the same, and it has as many sections and points."""
     english, chinese = (ROOT / name for name in ("README.md", "README.zh-CN.md"))

@@ -208,7 +208,8 @@ ANY_LENGTH = 2**31
 
 # (padded head_dim, padded head_dim_v, windowed) -> (keys, config) where no row sees as many keys; causal is a
 # window.
-# H100, S = 512 to 16384: docs/measured.md. Rows of unequal head sizes have the tiles that fit; not timed.
+# H100, S = 512 to 16384: docs/measured/hopper_forward.md. Rows of unequal head sizes have the tiles that fit;
+# not timed.
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (64, 64, False): ((ANY_LENGTH, _THREE),),
     (64, 64, True): ((4096, F(2, 128, Q_STAGES=2, features_spill_budget=8)), (ANY_LENGTH, _THREE)),

@@ -31,7 +31,7 @@ def constants(
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
         # Tiles of k and v that cannot be loaded asynchronously share one address. Where their widths differ,
-        # Triton 3.6 on sm_90 then multiplies by what lies outside it (docs/measured.md).
+        # Triton 3.6 on sm_90 then multiplies by what lies outside it (docs/measured/compilers.md).
         block_d = block_dv = max(block_d, block_dv)
     return {
         "VARLEN": problem.varlen,

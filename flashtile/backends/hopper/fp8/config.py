@@ -41,7 +41,8 @@ _NARROW = F(2, 64)
 _WIDE = F(2, 128)
 
 # (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; causal is a window.
-# H100, S = 4096 and 16384: docs/measured.md. Rows of head_dim 256 and of v in rows have the tiles that fit.
+# H100, S = 4096 and 16384: docs/measured/fp8.md. Rows of head_dim 256, and of v in rows, have the tiles that
+# fit.
 _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (64, False, True): F(3, 128, PING_PONG=True),
     (64, True, True): F(3, 128, PING_PONG=True, spill_budget=64, features_spill_budget=240),

@@ -34,6 +34,13 @@ def merge_states(
     Raises:
         TypeError: an argument is not a tensor, or of a dtype that is not allowed.
         ValueError: shapes or devices do not fit, or an out comes without its lse.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()
+        >>> first = flashtile.attention(q, k[:, :100], v[:, :100], return_lse=True)
+        >>> rest = flashtile.attention(q, k[:, 100:], v[:, 100:], return_lse=True)
+        >>> out, lse = flashtile.merge_states(*first, *rest)
+        >>> torch.testing.assert_close(out, flashtile.attention(q, k, v))
     """
     outs, lses = (out_a, out_b, *more[::2]), (lse_a, lse_b, *more[1::2])
     _check(outs, lses)

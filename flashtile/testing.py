@@ -107,6 +107,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Report:
     """Raise AssertionError unless the call meets the error rule; the arguments are those of :func:`measure`.
 
     The message of the error, and ``str()`` of the returned report, state every number of every comparison.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> q, k, v = (testing.random_tensor((1, 50, 4, 32), torch.float32, "cpu", seed=i) for i in range(3))
+        >>> testing.check(q, k, v, causal=True).holds  # an AssertionError where it does not
+        True
     """
     report = measure(q, k, v, **arguments)
     if not report.holds:
@@ -123,7 +129,7 @@ def measure(
     dlse: Tensor | None = None,
     gradients: bool = True,
     poison: bool = True,
-    function: Callable[..., tuple[Tensor, Tensor]] = functional.attention,
+    function: Callable[..., Any] = functional.attention,
     **arguments: Any,
 ) -> Report:
     """Errors of out, lse, dq, dk, dv and dsink of one call against the reference, and what the rule allows.
@@ -144,6 +150,13 @@ def measure(
 
     Costs the memory of standard attention in float64: 8 bytes a score (batch * heads * seqlen_q * seqlen_k),
     several times.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> q, k, v = (testing.random_tensor((1, 50, 4, 32), torch.float32, "cpu", seed=i) for i in range(3))
+        >>> report = testing.measure(q, k, v, window_size=(8, 0))
+        >>> [comparison.name for comparison in report.comparisons if comparison.holds]
+        ['out', 'lse', 'dq', 'dk', 'dv']
     """
     sink = arguments.pop("sink", None)
     defining = {name: a for name, a in arguments.items() if name not in ("deterministic", "backend")}
@@ -194,6 +207,14 @@ def compare(
 
     Raises:
         AssertionError: ``actual`` has another shape than ``exact``.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> exact = torch.linspace(0, 1, 100, dtype=torch.float64)
+        >>> testing.compare("x", exact.half(), exact, exact.half()).holds
+        True
+        >>> testing.compare("x", exact.half() + 0.01, exact, exact.half()).holds
+        False
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"{name} has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
@@ -215,6 +236,12 @@ def poisoned_memory() -> Iterator[None]:
 
     An output element that is never written then shows. torch does this itself in its deterministic mode,
     switched on inside and put back after; operations without a deterministic form only warn.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> with testing.poisoned_memory():
+        ...     print(torch.empty(2), torch.empty(1, dtype=torch.int16))
+        tensor([nan, nan]) tensor([32767], dtype=torch.int16)
     """
     deterministic: Any = torch.utils.deterministic
     enabled = torch.are_deterministic_algorithms_enabled()
@@ -251,6 +278,11 @@ def random_tensor(
 
     Raises:
         ValueError: an unknown layout.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> testing.random_tensor((1, 5, 2, 8), torch.bfloat16, "cpu", layout="transposed").stride()
+        (80, 8, 40, 1)
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -275,7 +307,15 @@ def random_tensor(
 
 
 def random_gradients(q: Tensor, v: Tensor, *, varlen: bool = False, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Standard normal (dout, dlse) for a call with these q and v, in the shapes and dtypes of out and lse."""
+    """Standard normal (dout, dlse) for a call with these q and v, in the shapes and dtypes of out and lse.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> q, v = torch.empty(2, 5, 4, 8), torch.empty(2, 7, 4, 16)
+        >>> dout, dlse = testing.random_gradients(q, v)
+        >>> dout.shape, dlse.shape
+        (torch.Size([2, 5, 4, 16]), torch.Size([2, 4, 5]))
+    """
     *rows, heads, _ = q.shape
     lse_shape = (heads, *rows) if varlen else (rows[0], heads, rows[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -284,18 +324,31 @@ def random_gradients(q: Tensor, v: Tensor, *, varlen: bool = False, seed: int = 
 
 
 def random_alibi_slopes(shape: Sequence[int], device: torch.device | str, *, seed: int = 0) -> Tensor:
-    """Slopes in [0, 1) of eight bits, float32, so that slope times distance is exact in every wider dtype."""
+    """Slopes in [0, 1) of eight bits, float32, so that slope times distance is exact in every wider dtype.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> slopes = testing.random_alibi_slopes((4,), "cpu")
+        >>> slopes.dtype, bool((256 * slopes == (256 * slopes).round()).all())
+        (torch.float32, True)
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     return torch.randint(0, 256, tuple(shape), generator=generator, device=device).float() / 256
 
 
 def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
-    """(len(lengths) + 1,) int32: 0 and the running sums of ``lengths``."""
+    """(len(lengths) + 1,) int32: 0 and the running sums of ``lengths``.
+
+    Examples:
+        >>> from flashtile import testing
+        >>> testing.cu_seqlens([5, 0, 7], "cpu")
+        tensor([ 0,  5,  5, 12], dtype=torch.int32)
+    """
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
 def _run(
-    attend: Callable[..., tuple[Tensor, Tensor]],
+    attend: Callable[..., Any],
     given: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
     gradients: bool,

@@ -60,6 +60,16 @@ def forward(
     The arguments are those of :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc)
     default to :func:`block_sizes`. Hidden tiles are computed like others: skipping them came with
     FlashAttention-2.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash1
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> memory = Memory(sram_bytes=16 * 1024)
+        >>> out, m, l = flash1.forward(q, k, v, memory, causal=True)
+        >>> heads = [t[None, :, None] for t in (q, k, v)]
+        >>> torch.testing.assert_close(out, flashtile.attention(*heads, causal=True)[0, :, 0])
+        >>> memory.sram_peak <= memory.sram_bytes
+        True
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
@@ -121,6 +131,14 @@ def backward(
 
     rowsum(P * dP), which standard attention takes over all keys, is rowsum(dO * O) (appendix B.2), over
     head_dim numbers: the tiles need nothing of each other.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash1
+        >>> q, k, v, dout = torch.randn(4, 256, 32).unbind()
+        >>> memory = Memory()
+        >>> out, m, l = flash1.forward(q, k, v, memory)
+        >>> dq, dk, dv = flash1.backward(q, k, v, out, m, l, dout, memory)
+        >>> torch.testing.assert_close(dv, torch.softmax(q @ k.T * 32**-0.5, -1).T @ dout)
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V

@@ -59,6 +59,16 @@ def forward(
 
     The arguments are those of :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc)
     default to :func:`block_sizes`.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash2
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> memory = Memory(sram_bytes=16 * 1024)
+        >>> out, lse = flash2.forward(q, k, v, memory, causal=True)
+        >>> heads = [t[None, :, None] for t in (q, k, v)]
+        >>> torch.testing.assert_close(out, flashtile.attention(*heads, causal=True)[0, :, 0])
+        >>> memory.sram_peak <= memory.sram_bytes
+        True
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
@@ -134,6 +144,14 @@ def backward(
 
     Keys are outside: a block of them owns its rows of dK and dV, and blocks run in parallel. They share dQ,
     which each adds to in HBM (with atomic additions on a GPU).
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash2
+        >>> q, k, v, dout = torch.randn(4, 256, 32).unbind()
+        >>> memory = Memory()
+        >>> out, lse = flash2.forward(q, k, v, memory)
+        >>> dq, dk, dv = flash2.backward(q, k, v, out, lse, dout, memory)
+        >>> torch.testing.assert_close(dv, torch.softmax(q @ k.T * 32**-0.5, -1).T @ dout)
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V

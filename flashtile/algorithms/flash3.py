@@ -59,6 +59,12 @@ def forward(
 
     The arguments are those of :func:`flashtile.algorithms.call.place`; block_m is the rows of one warpgroup.
     Tiles that the warpgroups and stages have of their own are named S.0, S.1, K.0, ...
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash3
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> out, lse = flash3.forward(q, k, v, Memory())
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V

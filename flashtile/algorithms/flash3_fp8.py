@@ -64,6 +64,13 @@ def forward(
         seed: of the rotation's signs.
 
     The others are those of :func:`flashtile.algorithms.call.place`; Q, K and V count one byte a number.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash3_fp8
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> out, lse = flash3_fp8.forward(q, k, v, Memory())
+        >>> bool((out - torch.softmax(q @ k.T * 32**-0.5, -1) @ v).abs().max() < 0.1)
+        True
     """
     check(q, k, v, causal, window_size, softmax_scale)
     if incoherent:  # on a GPU fused with the layer before, and no part of the attention's traffic

@@ -56,6 +56,13 @@ def schedule(
 
     Raises:
         ValueError: no warpgroup, or no stage.
+
+    Examples:
+        >>> from flashtile.algorithms import flash3_schedule
+        >>> spans = flash3_schedule.schedule(8)
+        >>> alone = flash3_schedule.schedule(8, pingpong=False, pipelined=False)
+        >>> max(span.end for span in spans) < max(span.end for span in alone)
+        True
     """
     if warpgroups < 1 or stages < 1:
         raise ValueError(f"warpgroups and stages must be at least 1, got {warpgroups} and {stages}")

@@ -54,6 +54,12 @@ def forward(
 
     The arguments are those of :func:`flashtile.algorithms.call.place`, and ``num_splits`` parts of the
     keys, of whole blocks as far as they go round; a part may be empty.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash_decoding
+        >>> q, k, v = torch.randn(1, 32), torch.randn(256, 32), torch.randn(256, 32)
+        >>> out, lse = flash_decoding.forward(q, k, v, Memory(), num_splits=4)
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V

@@ -95,6 +95,15 @@ class Memory:
 
     Raises:
         ValueError: a size that is not a positive int.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory
+        >>> memory = Memory(sram_bytes=1024)
+        >>> x = memory.place("X", torch.ones(8, 8))
+        >>> with memory.sram() as sram:
+        ...     tile = sram.load(x, rows=range(4))
+        >>> memory.hbm_read, memory.sram_peak  # 4 x 8 numbers of two bytes
+        (64, 64)
     """
 
     def __init__(
@@ -218,6 +227,17 @@ class Sram:
 
     A name that is held already, here or in a scope around this one, gets a new tile in the place of its old
     one.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory
+        >>> memory = Memory()
+        >>> x = memory.place("X", torch.ones(8, 8))
+        >>> y = memory.empty("Y", 8, 8, like=x.tensor)
+        >>> with memory.sram() as sram:
+        ...     tile = sram.load(x, rows=range(4))
+        ...     sram.store(y, sram.compute("2X", 2 * tile), rows=range(4))
+        >>> y.tensor[:4].sum()
+        tensor(64.)
     """
 
     def __init__(self, memory: Memory):

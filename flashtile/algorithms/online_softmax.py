@@ -24,7 +24,13 @@ from flashtile.algorithms.memory import Array, Memory, Sram
 
 
 def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n); inf / inf for large x."""
+    """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n); inf / inf for large x.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x = torch.randn(4, 1000)
+        >>> torch.testing.assert_close(online_softmax.naive(x, Memory(), block_n=128), x.softmax(-1))
+    """
     block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
@@ -39,7 +45,13 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
 
 
 def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n), maximum first."""
+    """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n), maximum first.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x = torch.randn(4, 1000)
+        >>> torch.testing.assert_close(online_softmax.safe(x, Memory(), block_n=128), x.softmax(-1))
+    """
     block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
@@ -57,7 +69,13 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
 
 
 def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n), maximum and sum in one pass."""
+    """Softmax of each row of x (rows, cols), in tiles of (block_m, block_n), maximum and sum in one pass.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x = torch.randn(4, 1000)
+        >>> torch.testing.assert_close(online_softmax.online(x, Memory(), block_n=128), x.softmax(-1))
+    """
     block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):

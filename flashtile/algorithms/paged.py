@@ -167,7 +167,14 @@ def forward(
     page_size: int = 16,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the last seqlen_q queries over keys that are first written to pages, causally."""
+    """(out, lse) of the last seqlen_q queries over keys that are first written to pages, causally.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, paged
+        >>> q, k, v = torch.randn(1, 32), torch.randn(256, 32), torch.randn(256, 32)
+        >>> out, lse = paged.forward(q, k, v, Memory(), page_size=16)
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
+    """
     check(q, k, v, True, softmax_scale=softmax_scale)
     cache = PagedCache(memory, pages_of(k.shape[0], page_size), page_size, k.shape[1], v.shape[1], like=k)
     for token in range(k.shape[0]):
@@ -192,6 +199,13 @@ def forked(
 
     Raises:
         ValueError: a prompt of no token, or of more than there are.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, paged
+        >>> q, k, v = torch.randn(2, 32), torch.randn(40, 32), torch.randn(40, 32)
+        >>> out, lse = paged.forked(q, k, v, Memory(), prompt=30, page_size=16)
+        >>> out.shape  # the next token of either sequence
+        torch.Size([2, 32])
     """
     check(q, k, v, True, softmax_scale=softmax_scale)
     if not 0 < prompt <= k.shape[0]:

@@ -43,6 +43,14 @@ def forward(
 
     The arguments are those of :func:`flashtile.algorithms.call.place`; block_m and block_n are the tiles of
     S, by default what SRAM allows.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, standard
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> memory = Memory()
+        >>> out, p = standard.forward(q, k, v, memory)
+        >>> memory.traffic["S"].written == 2 * 256 * 256  # every score, two bytes each
+        True
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
@@ -74,6 +82,14 @@ def backward(
 
     dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q: three more N^2 matrices'
     worth of traffic on top of P. A hidden score has P = 0, so that the mask is not needed again.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, standard
+        >>> q, k, v, dout = torch.randn(4, 256, 32).unbind()
+        >>> memory = Memory()
+        >>> out, p = standard.forward(q, k, v, memory)
+        >>> dq, dk, dv = standard.backward(q, k, v, p, dout, memory)
+        >>> torch.testing.assert_close(dv, p.T @ dout)
     """
     call = place(memory, q, k, v, softmax_scale=softmax_scale)
     Q, K, V = call.Q, call.K, call.V

@@ -48,6 +48,14 @@ def matmul(
 
     Raises:
         ValueError: the inner lengths differ.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, tiled_matmul
+        >>> a, b = torch.randn(64, 32), torch.randn(32, 48)
+        >>> memory = Memory(sram_bytes=4096)
+        >>> torch.testing.assert_close(tiled_matmul.matmul(a, b, memory), a @ b)
+        >>> memory.matmul_flops
+        196608
     """
     if a.shape[-1] != b.shape[0]:
         raise ValueError(f"b must have {a.shape[-1]} rows, the columns of a, got {b.shape[0]}")

@@ -77,6 +77,15 @@ class Trace:
         sram_bytes: the SRAM that there was.
         events: in the order in which they happened.
         spans: timelines, for what runs at the same time.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, Trace, flash2
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> trace = Trace()
+        >>> memory = Memory(trace=trace)
+        >>> out, lse = flash2.forward(q, k, v, memory)
+        >>> trace.totals()["hbm_read"] == memory.hbm_read
+        True
     """
 
     watch_rows: tuple[int, ...] = (0,)

@@ -48,6 +48,14 @@ def forward(
         num_splits: parts of the keys, as in :mod:`flash_decoding`.
 
     The others are those of :func:`flashtile.algorithms.call.place`.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, unified_max
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> out, lse, recomputed = unified_max.forward(q, k, v, Memory())
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
+        >>> recomputed  # blocks of rows whose scores left the bounds
+        []
     """
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V

@@ -2,6 +2,9 @@
 
 Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever
 storing the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+
+Results are annotated ``Tensor | Any``: out alone is a Tensor, as a type checker then knows. Where more is
+asked for, the result is a tuple, which needs no cast.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def attention(
     v_descale: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Tensor | Any:
     """Exact attention, differentiable in q, k, v and sink (and through lse).
 
     Args:
@@ -85,6 +88,16 @@ def attention(
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
             There are no second derivatives and no forward mode: asking for either is a NotImplementedError.
+
+    Examples:
+        >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)  # (batch, seqlen, heads, head_dim)
+        >>> k, v = torch.randn(2, 2, 128, 2, 64).unbind()  # four query heads share a key/value head
+        >>> out, lse = flashtile.attention(q, k, v, causal=True, window_size=(64, 0), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
+        >>> out.sum().backward()
+        >>> q.grad.shape
+        torch.Size([2, 128, 8, 64])
     """
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
@@ -112,7 +125,7 @@ def flash_attn_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_func``: q (batch, seqlen_q, heads_q, head_dim), k and v
     (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
 
@@ -122,6 +135,12 @@ def flash_attn_func(
 
     Raises:
         NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()  # each (batch, seqlen, heads, head_dim)
+        >>> flashtile.flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 128, 4, 64])
+        >>> out, lse = flashtile.flash_attn_func(q, k, v, softcap=30.0, return_lse=True)
     """
     _refuse_dropout(dropout_p)
     out, lse = _call(
@@ -146,8 +165,31 @@ def flash_attn_kvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
-    """:func:`flash_attn_func` with k and v in one tensor, kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_kvpacked_func``: k and v are one tensor, which is read in place.
+
+    The gradients of k and v are written into one tensor, too: nothing is copied or concatenated.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        kv: (batch, seqlen_k, 2, heads_kv, head_dim): keys, then values. Any strides whose last is 1.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (batch, heads_q, seqlen_q).
+
+    Raises:
+        TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+
+    Examples:
+        >>> q = torch.randn(2, 16, 8, 64)
+        >>> kv = torch.randn(2, 128, 2, 2, 64)  # (batch, seqlen_k, k and v, heads_kv, head_dim)
+        >>> flashtile.flash_attn_kvpacked_func(q, kv, causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
     k, v = _unpack("kv", kv, 5, 2, "(batch, seqlen_k, 2, heads_kv, head_dim)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -169,8 +211,30 @@ def flash_attn_qkvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
-    """:func:`flash_attn_func` with q, k and v in one tensor, qkv (batch, seqlen, 3, heads, head_dim)."""
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_qkvpacked_func``: q, k and v are one tensor, which is read in place.
+
+    Their gradients are written into one tensor, too: nothing is copied or concatenated.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values. Any strides whose last is 1.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
+
+    Returns:
+        out, (batch, seqlen, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (batch, heads, seqlen).
+
+    Raises:
+        TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+
+    Examples:
+        >>> qkv = torch.randn(2, 128, 3, 4, 64, requires_grad=True)
+        >>> flashtile.flash_attn_qkvpacked_func(qkv, causal=True).sum().backward()
+        >>> qkv.grad.shape
+        torch.Size([2, 128, 3, 4, 64])
+    """
     q, k, v = _unpack("qkv", qkv, 5, 3, "(batch, seqlen, 3, heads, head_dim)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -203,8 +267,8 @@ def flash_attn_varlen_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
-    """FlashAttention-2's ``flash_attn_varlen_func``: sequences of different lengths behind one another.
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_varlen_func``: packed sequences of different lengths.
 
     q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim); sequence b is rows
     ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those
@@ -219,6 +283,13 @@ def flash_attn_varlen_func(
 
     Raises:
         NotImplementedError: ``dropout_p``; the backward pass with ``block_table``; and as :func:`attention`.
+
+    Examples:
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
+        >>> q, k, v = torch.randn(3, 12, 4, 64).unbind()  # each (total, heads, head_dim)
+        >>> out = flashtile.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 7, 7, causal=True)
+        >>> second = flashtile.attention(q[None, 5:], k[None, 5:], v[None, 5:], causal=True)[0]
+        >>> torch.testing.assert_close(out[5:], second)
     """
     _refuse_dropout(dropout_p)
     if block_table is not None:
@@ -257,8 +328,34 @@ def flash_attn_varlen_kvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
-    """:func:`flash_attn_varlen_func` with k and v in one tensor, kv (total_k, 2, heads_kv, head_dim)."""
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_varlen_kvpacked_func``: packed sequences, k and v in one tensor.
+
+    k and v are read in place, and their gradients are written into one tensor.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        kv: (total_k, 2, heads_kv, head_dim): keys, then values. Any strides whose last is 1.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
+        max_seqlen_q, max_seqlen_k: the longest sequence (or more).
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
+
+    Returns:
+        out, (total_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (heads_q, total_q).
+
+    Raises:
+        TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+
+    Examples:
+        >>> cu_seqlens_q = torch.tensor([0, 2, 5], dtype=torch.int32)  # 2 and 3 queries
+        >>> cu_seqlens_k = torch.tensor([0, 10, 30], dtype=torch.int32)  # over 10 and 20 keys
+        >>> q, kv = torch.randn(5, 8, 64), torch.randn(30, 2, 2, 64)
+        >>> flashtile.flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 3, 20).shape
+        torch.Size([5, 8, 64])
+    """
     k, v = _unpack("kv", kv, 4, 2, "(total_k, 2, heads_kv, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -283,8 +380,32 @@ def flash_attn_varlen_qkvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
-    """:func:`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, heads, head_dim)."""
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_varlen_qkvpacked_func``: packed sequences, q, k and v in one tensor.
+
+    q, k and v are read in place, and their gradients are written into one tensor.
+
+    Args:
+        qkv: (total, 3, heads, head_dim): queries, keys, values. Any strides whose last is 1.
+        cu_seqlens: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
+        max_seqlen: the longest sequence (or more).
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
+
+    Returns:
+        out, (total, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (heads, total).
+
+    Raises:
+        TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+
+    Examples:
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
+        >>> qkv = torch.randn(12, 3, 4, 64)
+        >>> flashtile.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 7, causal=True).shape
+        torch.Size([12, 4, 64])
+    """
     q, k, v = _unpack("qkv", qkv, 4, 3, "(total, 3, heads, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
@@ -345,7 +466,7 @@ def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tu
     return packed.unbind(-3)
 
 
-def _result(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool) -> Any:
+def _result(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool) -> Tensor | Any:
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

@@ -42,7 +42,7 @@ def flash_attn_with_shared_prefix(
     return_softmax_lse: bool = False,
     backend: str | None = None,
     debug_checks: bool = False,
-) -> Any:
+) -> Tensor | Any:
     """:func:`flash_attn_with_kvcache` over a paged cache, for sequences whose first pages are the same.
 
     The same result, but the shared pages are read once a group instead of once a sequence. New keys are
@@ -68,6 +68,17 @@ def flash_attn_with_shared_prefix(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> k_pages, v_pages = torch.randn(2, 10, 16, 2, 64).unbind()  # ten pages of 16 tokens
+        >>> block_table = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)  # they share two pages
+        >>> cache_seqlens = torch.tensor([40, 35], dtype=torch.int32)
+        >>> q = torch.randn(2, 1, 8, 64)
+        >>> out = flashtile.flash_attn_with_shared_prefix(q, k_pages, v_pages, block_table, cache_seqlens, 32)
+        >>> alone = flashtile.flash_attn_with_kvcache(
+        ...     q, k_pages, v_pages, cache_seqlens=cache_seqlens, block_table=block_table
+        ... )
+        >>> torch.testing.assert_close(out, alone)
     """
     masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
     check_flag("return_softmax_lse", return_softmax_lse)

@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
     split_size: int | None = None,
     backend: str | None = None,
     debug_checks: bool = False,
-) -> Any:
+) -> Tensor | Any:
     """Attention of new queries over a key/value cache, into which new keys and values may go first.
 
     The keys of sequence b are positions 0 to ``L[b]``, where ``L[b]`` is ``cache_seqlens[b]`` plus its new
@@ -121,6 +121,18 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed,
             before anything is written.
+
+    Examples:
+        >>> k_cache, v_cache = torch.zeros(2, 3, 512, 2, 64).unbind()  # (batch, capacity, heads_kv, head_dim)
+        >>> cache_seqlens = torch.tensor([0, 17, 250], dtype=torch.int32)  # tokens before this step
+        >>> q = torch.randn(3, 1, 8, 64)  # a new token of each sequence
+        >>> k, v = torch.randn(2, 3, 1, 2, 64).unbind()
+        >>> out = flashtile.flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True
+        ... )
+        >>> out.shape, torch.equal(k_cache[1, 17], k[1, 0])
+        (torch.Size([3, 1, 8, 64]), True)
+        >>> cache_seqlens += 1  # the call leaves the lengths to its caller
     """
     masking = make_options(max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend)
     check_flag("rotary_interleaved", rotary_interleaved)
@@ -215,6 +227,14 @@ def append_kvcache(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flash_attn_with_kvcache`, before anything is
             written.
+
+    Examples:
+        >>> k_pages, v_pages = torch.zeros(2, 10, 16, 2, 64).unbind()  # ten pages of 16 tokens
+        >>> k, v = torch.randn(2, 3, 2, 64).unbind()  # three tokens
+        >>> slots = torch.tensor([16 * 7, 16 * 7 + 1, -1])  # two in page 7; the third is left out
+        >>> flashtile.append_kvcache(k_pages, v_pages, k, v, slot_mapping=slots)
+        >>> torch.equal(k_pages[7, :2], k[:2])
+        True
     """
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
@@ -255,6 +275,12 @@ def copy_blocks(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> k_pages, v_pages = torch.randn(2, 10, 16, 2, 64).unbind()  # ten pages of 16 tokens
+        >>> flashtile.copy_blocks(k_pages, v_pages, torch.tensor([[3, 8], [4, 9]]))  # 3 onto 8, 4 onto 9
+        >>> torch.equal(k_pages[8], k_pages[3]) and torch.equal(v_pages[9], v_pages[4])
+        True
     """
     check_flag("debug_checks", debug_checks)
     tensors, options = CopyTensors(k_descale, v_descale), CopyOptions(backend, debug_checks)
@@ -289,6 +315,14 @@ def flash_attn_combine(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()
+        >>> halves = [flashtile.attention(q, k[:, i::2], v[:, i::2], return_lse=True) for i in range(2)]
+        >>> out_partial = torch.stack([out for out, _ in halves])
+        >>> lse_partial = torch.stack([lse.mT for _, lse in halves])  # (splits, batch, seqlen, heads)
+        >>> out, lse = flashtile.flash_attn_combine(out_partial, lse_partial)
+        >>> torch.testing.assert_close(out, flashtile.attention(q, k, v))
     """
     dtype = out_dtype
     if dtype is None:

@@ -26,6 +26,12 @@ class Quantized:
         shape: of what was quantised.
         dtype: of what was quantised, which results have, too.
         cu_seqlens, max_seqlen, seqused: as :func:`flashtile.fp8.quantize` was given.
+
+    Examples:
+        >>> k = torch.randn(1, 256, 2, 64, dtype=torch.bfloat16)
+        >>> keys = flashtile.fp8.quantize(k, "k")
+        >>> keys.role, keys.method, keys.shape, keys.nbytes
+        ('k', 'block', (1, 256, 2, 64), 32784)
     """
 
     values: Tensor

@@ -46,7 +46,7 @@ def check(
     seed: int | None = None,
     poison: bool = True,
     backend: str | None = None,
-    function: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    function: Callable[..., Any] | None = None,
     **arguments: Any,
 ) -> Report:
     """Raise AssertionError unless FP8 attention over q, k and v meets the error rule; return every number.

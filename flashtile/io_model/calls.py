@@ -37,6 +37,12 @@ class Call:
 
     Raises:
         ValueError: a number that makes no call.
+
+    Examples:
+        >>> from flashtile.io_model import Call
+        >>> causal = Call(4, 4096, 4096, 32, 8, 128, window_right=0)  # 32 query heads over 8 key/value heads
+        >>> causal.visible_pairs == 4 * 32 * 4096 * 4097 // 2
+        True
     """
 
     batch: int

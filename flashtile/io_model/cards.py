@@ -38,6 +38,12 @@ class Card:
         capability: CUDA's compute capability; (0, 0) for what is no NVIDIA GPU.
         device_name: how the name that the driver gives it ends.
         source: where the numbers are from.
+
+    Examples:
+        >>> from flashtile.io_model import find_card
+        >>> card = find_card("h100")
+        >>> round(card.ridge("bfloat16"))  # FLOPs a byte from which on a call is bound by arithmetic
+        295
     """
 
     name: str
@@ -142,6 +148,11 @@ def find_card(name: str) -> Card:
 
     Raises:
         ValueError: there is none.
+
+    Examples:
+        >>> from flashtile.io_model import find_card
+        >>> find_card("H100").sm_count
+        132
     """
     card = CARDS.get(name.lower())
     if card is None:
@@ -150,5 +161,13 @@ def find_card(name: str) -> Card:
 
 
 def card_of_device(device_name: str) -> Card | None:
-    """The card that the driver calls ``device_name``; None if the table does not know it."""
+    """The card that the driver calls ``device_name``; None if the table does not know it.
+
+    Examples:
+        >>> from flashtile.io_model import card_of_device
+        >>> card_of_device("NVIDIA H100 80GB HBM3").name
+        'H100 SXM5 80GB'
+        >>> card_of_device("some other GPU") is None
+        True
+    """
     return next((card for card in CARDS.values() if device_name.endswith(card.device_name)), None)

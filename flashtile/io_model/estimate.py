@@ -77,6 +77,15 @@ def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
 
     Raises:
         ValueError: ``which`` is not a pass, or the card has no peak for the call's dtype.
+
+    Examples:
+        >>> from flashtile.io_model import Call, estimates, find_card
+        >>> call = Call(1, 4096, 4096, 16, 16, 64)
+        >>> for row in estimates(call, find_card("a100"))[:3]:
+        ...     print(f"{row.algorithm}: {row.floor_seconds * 1e6:.0f} us, bound by {row.bound}")
+        standard: 1070 us, bound by HBM
+        flash-attention 1: 1487 us, bound by compute
+        flash-attention 2: 220 us, bound by compute
     """
     if which not in PASSES:
         raise ValueError(f"which must be one of {', '.join(PASSES)}, got {which!r}")

@@ -15,6 +15,12 @@ def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0
 
     Sizes come from the driver, and the rest from the table where it knows the card; on a CPU, threads stand
     for SMs and there is no shared memory. Takes some seconds.
+
+    Examples:
+        >>> from flashtile.io_model import measured_card
+        >>> card = measured_card(torch.device("cpu"), ["float32"], rep=1.0)
+        >>> card.peak_tflops("float32") > 0 and card.bandwidth_gbps > 0
+        True
     """
     from flashtile.bench.runner import Settings, copy_ceiling, matmul_ceiling
 

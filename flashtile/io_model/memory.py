@@ -30,7 +30,13 @@ class AttentionMemory:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder's numbers that decide its weights and its cache."""
+    """A decoder's numbers that decide its weights and its cache.
+
+    Examples:
+        >>> from flashtile.io_model import MODELS
+        >>> MODELS[0].name, MODELS[0].kv_bytes_per_token()
+        ('OPT-13B', 819200)
+    """
 
     name: str
     layers: int
@@ -62,7 +68,14 @@ MODELS = (
 
 
 def attention_memory(call: Call, training: bool = False) -> AttentionMemory:
-    """Memory of one layer's attention; ``training`` is that of the backward pass."""
+    """Memory of one layer's attention; ``training`` is that of the backward pass.
+
+    Examples:
+        >>> from flashtile.io_model import Call, attention_memory
+        >>> memory = attention_memory(Call(1, 4096, 4096, 1, 1, 64))
+        >>> memory.standard, memory.flash  # bytes beside q, k, v and out
+        (67108864, 16384)
+    """
     scores = call.score_pairs * call.element_bytes
     statistics = call.lse_bytes + (call.rows_q * STATISTICS_BYTES if training else 0)
     return AttentionMemory(
@@ -79,7 +92,13 @@ def at_length(call: Call, seqlen: int) -> Call:
 
 
 def longest_sequence(call: Call, card: Card, *, standard: bool, training: bool = False) -> int:
-    """The most tokens of a sequence at which one layer's attention fits the card's memory; 0 if none does."""
+    """The most tokens of a sequence at which one layer's attention fits the card's memory; 0 if none does.
+
+    Examples:
+        >>> from flashtile.io_model import Call, find_card, longest_sequence
+        >>> longest_sequence(Call(1, 1, 1, 1, 1, 64), find_card("h100"), standard=True)
+        146478
+    """
 
     def fits(seqlen: int) -> bool:
         needed = attention_memory(at_length(call, seqlen), training)
@@ -89,7 +108,13 @@ def longest_sequence(call: Call, card: Card, *, standard: bool, training: bool =
 
 
 def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int = 1) -> int:
-    """Tokens whose keys and values fit beside the weights on ``cards`` cards; 0 if the weights do not."""
+    """Tokens whose keys and values fit beside the weights on ``cards`` cards; 0 if the weights do not.
+
+    Examples:
+        >>> from flashtile.io_model import MODELS, cached_tokens, find_card
+        >>> cached_tokens(MODELS[0], find_card("a100"))
+        73485
+    """
     room = cards * card.memory_bytes - model.weight_bytes(dtype)
     return max(0, room // model.kv_bytes_per_token(dtype))
 

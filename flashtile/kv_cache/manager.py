@@ -51,6 +51,17 @@ class BlockManager:
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> from flashtile.kv_cache import BlockManager
+        >>> manager = BlockManager(num_blocks=8, block_size=4, max_sequences=2, max_seqlen=32)
+        >>> first = manager.create()
+        >>> manager.append(first, 6)  # two blocks, nothing to copy
+        []
+        >>> second = manager.fork(first)
+        >>> copies = manager.append(second)  # the block of tokens 4 and 5 is shared: it is copied first
+        >>> len(copies), manager.blocks(first)[0] == manager.blocks(second)[0]
+        (1, True)
     """
 
     has_tensors: ClassVar[bool] = False

@@ -1,0 +1,75 @@
+"""Every public function, and every class that users make, has an example in its docstring, which runs."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import flashtile
+import flashtile.algorithms
+
+MADE_BY_US = {
+    "Array", "Batch", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant", "Span", "Step",
+    "Usage",
+}  # fmt: skip
+"""Classes that users get and never make."""
+
+MODULES = ("flashtile", "flashtile.fp8", "flashtile.io_model", "flashtile.kv_cache", "flashtile.algorithms")
+
+WHOLE_ALGORITHMS = {
+    "forward", "backward", "forked", "matmul", "naive", "safe", "online", "schedule",
+}  # fmt: skip
+"""Functions of an algorithm's module that are not one of its steps."""
+
+
+def public(module_name: str) -> dict[str, object]:
+    """What of a module needs an example, by its name."""
+    module = importlib.import_module(module_name)
+    found = {name: getattr(module, name) for name in module.__all__}
+    return {
+        f"{module_name}.{name}": value
+        for name, value in found.items()
+        if inspect.isfunction(value) or (inspect.isclass(value) and name not in MADE_BY_US)
+        if not (inspect.isclass(value) and issubclass(value, BaseException))
+    }
+
+
+def own_functions(module_name: str) -> dict[str, object]:
+    """The public functions that a module defines."""
+    functions = inspect.getmembers(importlib.import_module(module_name), inspect.isfunction)
+    return {
+        f"{module_name}.{name}": function
+        for name, function in functions
+        if function.__module__ == module_name and not name.startswith("_")
+    }
+
+
+PUBLIC = own_functions("flashtile.testing")
+for module in MODULES:
+    PUBLIC.update(public(module))
+for algorithm in pkgutil.iter_modules(flashtile.algorithms.__path__, "flashtile.algorithms."):
+    for path, function in own_functions(algorithm.name).items():
+        if path.rpartition(".")[2] in WHOLE_ALGORITHMS:
+            PUBLIC[path] = function
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_example_runs(name):
+    torch.manual_seed(0)
+    finder = doctest.DocTestFinder(recurse=False)
+    (test,) = finder.find(PUBLIC[name], name, globs={"torch": torch, "flashtile": flashtile})
+    assert test.examples, f"{name} has no example"
+    result = doctest.DocTestRunner().run(test)
+    assert result.failed == 0
+
+
+def test_results_are_typed():
+    functions = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+    untyped = {"Any", "", inspect.Signature.empty}
+    returned = {name: inspect.signature(value).return_annotation for name, value in functions.items()}
+    assert [name for name, annotation in returned.items() if annotation in untyped] == []

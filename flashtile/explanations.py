@@ -71,6 +71,16 @@ def explain(*arguments: Any, card: Any = None, **keywords: Any) -> Explanation:
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call, for arguments that no backend could take.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()
+        >>> explanation = flashtile.explain(q, k, v, causal=True)
+        >>> explanation.backend
+        'cpu'
+        >>> explanation.operations
+        ('forward', 'backward')
+        >>> explanation.reasons_against["portable"]
+        'its kernels run on GPUs, not on cpu (TRITON_INTERPRET=1 interprets them)'
     """
     function: Callable[..., Any] = attention
     if arguments and callable(arguments[0]):

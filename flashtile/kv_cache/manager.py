@@ -56,10 +56,10 @@ class BlockManager:
         >>> from flashtile.kv_cache import BlockManager
         >>> manager = BlockManager(num_blocks=8, block_size=4, max_sequences=2, max_seqlen=32)
         >>> first = manager.create()
-        >>> manager.append(first, 6)  # two blocks, nothing to copy
+        >>> manager.reserve(first, 6)  # two blocks, nothing to copy
         []
         >>> second = manager.fork(first)
-        >>> copies = manager.append(second)  # the block of tokens 4 and 5 is shared: it is copied first
+        >>> copies = manager.reserve(second)  # the block of tokens 4 and 5 is shared: it is copied first
         >>> len(copies), manager.blocks(first)[0] == manager.blocks(second)[0]
         (1, True)
     """

@@ -74,6 +74,18 @@ class PagedKVCache(BlockManager):
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> from flashtile.kv_cache import PagedKVCache
+        >>> cache = PagedKVCache(
+        ...     num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, max_sequences=2,
+        ...     max_seqlen=64, dtype=torch.float32,
+        ... )
+        >>> batch = cache.batch([cache.create()])
+        >>> step = cache.reserve_step(batch, 20)  # a prompt of 20 tokens
+        >>> q, (k, v) = torch.randn(20, 8, 64), torch.randn(2, 20, 2, 64).unbind()
+        >>> cache.attend(0, q, k, v, step).shape
+        torch.Size([20, 8, 64])
     """
 
     has_tensors = True

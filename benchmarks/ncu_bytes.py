@@ -178,7 +178,7 @@ def prepared(case: Case, device: str = "cuda") -> tuple[Problem, tuple[torch.Ten
 
 
 def launches_of(case: Case) -> list[str]:
-    kernels = ("prepare_kernel", "dkdv_kernel", "dq_kernel") if case.backward else ("forward_kernel",)
+    kernels = ("preprocess_kernel", "dkdv_kernel", "dq_kernel") if case.backward else ("forward_kernel",)
     return [name for kernel in kernels for name in ("scrub_kernel", kernel, "scrub_kernel")]
 
 

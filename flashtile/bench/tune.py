@@ -75,7 +75,7 @@ def _tensors(seqlen: int, candidate: Candidate, batch: int | None = None) -> tup
 
 def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     """A zero-argument callable that runs the candidate's kernel alone on prepared tensors."""
-    from flashtile.backends.common.kept_kernel import KernelConfig
+    from flashtile.backends.common.config import KernelConfig
     from flashtile.backends.portable import launch
     from flashtile.backends.portable.config import Config, choose
     from flashtile.problem import NO_EXTRAS, Options, Problem
@@ -94,9 +94,9 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
     prepare, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
-    shift, dp_shift = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
-    launch.prepare_rows(prepare, shift, dp_shift, out, dout, lse, None, NO_EXTRAS)
-    inputs = (q, k, v, dout, shift, dp_shift)
+    neg_lse, neg_delta = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
+    launch.preprocess_rows(prepare, neg_lse, neg_delta, out, dout, lse, None, NO_EXTRAS)
+    inputs = (q, k, v, dout, neg_lse, neg_delta)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":
         return lambda: dkdv(q.device, *inputs, grads[1], grads[2], *NO_EXTRAS[:-1])

@@ -6,31 +6,15 @@ Triton's own launch path binds and specialises every argument on every call (17 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashtile.backends import compat
+from flashtile.backends.common.config import KernelConfig
 
 NUM_WARPS = 4
 """Of kernels without a configuration, unless said otherwise."""
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """Tile and launch of one kernel.
-
-    ``spill_budget`` is the bytes of register spills that were measured and accepted, for plain and causal
-    problems; ``features_spill_budget`` the same with soft-cap, ALiBi, windows and unused keys at once.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    spill_budget: int = 0
-    features_spill_budget: int = 0
 
 
 class KeptKernel:

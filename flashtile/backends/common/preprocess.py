@@ -1,11 +1,13 @@
 """What the backward pass needs of each row, computed once (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4).
 
-``shift`` is minus lse in the units of the scores that it is added to, which makes their exponential the
-probability: ``shift_factor`` is log2(e) where they are in log2 units, 1 / softmax_scale for raw products.
-``dp_shift`` is ``dlse - rowsum(dO * O)``, which is added to dP (``dlse`` is the gradient into lse: d lse / d
-s is the probability, so it joins there). Both lie in rows padded to whole blocks, so that loading them needs
-no mask. The sink has no value: the gradient of its score is its probability times ``dp_shift``, summed over a
-block of rows here.
+Two floats, in rows padded to whole blocks, so that loading them needs no mask:
+
+* ``neg_lse`` is minus lse in the units of the scores, so that 2 ** (scores + neg_lse) is the probability:
+  ``lse_factor`` is log2(e) where scores are in log2 units, 1 / softmax_scale where they are raw products.
+* ``neg_delta`` is minus the paper's D, ``dlse - rowsum(dO * O)``, so that dS = P * (dP + neg_delta). ``dlse``
+  is the gradient into lse; it belongs here since d lse / d s is the probability.
+
+The sink has no value: the gradient of its score is its probability times ``neg_delta``, summed over rows.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from flashtile.backends.common.tiles import LOG2_E, RUNTIME_INTEGERS, load_tile,
 from flashtile.problem import Extras, Problem
 
 ROW_PAD = 128
-"""Rows of ``shift`` and ``dp_shift`` come in blocks of this many; no backward BLOCK_M is larger."""
-PREPARE_BLOCK_M = 64
-PREPARE_NUM_WARPS = 8
+"""Rows of ``neg_lse`` and ``neg_delta`` come in blocks of this many; no backward BLOCK_M is larger."""
+PREPROCESS_BLOCK_M = 64
+PREPROCESS_NUM_WARPS = 8
 COUNTERS_AT_ONCE = tl.constexpr(1024)
 
 
@@ -45,38 +47,38 @@ def statistics_offset(
         return (b.to(tl.int64) * num_heads_q + head) * padded_rows
 
 
-@kernel(do_not_specialize=(*RUNTIME_INTEGERS, "counters", "zeroed_heads"))
-def prepare_kernel(
+@kernel(do_not_specialize=(*RUNTIME_INTEGERS, "counters", "dq_accum_heads"))
+def preprocess_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
     dlse_ptr,
-    shift_ptr,
-    dp_shift_ptr,
+    neg_lse_ptr,
+    neg_delta_ptr,
     dsink_ptr,
-    accumulator_ptr,
+    dq_accum_ptr,
     counters_ptr,
     cu_seqlens_q,
     sink,
-    shift_factor,
+    lse_factor,
     num_heads_q,
     seqlen_q,
     total_q,
     padded_rows,
     counters,
-    zeroed_heads,
+    dq_accum_heads,
     VARLEN: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROW_PAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    DQ_ACCUM_COLUMNS: tl.constexpr,
 ):
-    """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets shift
-    -inf (its probabilities are 0) and dp_shift 0. dsink [programs] gets a term of each, heads fastest.
-    Kernels that add dQ up in memory have an accumulator of COLUMNS floats a padded row, of which the first
-    ``zeroed_heads``, counted through the batch, are zeroed, and so are all ``counters`` of their programs.
+    """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets neg_lse
+    -inf (its probabilities are 0) and neg_delta 0. dsink [programs] gets a term of each, heads fastest.
+    Kernels that add dQ up in memory have ``dq_accum``, of DQ_ACCUM_COLUMNS floats a padded row. It is zeroed
+    for the first ``dq_accum_heads`` heads, counted through the batch, and so are all ``counters``.
     """
     num_blocks = tl.cdiv(seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
     pid = tl.program_id(0)
@@ -109,78 +111,85 @@ def prepare_kernel(
         dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False,
         ONCE=True,
     )  # fmt: skip
-    dp_shift = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    neg_delta = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     rows = tl.arange(0, BLOCK_M)
     inside = row_start + rows < len_q
     if HAS_DLSE:
-        dp_shift += tl.load(dlse_ptr + lse_offset + rows, mask=inside, other=0.0)
+        neg_delta += tl.load(dlse_ptr + lse_offset + rows, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + lse_offset + rows, mask=inside, other=-float("inf"))
     empty = lse == -float("inf")
     offset = statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN, ROW_PAD) + row_start
-    tl.store(shift_ptr + offset + rows, tl.where(empty, lse, -lse * shift_factor))
-    dp_shift = tl.where(empty, 0.0, dp_shift)
-    tl.store(dp_shift_ptr + offset + rows, dp_shift)
-    if COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
-        if b * num_heads_q * (not VARLEN) + head < zeroed_heads:
-            cells = tl.arange(0, BLOCK_M * COLUMNS)
+    tl.store(neg_lse_ptr + offset + rows, tl.where(empty, lse, -lse * lse_factor))
+    neg_delta = tl.where(empty, 0.0, neg_delta)
+    tl.store(neg_delta_ptr + offset + rows, neg_delta)
+    if DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
+        if b * num_heads_q * (not VARLEN) + head < dq_accum_heads:
+            cells = tl.arange(0, BLOCK_M * DQ_ACCUM_COLUMNS)
             zeros = tl.zeros_like(cells).to(tl.float32)
-            tl.store(accumulator_ptr + offset.to(tl.int64) * COLUMNS + cells, zeros)
+            tl.store(dq_accum_ptr + offset.to(tl.int64) * DQ_ACCUM_COLUMNS + cells, zeros)
     if sink is not None:
         score = tl.load(sink + head).to(tl.float32)
         p = tl.exp2((score - tl.where(empty, float("inf"), lse)) * LOG2_E)
-        tl.store(dsink_ptr + pid, tl.sum(p * dp_shift, 0))
+        tl.store(dsink_ptr + pid, tl.sum(p * neg_delta, 0))
 
 
-def prepare_launch(
+def preprocess_launch(
     problem: Problem,
     has_dlse: bool,
-    shift_factor: float,
+    lse_factor: float,
     counters: int = 0,
-    columns: int = 0,
-    zeroed_heads: int = 0,
+    dq_accum_columns: int = 0,
+    dq_accum_heads: int = 0,
 ) -> KeptKernel:
-    """``prepare_kernel`` for one signature; ``columns`` of an accumulator of dQ, 0 without one."""
-    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPARE_BLOCK_M)
+    """``preprocess_kernel`` for one signature.
+
+    Args:
+        lse_factor: log2(e), or 1 / softmax_scale where scores are raw products.
+        counters: int32 counters of the following kernels' programs, which are zeroed.
+        dq_accum_columns: of the fp32 accumulator of dQ; 0 if the following kernels have none.
+        dq_accum_heads: query heads, counted through the batch, of which the accumulator is zeroed.
+    """
+    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPROCESS_BLOCK_M)
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return KeptKernel(
-        prepare_kernel,
+        preprocess_kernel,
         blocks * problem.num_heads_q * problem.batch,
         (
-            shift_factor,
+            lse_factor,
             problem.num_heads_q,
             problem.seqlen_q,
             problem.total_q,
             rows,
             counters,
-            zeroed_heads,
+            dq_accum_heads,
         ),
         (
             problem.varlen,
             has_dlse,
             problem.head_dim_v,
             padded(problem.head_dim_v),
-            PREPARE_BLOCK_M,
+            PREPROCESS_BLOCK_M,
             ROW_PAD,
-            columns,
+            dq_accum_columns,
         ),
         None,
-        num_warps=PREPARE_NUM_WARPS,
+        num_warps=PREPROCESS_NUM_WARPS,
     )
 
 
-def prepare_rows(
-    prepare: KeptKernel,
-    shift: Tensor | int,
-    dp_shift: Tensor | int,
+def preprocess_rows(
+    preprocess: KeptKernel,
+    neg_lse: Tensor | int,
+    neg_delta: Tensor | int,
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
     extras: Extras,
-    accumulator: Tensor | int | None = None,
+    dq_accum: Tensor | int | None = None,
     counters: Tensor | int | None = None,
 ) -> Tensor | None:
-    """Fill ``shift`` and ``dp_shift``, two floats a padded row, by :func:`prepare_launch`'s kernel.
+    """Fill ``neg_lse`` and ``neg_delta``, two floats a padded row, by :func:`preprocess_launch`'s kernel.
 
     Returns the gradient of the sink, if there is one.
     """
@@ -188,9 +197,9 @@ def prepare_rows(
     terms = None
     if sink is not None:
         heads = sink.shape[0]
-        terms = out.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
-    prepare(
-        out.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, counters, extras.cu_seqlens_q,
+        terms = out.new_empty((preprocess.programs // heads, heads), dtype=torch.float32)
+    preprocess(
+        out.device, out, dout, lse, dlse, neg_lse, neg_delta, terms, dq_accum, counters, extras.cu_seqlens_q,
         sink,
     )  # fmt: skip
     return None if sink is None or terms is None else terms.sum(0).to(sink.dtype)

@@ -9,7 +9,7 @@ import importlib.util
 
 import torch
 
-from flashtile.backends.hopper.config import RAGGED_ROWS
+from flashtile.backends.common.launch import RAGGED_ROWS
 from flashtile.problem import Problem
 
 NAME = "hopper"

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from flashtile.problem import UNLIMITED, Problem
 
 WARPGROUP_ROWS = 64
-RAGGED_ROWS = 2**30
-"""Rows of a ragged descriptor (``launch.ragged_view``), and the most that a tensor may have."""
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """By number of consumer warpgroups; with a producer's 24 they fill the 64 K registers of a multiprocessor."""

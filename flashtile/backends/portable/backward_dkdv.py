@@ -13,7 +13,7 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import RUNTIME_INTEGERS, load_tile, sequence
 from flashtile.backends.portable.tiles import (
-    bend_scores,
+    apply_score_mod,
     block_range,
     load_slope,
     store_tile,
@@ -30,8 +30,8 @@ def dkdv_blocks(
     v,
     q_base,
     dout_base,
-    shift_base,
-    dp_shift_base,
+    neg_lse_base,
+    neg_delta_base,
     q_stride,
     dout_stride,
     first,
@@ -49,7 +49,7 @@ def dkdv_blocks(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    BENT: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
     EVEN_M: tl.constexpr,
     WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -68,19 +68,19 @@ def dkdv_blocks(
     for m in range(first, last):
         start = m * BLOCK_M
         q = load_tile(q_base, start, len_q, q_stride, BLOCK_M, HEAD_DIM, BLOCK_D, not EVEN_M, WIDE)
-        shift = tl.load(shift_base + start + tl.arange(0, BLOCK_M))
+        neg_lse = tl.load(neg_lse_base + start + tl.arange(0, BLOCK_M))
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # S^T [BLOCK_N, BLOCK_M]
-        if BENT or WINDOWED:
+        if HAS_SCORE_MOD or WINDOWED:
             keys = key_start + tl.arange(0, BLOCK_N)
             rows = start + tl.arange(0, BLOCK_M)
             distance = keys[:, None] - (rows + offset)[None, :]
-        if BENT:
-            scores, slack = bend_scores(
+        if HAS_SCORE_MOD:
+            scores, softcap_grad = apply_score_mod(
                 scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI
             )
-            p = tl.exp2(scores + shift[None, :])
+            p = tl.exp2(scores + neg_lse[None, :])
         else:
-            p = tl.exp2(scores * scale_log2 + shift[None, :])
+            p = tl.exp2(scores * scale_log2 + neg_lse[None, :])
         if WINDOWED:
             p = tl.where(visible(distance, window_left, window_right, HAS_LEFT, HAS_RIGHT), p, 0.0)
         dout = load_tile(
@@ -88,11 +88,11 @@ def dkdv_blocks(
         )
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV]
         # Loaded late: it runs along the columns, where a thread holds many of it.
-        dp_shift = tl.load(dp_shift_base + start + tl.arange(0, BLOCK_M))
+        neg_delta = tl.load(neg_delta_base + start + tl.arange(0, BLOCK_M))
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
-        ds = p * (dp + dp_shift[None, :])
+        ds = p * (dp + neg_delta[None, :])
         if HAS_SOFTCAP:
-            ds = ds * slack
+            ds = ds * softcap_grad
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk, dv
 
@@ -103,8 +103,8 @@ def dkdv_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    shift_ptr,
-    dp_shift_ptr,
+    neg_lse_ptr,
+    neg_delta_ptr,
     dk_ptr,
     dv_ptr,
     cu_seqlens_q,
@@ -138,7 +138,7 @@ def dkdv_kernel(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    BENT: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -152,7 +152,7 @@ def dkdv_kernel(
     ROW_PAD: tl.constexpr,
 ):
     """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
-    contiguous; shift and dp_shift as ``backward_prepare`` lays them out. Keys that are not used are not
+    contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Keys that are not used are not
     written."""
     num_blocks = tl.cdiv(seqlen_k, BLOCK_N)
     num_heads_kv = num_heads_q // group_size
@@ -203,10 +203,10 @@ def dkdv_kernel(
                 begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
                 end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
                 dk, dv = dkdv_blocks(
-                    dk, dv, k, v, q_head, dout_head, shift_ptr + statistics, dp_shift_ptr + statistics,
+                    dk, dv, k, v, q_head, dout_head, neg_lse_ptr + statistics, neg_delta_ptr + statistics,
                     q_stride_s, num_heads_q * HEAD_DIM_V, begin, end, key_start, offset, len_q,
                     window_left, window_right, slope, softmax_scale, scale_log2, softcap,
-                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_M, RUN != 1,
+                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_SCORE_MOD, EVEN_M, RUN != 1,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
                 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import RUNTIME_INTEGERS, load_tile, sequence
 from flashtile.backends.portable.tiles import (
-    bend_scores,
+    apply_score_mod,
     block_range,
     load_slope,
     row_block,
@@ -27,8 +27,8 @@ def dq_blocks(
     dq,
     q,
     dout,
-    shift,
-    dp_shift,
+    neg_lse,
+    neg_delta,
     k_base,
     v_base,
     k_stride,
@@ -48,7 +48,7 @@ def dq_blocks(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    BENT: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
     EVEN_N: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -68,25 +68,25 @@ def dq_blocks(
         v = load_tile(v_base, start, len_k, v_stride, BLOCK_N, HEAD_DIM_V, BLOCK_DV, PAST_END, WIDE)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if BENT or MASKED:
+        if HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             rows = row_start + tl.arange(0, BLOCK_M)
             distance = keys[None, :] - (rows + offset)[:, None]
-        if BENT:
-            scores, slack = bend_scores(
+        if HAS_SCORE_MOD:
+            scores, softcap_grad = apply_score_mod(
                 scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI
             )
-            p = tl.exp2(scores + shift[:, None])
+            p = tl.exp2(scores + neg_lse[:, None])
         else:
-            p = tl.exp2(scores * scale_log2 + shift[:, None])
+            p = tl.exp2(scores * scale_log2 + neg_lse[:, None])
         if MASKED:
             seen = visible(distance, window_left, window_right, HAS_LEFT, HAS_RIGHT)
             if PAST_END:
                 seen = seen & (keys < len_k)[None, :]
             p = tl.where(seen, p, 0.0)
-        ds = p * (dp + dp_shift[:, None])
+        ds = p * (dp + neg_delta[:, None])
         if HAS_SOFTCAP:
-            ds = ds * slack
+            ds = ds * softcap_grad
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     return dq
 
@@ -97,8 +97,8 @@ def dq_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    shift_ptr,
-    dp_shift_ptr,
+    neg_lse_ptr,
+    neg_delta_ptr,
     dq_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -131,7 +131,7 @@ def dq_kernel(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    BENT: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -144,8 +144,8 @@ def dq_kernel(
     PRECISION: tl.constexpr,
     ROW_PAD: tl.constexpr,
 ):
-    """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; shift
-    and dp_shift as ``backward_prepare`` lays them out."""
+    """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; neg_lse
+    and neg_delta as ``common.preprocess`` lays them out."""
     b, head, row_start = row_block(seqlen_q, num_heads_q, HAS_RIGHT, BLOCK_M)
     head_kv = head // group_size
 
@@ -173,8 +173,8 @@ def dq_kernel(
     )  # fmt: skip
     statistics = statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN, ROW_PAD)
     statistics += row_start + tl.arange(0, BLOCK_M)
-    shift = tl.load(shift_ptr + statistics)
-    dp_shift = tl.load(dp_shift_ptr + statistics)
+    neg_lse = tl.load(neg_lse_ptr + statistics)
+    neg_delta = tl.load(neg_delta_ptr + statistics)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     first, full_first, full_last, last = block_range(
@@ -187,10 +187,10 @@ def dq_kernel(
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             dq = dq_blocks(
-                dq, q, dout, shift, dp_shift, k_base, v_base, k_stride_s, v_stride_s, begin, end, row_start,
-                offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap, HAS_LEFT,
-                HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_N, RUN != 1, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
+                dq, q, dout, neg_lse, neg_delta, k_base, v_base, k_stride_s, v_stride_s, begin, end,
+                row_start, offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap,
+                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_SCORE_MOD, EVEN_N, RUN != 1, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
             )  # fmt: skip
     store_tile(
         dq_ptr + tile_offset * HEAD_DIM, row_start, len_q, num_heads_q * HEAD_DIM, dq * softmax_scale,

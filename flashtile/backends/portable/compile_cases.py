@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.common.kept_kernel import KernelConfig
-from flashtile.backends.common.preprocess import PREPARE_BLOCK_M, PREPARE_NUM_WARPS, ROW_PAD, prepare_kernel
+from flashtile.backends.common.compile_cases import preprocess_case
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.preprocess import ROW_PAD
 from flashtile.backends.portable import launch
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
@@ -49,9 +50,9 @@ _VARIANTS: dict[str, Problem] = {
 }
 """Plain problems as most calls have them, and one with every feature at once."""
 
-_FLOAT_ROWS = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "alibi_slopes", "sink")
+_FLOAT_ROWS = ("lse_ptr", "dlse_ptr", "neg_lse_ptr", "neg_delta_ptr", "alibi_slopes", "sink")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_FLOATS = ("softmax_scale", "scale_log2", "softcap", "shift_factor")
+_FLOATS = ("softmax_scale", "scale_log2", "softcap", "lse_factor")
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -80,35 +81,13 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         else tile.spill_budget,
                         tensor_cores=config.precision != "ieee",
                     )
-            yield _prepare_case(dtype, head_dim)
+            plain = replace(_PLAIN, head_dim=head_dim, head_dim_v=head_dim)
+            yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)
 
 
 def _constants(kernel: Any, problem: Problem, tile: KernelConfig, precision: str) -> dict[str, Any]:
     values = launch.constants(problem, tile, precision, wide=False, aligned=True)
     return values | ({"ROW_PAD": ROW_PAD} if "ROW_PAD" in kernel.arg_names else {})
-
-
-def _prepare_case(dtype: str, head_dim: int) -> CompileCase:
-    constants = {
-        "VARLEN": False,
-        "HAS_DLSE": False,
-        "HEAD_DIM_V": head_dim,
-        "BLOCK_DV": head_dim,
-        "BLOCK_M": PREPARE_BLOCK_M,
-        "ROW_PAD": ROW_PAD,
-        "COLUMNS": 0,
-        "dlse_ptr": None,
-        "dsink_ptr": None,
-        "accumulator_ptr": None,
-        "counters_ptr": None,
-    }
-    return CompileCase(
-        name=f"prepare {dtype} head_dim {head_dim}",
-        kernel=prepare_kernel,
-        **_arguments(prepare_kernel, dtype, _PLAIN, constants),
-        num_warps=PREPARE_NUM_WARPS,
-        tensor_cores=False,
-    )
 
 
 def _arguments(kernel: Any, dtype: str, problem: Problem, constants: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.problem import UNLIMITED, Problem
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, RUNTIME_INTEGERS, load_tile, sequence
 from flashtile.backends.portable.tiles import (
-    bend_scores,
+    apply_score_mod,
     block_range,
     load_slope,
     result_bases,
@@ -23,13 +23,13 @@ from flashtile.backends.portable.tiles import (
 
 
 @triton.jit
-def softmax_step(scores, row_max, scale_log2, BENT: tl.constexpr, MASKED: tl.constexpr):
+def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKED: tl.constexpr):
     """scores [BLOCK_M, BLOCK_N], row_max [BLOCK_M] -> (probabilities over the new maximum, it, the old one's
     factor).
 
-    Unless BENT, the scores are raw products and ``scale_log2`` is folded into the exponent.
+    Unless HAS_SCORE_MOD, the scores are raw products and ``scale_log2`` is folded into the exponent.
     """
-    if BENT:
+    if HAS_SCORE_MOD:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -37,7 +37,7 @@ def softmax_step(scores, row_max, scale_log2, BENT: tl.constexpr, MASKED: tl.con
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet
     else:
         shift = new_max
-    if BENT:
+    if HAS_SCORE_MOD:
         p = tl.exp2(scores - shift[:, None])
     else:
         p = tl.exp2(scores * scale_log2 - shift[:, None])
@@ -81,7 +81,7 @@ def attend_blocks(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    BENT: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
     EVEN_N: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -99,12 +99,12 @@ def attend_blocks(
         PAST_END: tl.constexpr = MASKED and not EVEN_N
         k = load_tile(k_base, start, len_k, k_stride, BLOCK_N, HEAD_DIM, BLOCK_D, PAST_END, WIDE)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if BENT or MASKED:
+        if HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             rows = row_start + tl.arange(0, BLOCK_M)
             distance = keys[None, :] - (rows + offset)[:, None]
-            if BENT:
-                scores, _ = bend_scores(
+            if HAS_SCORE_MOD:
+                scores, _ = apply_score_mod(
                     scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI
                 )
             if MASKED:
@@ -112,7 +112,7 @@ def attend_blocks(
                 if PAST_END:
                     seen = seen & (keys < len_k)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
-        p, row_max, alpha = softmax_step(scores, row_max, scale_log2, BENT, MASKED)
+        p, row_max, alpha = softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD, MASKED)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = load_tile(v_base, start, len_k, v_stride, BLOCK_N, HEAD_DIM_V, BLOCK_DV, PAST_END, WIDE)
@@ -158,7 +158,7 @@ def forward_kernel(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    BENT: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -209,8 +209,8 @@ def forward_kernel(
             acc, row_max, row_sum = attend_blocks(
                 acc, row_max, row_sum, q, k_base, v_base, k_stride_s, v_stride_s, begin, end, row_start,
                 offset, len_k, window_left, window_right, slope, softmax_scale, scale_log2, softcap, HAS_LEFT,
-                HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, BENT, EVEN_N, RUN != 1, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
+                HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_SCORE_MOD, EVEN_N, RUN != 1, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WIDE, PRECISION,
             )  # fmt: skip
 
     if sink is not None:

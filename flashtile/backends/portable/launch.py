@@ -12,9 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel, KernelConfig
-from flashtile.backends.common.launch import bent, padded, stride_of_two
-from flashtile.backends.common.preprocess import ROW_PAD, padded_rows, prepare_launch, prepare_rows
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import has_score_mod, padded, stride_of_two
+from flashtile.backends.common.preprocess import ROW_PAD, padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.config import Config
@@ -38,7 +39,7 @@ def constants(
         "HAS_RIGHT": right != UNLIMITED,
         "HAS_SOFTCAP": problem.softcap > 0,
         "HAS_ALIBI": problem.alibi,
-        "BENT": bent(problem),
+        "HAS_SCORE_MOD": has_score_mod(problem),
         "EVEN_M": not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
         "EVEN_N": not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
         "HEAD_DIM": problem.head_dim,
@@ -175,12 +176,12 @@ class BackwardLaunch:
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         prepare, compute_dkdv, compute_dq = self.kernels
-        shift = q.new_empty(*self.statistics_shape, dtype=torch.float32)
-        dp_shift = q.new_empty(*self.statistics_shape, dtype=torch.float32)
-        dsink = prepare_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras)
+        neg_lse = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        neg_delta = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        dsink = preprocess_rows(prepare, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
             return dq, dk, dv, dsink
-        inputs = (q, k, v, dout, shift, dp_shift)
+        inputs = (q, k, v, dout, neg_lse, neg_delta)
         compute_dkdv(q.device, *inputs, dk, dv, *extras[:-1])
         compute_dq(q.device, *inputs, dq, *extras[:-1])
         return dq, dk, dv, dsink
@@ -190,7 +191,7 @@ class BackwardLaunch:
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
         heads = problem.num_heads_q * problem.batch
-        prepare = prepare_launch(problem, dlse is not None, LOG2_E)
+        prepare = preprocess_launch(problem, dlse is not None, LOG2_E)
         common = (problem, config.precision, q, k, v, extras)
         blocks = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N)
         dkdv = _attention_kernel(

@@ -116,10 +116,10 @@ def tanh(x):
 
 
 @triton.jit
-def bend_scores(
+def apply_score_mod(
     scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):
-    """Raw products -> (scores in log2 units, d bent / d scaled) with soft-cap and ALiBi.
+    """Raw products -> (scores in log2 units, soft-cap's derivative) with soft-cap and ALiBi.
 
     ``distance`` is key minus row position in the orientation of ``scores``.
     """
@@ -127,12 +127,12 @@ def bend_scores(
     if HAS_SOFTCAP:
         capped = tanh(scores / softcap)
         scores = softcap * capped
-        slack = 1 - capped * capped
+        softcap_grad = 1 - capped * capped
     else:
-        slack = tl.full([], 1.0, tl.float32)
+        softcap_grad = tl.full([], 1.0, tl.float32)
     if HAS_ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
-    return scores * LOG2_E, slack
+    return scores * LOG2_E, softcap_grad
 
 
 @triton.jit

@@ -7,13 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from flashtile.backends.common.preprocess import (
-    PREPARE_BLOCK_M,
-    PREPARE_NUM_WARPS,
-    ROW_PAD,
-    padded_rows,
-    prepare_kernel,
-)
+from flashtile.backends.common.compile_cases import preprocess_case
+from flashtile.backends.common.preprocess import padded_rows
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward import wide_launch as backward_wide_launch
@@ -61,7 +56,10 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for sizes, (mask, problem) in itertools.product((*_TABLE, *_WIDE), _MASKS.items()):
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
-    yield _prepare_case(replace(_FULL, head_dim=128, head_dim_v=128))
+    with_sink = replace(_FULL, head_dim=128, head_dim_v=128, sink=True)
+    yield preprocess_case(
+        "hopper backward preprocess head_dim 128", with_sink, "bf16", has_dlse=True, dq_accum_columns=128
+    )
 
 
 def _products(mask: str, problem: Problem) -> Iterator[CompileCase]:
@@ -112,32 +110,4 @@ def _case(
         constants={"C": variant},
         options={"maxnreg": LAUNCH_REGISTERS[2]},
         spill_budget=budgets[mask],
-    )
-
-
-def _prepare_case(problem: Problem) -> CompileCase:
-    """With an accumulator to be zeroed, a sink and a gradient into lse."""
-    tensors = ("out_ptr", "dout_ptr")
-    rows = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "dsink_ptr", "accumulator_ptr", "sink")
-    signature = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(rows, "*fp32") | {"counters_ptr": "*i32"}
-    signature |= {"shift_factor": "fp32"}
-    signature |= dict.fromkeys(
-        ("num_heads_q", "seqlen_q", "total_q", "padded_rows", "counters", "zeroed_heads"), "i32"
-    )
-    return CompileCase(
-        name=f"hopper backward prepare head_dim {problem.head_dim}",
-        kernel=prepare_kernel,
-        signature=signature,
-        constants={
-            "cu_seqlens_q": None,
-            "VARLEN": False,
-            "HAS_DLSE": True,
-            "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_DV": problem.head_dim_v,
-            "BLOCK_M": PREPARE_BLOCK_M,
-            "ROW_PAD": ROW_PAD,
-            "COLUMNS": problem.head_dim,
-        },
-        num_warps=PREPARE_NUM_WARPS,
-        tensor_cores=False,
     )

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config
 from flashtile.backends.hopper.backward.dq_accum import (
@@ -71,7 +72,7 @@ from flashtile.backends.hopper.forward.schedule import item_count
 from flashtile.backends.hopper.opaque import narrow, pin_halves, widen
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
-RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 
 
 @aggregate

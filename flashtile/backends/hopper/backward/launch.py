@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import bent, contiguous_strides, largest_divisor, stride_of_two
-from flashtile.backends.common.preprocess import padded_rows, prepare_launch, prepare_rows
-from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_apart
+from flashtile.backends.common.launch import (
+    contiguous_strides,
+    has_score_mod,
+    largest_divisor,
+    stride_of_two,
+)
+from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.kernel import backward_kernel
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
@@ -49,7 +54,7 @@ def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
         HAS_RIGHT=right != UNLIMITED,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
-        BENT=bent(problem) or problem.softmax_scale < SMALLEST_SCALE,
+        BENT=has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE,
         EVEN_N=even,
         MASKED=left != UNLIMITED or right != UNLIMITED or not even,
         DETERMINISTIC=problem.deterministic,
@@ -171,7 +176,7 @@ class Beginning:
         lse: Tensor,
         extras: Extras,
     ) -> Begun:
-        """``prepare`` is :func:`prepare_launch`'s, ``last`` the last of the kernels that follow."""
+        """``prepare`` is :func:`preprocess_launch`'s, ``last`` the last of the kernels that follow."""
         if dout.data_ptr() % 16:
             dout = dout.clone()
         # Tokens that no sequence has or uses are written by no program.
@@ -180,7 +185,7 @@ class Beginning:
         workspace = q.new_empty(self._offsets[-1] // 4, dtype=torch.float32)
         parts = self._addresses(workspace) if last.takes_addresses else self._tensors(workspace)
         shift, dp_shift, counters, accumulator = parts
-        dsink = prepare_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras, accumulator, counters)
+        dsink = preprocess_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras, accumulator, counters)
         return Begun(dout, dq, dk, dv, dsink, workspace, *parts)
 
     def _addresses(self, workspace: Tensor) -> tuple[int, int, int, int | None]:
@@ -282,7 +287,7 @@ class BackwardLaunch:
             problem.num_heads_kv,
             problem.seqlen_q,
             problem.seqlen_k,
-            rows_apart(k),
+            rows_between_sequences(k),
             left,
             right,
             stride_of_two(alibi_slopes),
@@ -305,7 +310,7 @@ class BackwardLaunch:
             maxnreg=LAUNCH_REGISTERS[2],
             launch_pdl=True,
         )
-        prepare = prepare_launch(
+        prepare = preprocess_launch(
             problem, dlse is not None, factor, counters, variant.BLOCK_D, kept * problem.group_size
         )
         return prepare, products

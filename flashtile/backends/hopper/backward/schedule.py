@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.common import preprocess as backward_prepare
-from flashtile.backends.hopper import config
+from flashtile.backends.common import launch, preprocess
 from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH, Work, key_range
 
-RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
-ROW_PAD = gl.constexpr(backward_prepare.ROW_PAD)
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
 
 class Pointers(NamedTuple):
@@ -175,7 +174,7 @@ def head_of_batch(C: gl.constexpr, work, g, heads):
 
 @gluon.jit
 def padded_row(C: gl.constexpr, work, row):
-    """Where ``row`` of a sequence lies among the padded rows of its head (``backward_prepare``)."""
+    """Where ``row`` of a sequence lies among the padded rows of its head (``common.preprocess``)."""
     if C.VARLEN:
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
     return row

@@ -57,7 +57,7 @@ ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
 
 class Statistics(NamedTuple):
-    """``shift`` and ``dp_shift`` (``backward_prepare``) of the rows in each slot of q and of dO."""
+    """``shift`` and ``dp_shift`` (``common.preprocess``) of the rows in each slot of q and of dO."""
 
     shift: Any
     dp_shift: Any

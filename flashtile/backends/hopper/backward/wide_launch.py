@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides, stride_of_two
-from flashtile.backends.common.preprocess import prepare_launch
-from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_apart
+from flashtile.backends.common.preprocess import preprocess_launch
+from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
@@ -105,7 +105,7 @@ class WideBackwardLaunch:
         slope_stride = stride_of_two(alibi_slopes)
         numbers = (problem.softmax_scale, *score_numbers(problem))
         options = {"maxnreg": LAUNCH_REGISTERS[2]}
-        lengths = (problem.seqlen_q, problem.seqlen_k, rows_apart(k))
+        lengths = (problem.seqlen_q, problem.seqlen_k, rows_between_sequences(k))
         scalars: tuple = (items * problem.num_heads_kv, blocks, problem.num_heads_kv, *lengths, left, right)
         programs = num_programs(scalars, q.device)
         compute_dkdv = KeptKernel(
@@ -117,11 +117,11 @@ class WideBackwardLaunch:
             (*inputs, of["statistics"], of["statistics"], of["dk"], of["dv"]),
             **options,
         )
-        scalars = schedule_scalars(problem, dq, rows_apart(k))
+        scalars = schedule_scalars(problem, dq, rows_between_sequences(k))
         programs = num_programs(scalars, q.device)
         scalars = (self._begin.statistics_shape[1], *scalars, slope_stride, *numbers)
         compute_dq = KeptKernel(dq_kernel, programs, scalars, (dq,), None, (*inputs, of["dq"]), **options)
-        return prepare_launch(problem, dlse is not None, LOG2_E, counters=1), compute_dkdv, compute_dq
+        return preprocess_launch(problem, dlse is not None, LOG2_E, counters=1), compute_dkdv, compute_dq
 
 
 def views(

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config
 from flashtile.backends.hopper.channels import make_channel, make_turn
@@ -51,7 +52,7 @@ from flashtile.backends.hopper.opaque import pin, rescale, settle
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LN_2 = gl.constexpr(0.6931471805599453)
-RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 LAG_LOG2 = gl.constexpr(8.0)
 """With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
 

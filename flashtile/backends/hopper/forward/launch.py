@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import bent, contiguous_strides, largest_divisor, stride_of_two
-from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_apart
+from flashtile.backends.common.launch import (
+    contiguous_strides,
+    has_score_mod,
+    largest_divisor,
+    stride_of_two,
+)
+from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -60,7 +65,7 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         PAIRED=right != UNLIMITED and short,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
-        BENT=bent(problem),
+        BENT=has_score_mod(problem),
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
         BLOCK_M=config.BLOCK_M,
@@ -148,7 +153,7 @@ class ForwardLaunch:
             self._table_shape = (1 + table_items(problem, variant), TABLE_WIDTH.value)
             self._table_kernel = table_kernel(problem, variant)
         scalars = (
-            *schedule_scalars(problem, variant, rows_apart(k)),
+            *schedule_scalars(problem, variant, rows_between_sequences(k)),
             stride_of_two(alibi_slopes),
             *score_numbers(problem),
         )

@@ -55,7 +55,7 @@ class ForwardLaunch:
             self._table_shape = (1 + hopper.table_items(problem, variant), TABLE_WIDTH.value)
             self._table_kernel = hopper.table_kernel(problem, variant)
         scalars = (
-            *hopper.schedule_scalars(problem, variant, hopper.rows_apart(k)),
+            *hopper.schedule_scalars(problem, variant, hopper.rows_between_sequences(k)),
             *hopper.score_numbers(problem),
             *(stride for scale in scales for stride in scale_strides(problem, scale)),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.config import family, precision_of
 from flashtile.decode.problem import DecodeProblem

@@ -93,9 +93,9 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
         return lambda: forward(q, k, v, NO_EXTRAS)
     out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
-    prepare, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
+    preprocess, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
     neg_lse, neg_delta = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
-    launch.preprocess_rows(prepare, neg_lse, neg_delta, out, dout, lse, None, NO_EXTRAS)
+    launch.preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, None, NO_EXTRAS)
     inputs = (q, k, v, dout, neg_lse, neg_delta)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from flashtile.backends.common.launch import padded
-from flashtile.backends.common.preprocess import (
-    PREPROCESS_BLOCK_M,
-    PREPROCESS_NUM_WARPS,
-    ROW_PAD,
-    preprocess_kernel,
-)
+from typing import Any
+
+from flashtile.backends.common.preprocess import NUM_WARPS, preprocess_kernel, variant_of
 from flashtile.compile_report import CompileCase
 from flashtile.problem import Problem
 
@@ -20,43 +16,28 @@ def preprocess_case(
 
     Counters of programs come with an accumulator of dQ.
     """
-    accumulates = dq_accum_columns > 0
     given = {
-        "dlse_ptr": has_dlse,
-        "dsink_ptr": problem.sink,
+        "dlse": has_dlse,
+        "dsink": problem.sink,
         "sink": problem.sink,
-        "dq_accum_ptr": accumulates,
-        "counters_ptr": accumulates,
+        "dq_accum": dq_accum_columns > 0,
+        "counters": dq_accum_columns > 0,
         "cu_seqlens_q": problem.varlen,
     }
-    constants = {
-        "VARLEN": problem.varlen,
-        "HAS_DLSE": has_dlse,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_DV": padded(problem.head_dim_v),
-        "BLOCK_M": PREPROCESS_BLOCK_M,
-        "ROW_PAD": ROW_PAD,
-        "DQ_ACCUM_COLUMNS": dq_accum_columns,
-        **{pointer: None for pointer, present in given.items() if not present},
-    }
-    types = {
-        "out_ptr": f"*{dtype}",
-        "dout_ptr": f"*{dtype}",
-        "counters_ptr": "*i32",
-        "cu_seqlens_q": "*i32",
-        "sink": "*fp32",
-        "lse_factor": "fp32",
-    }
-    signature = {
-        argument: types.get(argument, "*fp32" if argument.endswith("_ptr") else "i32")
-        for argument in preprocess_kernel.arg_names
-        if argument not in constants
-    }
+    constants: dict[str, Any] = {pointer: None for pointer, present in given.items() if not present}
+    constants["C"] = variant_of(problem, has_dlse, dq_accum_columns)
+    rows = ("lse", "dlse", "neg_lse", "neg_delta", "dsink", "dq_accum", "sink")
+    types = dict.fromkeys(("out", "dout"), f"*{dtype}") | dict.fromkeys(rows, "*fp32")
+    types |= dict.fromkeys(("counters", "cu_seqlens_q"), "*i32") | {"lse_factor": "fp32"}
     return CompileCase(
         name=name,
         kernel=preprocess_kernel,
-        signature=signature,
+        signature={
+            argument: types.get(argument, "i32")
+            for argument in preprocess_kernel.arg_names
+            if argument not in constants
+        },
         constants=constants,
-        num_warps=PREPROCESS_NUM_WARPS,
+        num_warps=NUM_WARPS,
         tensor_cores=False,
     )

@@ -17,6 +17,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flashtile.caches import BoundedCache
+
 WARP_SIZE = 32
 
 
@@ -81,15 +83,16 @@ def launcher(
     return launch
 
 
-class TensorMaps(dict[int, list]):
+class TensorMaps(BoundedCache):
     """What Triton hands to the driver for a descriptor, by the address of its tensor: it depends on nothing
     else that changes, and takes 2 us to encode."""
 
-    LIMIT = 64
-    """Emptied when full."""
+    LIMIT_BYTES = 128 * 1024
+    ENTRY_BYTES = 1024
+    """At most: 128 of the map, the rest for Python's objects; the numbers in them are the view's own."""
 
     def __init__(self, view: Any, encode: Callable[[Any], list] | None) -> None:
-        super().__init__()
+        super().__init__(self.LIMIT_BYTES)
         self._view = view
         self._encode = encode
 
@@ -97,10 +100,7 @@ class TensorMaps(dict[int, list]):
         descriptor = self._view.of(address)
         if self._encode is None:
             return [descriptor]
-        if len(self) >= self.LIMIT:
-            self.clear()
-        self[address] = arguments = self._encode(descriptor)
-        return arguments
+        return self.store(address, self._encode(descriptor), self.ENTRY_BYTES)
 
 
 def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:

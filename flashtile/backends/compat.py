@@ -1,6 +1,7 @@
-"""The one place that knows what differs between the Triton releases that flashtile runs on.
+"""The door to private names of Triton and torch, and to what differs between Triton's releases.
 
-Imports triton, so only code that compiles or launches kernels imports it.
+Imports triton, so only code that compiles or launches kernels imports it. What differs in Gluon is in
+``hopper/compat.py``, so that portable kernels import no Gluon.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -20,6 +22,13 @@ from triton.compiler import ASTSource
 from flashtile.caches import BoundedCache
 
 WARP_SIZE = 32
+
+cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""This thread's current device. torch.cuda's function asks first whether CUDA is initialised."""
+cuda_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+"""The address of a device's current stream, for which torch.cuda's function makes an object."""
 
 
 def is_compilable(kernel: Any) -> bool:

@@ -71,8 +71,8 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
         def __exit__(self, *error: object) -> None:
             current[0] = self.before
 
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    monkeypatch.setattr(compat, "cuda_device", lambda: current[0])
+    monkeypatch.setattr(compat, "cuda_stream", lambda index: 100 + index)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", On)
     kernel = KeptKernel(Kernel(), GRID[0], (5,), ("constant",), None)

@@ -1,7 +1,7 @@
 """Compiled kernels kept after their first launch.
 
 Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not
-(7 us, before it also left out what Triton prepares for hooks).
+(7 us, before it also left out what Triton prepares for a profiler).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class KeptKernel:
         return self._run is not None
 
     def __call__(self, device: torch.device, *tensors: Any) -> None:
-        if self._run is not None and torch._C._cuda_getDevice() == self._index:
-            self._run(torch._C._cuda_getCurrentRawStream(self._index), tensors)
+        if self._run is not None and compat.cuda_device() == self._index:
+            self._run(compat.cuda_stream(self._index), tensors)
         elif device.type == "cuda" and torch.cuda.current_device() != device.index:
             with torch.cuda.device(device):
                 self(device, *tensors)

@@ -145,7 +145,7 @@ def run_cases(cases: tuple[Case, ...]) -> None:
         problem, (q, k, v, dout) = prepared(case)
         config = choose(problem)
         if case.hopper:
-            forward = hopper.prepare_forward(problem, hopper.configure(problem))
+            forward = hopper.prepare_forward(problem, hopper.configure_forward(problem))
         else:
             forward = launch.ForwardLaunch(problem, config)
         out, lse = forward(q, k, v, NO_EXTRAS)

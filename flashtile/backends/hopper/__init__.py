@@ -9,6 +9,7 @@ import importlib.util
 
 import torch
 
+from flashtile.backends.common.device import capability, is_nvidia
 from flashtile.backends.common.launch import RAGGED_ROWS
 from flashtile.problem import Problem
 
@@ -33,12 +34,11 @@ def reason_of_device(problem: Problem) -> str | None:
     """What speaks against the device, for kernels of any dtype."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if problem.device.type != "cuda" or torch.version.hip is not None:
+    if not is_nvidia(problem.device):
         return f"its kernels run on NVIDIA's Hopper GPUs, not on {problem.device}"
-    capability = torch.cuda.get_device_capability(problem.device)
-    if capability != CAPABILITY:
-        have = f"{capability[0]}.{capability[1]}"
-        return f"it needs compute capability 9.0 (Hopper), {problem.device} has {have}"
+    major, minor = capability(problem.device)
+    if (major, minor) != CAPABILITY:
+        return f"it needs compute capability 9.0 (Hopper), {problem.device} has {major}.{minor}"
     return None
 
 
@@ -46,15 +46,22 @@ def reason_of_tensors(problem: Problem) -> str | None:
     """What speaks against how many rows there are and how they lie, likewise."""
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle
-    if problem.batch * problem.total_q * problem.total_k == 0:
+    if 0 in (problem.batch, problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k):
         return "there are no queries or no keys"
     if max(problem.total_q, problem.total_k) > RAGGED_ROWS:
         return f"it addresses up to {RAGGED_ROWS} rows, there are {max(problem.total_q, problem.total_k)}"
     return None
 
 
-def configure(problem: Problem):
-    from flashtile.backends.hopper.config import choose
+def configure_forward(problem: Problem):
+    from flashtile.backends.hopper.forward.config import choose
+
+    return choose(problem)
+
+
+def configure_backward(problem: Problem):
+    """A ``BackwardConfig``, for head sizes over 128 a ``WideBackwardConfig``."""
+    from flashtile.backends.hopper.backward.config import choose
 
     return choose(problem)
 
@@ -66,17 +73,12 @@ def prepare_forward(problem: Problem, config):
 
 
 def prepare_backward(problem: Problem, config):
-    from flashtile.backends.hopper.config import WideBackwardConfig, choose_backward
+    from flashtile.backends.hopper.backward.config import WideBackwardConfig
 
-    if problem.seqlen_q == 0 or problem.seqlen_k == 0:  # tokens, but in no sequence
-        from flashtile.backends import portable
-
-        return portable.prepare_backward(problem, portable.configure(problem))
-    chosen = choose_backward(problem)
-    if isinstance(chosen, WideBackwardConfig):
+    if isinstance(config, WideBackwardConfig):
         from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
 
-        return WideBackwardLaunch(problem, chosen)
+        return WideBackwardLaunch(problem, config)
     from flashtile.backends.hopper.backward.launch import BackwardLaunch
 
-    return BackwardLaunch(problem, chosen)
+    return BackwardLaunch(problem, config)

@@ -21,13 +21,13 @@ def reason_against(problem: Fp8Problem, explicit: bool) -> str | None:
     return hopper.reason_of_tensors(problem)
 
 
-def configure(problem: Fp8Problem):
+def configure_fp8_attend(problem: Fp8Problem):
     from flashtile.backends.hopper.fp8.config import choose
 
     return choose(problem)
 
 
-def prepare_forward(problem: Fp8Problem, config):
+def prepare_fp8_attend(problem: Fp8Problem, config):
     from flashtile.backends.hopper.fp8.launch import ForwardLaunch
 
     return ForwardLaunch(problem, config)

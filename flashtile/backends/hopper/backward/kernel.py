@@ -62,7 +62,7 @@ from flashtile.backends.hopper.backward.scores import (
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.columns import column_parts
+from flashtile.backends.hopper.columns import column_parts, store_part
 from flashtile.backends.hopper.compat import (
     aggregate,
     async_add,
@@ -175,7 +175,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
     i = 0
     t = 0
     tile_index = work_queue.peek(queue, t, 1)
-    unsignalled = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
+    pending = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
@@ -190,29 +190,29 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
                 if C.DETERMINISTIC:
                     block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
                     order = dq_order(C, work, m, schedule)
-                    added = gl.load(accum.dq_semaphores + block, volatile=True)
-                    if added != order:
-                        if unsignalled >= 0:
-                            signal(accum.dq_semaphores + unsignalled, 0)
-                        unsignalled = block * 0 - 1
-                        while added != order:
-                            added = gl.load(accum.dq_semaphores + block, volatile=True)
+                    signalled = gl.load(accum.dq_semaphores + block, volatile=True)
+                    if signalled != order:
+                        if pending >= 0:
+                            signal(accum.dq_semaphores + pending, 0)
+                        pending = block * 0 - 1
+                        while signalled != order:
+                            signalled = gl.load(accum.dq_semaphores + block, volatile=True)
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq_full.index(w), i & 1)
                     async_add(dq_add_desc, [(accum_block * 2 + w) * (DQ_COLUMNS // 4), 0], shared.dq.index(w))
                 if C.DETERMINISTIC:
-                    if unsignalled >= 0:
-                        signal(accum.dq_semaphores + unsignalled, 2)
-                    unsignalled = block
+                    if pending >= 0:
+                        signal(accum.dq_semaphores + pending, 2)
+                    pending = block
                 tma.store_wait(1)
                 mbarrier.arrive(shared.dq_empty.index(0), count=1)
                 tma.store_wait(0)
                 mbarrier.arrive(shared.dq_empty.index(1), count=1)
                 i += 1
         if C.DETERMINISTIC:  # noqa: SIM102 - constants decide first, in an if of their own
-            if unsignalled >= 0:
-                signal(accum.dq_semaphores + unsignalled, 0)
-                unsignalled = tile_index * 0 - 1
+            if pending >= 0:
+                signal(accum.dq_semaphores + pending, 0)
+                pending = tile_index * 0 - 1
         signal(accum.added_blocks + key_head, 0)
         queue.release(t)
         t += 1
@@ -337,8 +337,7 @@ def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, tile, gradient,
     parts = column_parts(gradient, PART)
     for n in gl.static_range(gradient.shape[1] // PART):
         tma.store_wait(0)  # of the part before
-        tile.reshape([gradient.shape[0], PART]).store(parts[n].to(desc.dtype))
-        fence_async_shared()
+        store_part(parts[n], tile)
         row = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
         if C.VARLEN or C.SEQUSED:
             end = work.start_k + work.seqlen_k
@@ -404,8 +403,8 @@ def consumer(
             before = i - 1
             mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
             zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
-            k = shared.k.index(0).reshape([C.BLOCK_N, C.BLOCK_D])
-            dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
+            ds, k = shared.ds.index(before & 1), shared.k.index(0)
+            dq = dq_product(C, W, ds, k.reshape([C.BLOCK_N, C.BLOCK_D]), zero)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(shared.kv_empty, count=1)
             pass_dq(W, shared, dq, before)

@@ -31,7 +31,7 @@ from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
-from flashtile.backends.hopper.columns import column_parts
+from flashtile.backends.hopper.columns import column_parts, store_part
 from flashtile.backends.hopper.compat import async_load, async_store
 from flashtile.backends.hopper.forward.schedule import (
     Numbers,
@@ -367,8 +367,7 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, o_tiles, o_desc, work, row)
     for n in gl.static_range(o.shape[1] // PART):
         tile = o_tiles.index(2 * W + n % 2)
         tma.store_wait(1)  # of the part before the last
-        tile.reshape([o.shape[0], PART]).store(parts[n])
-        fence_async_shared()
+        store_part(parts[n], tile)
         store_rows(C, o_desc, work, row, tile, n * PART)
 
 

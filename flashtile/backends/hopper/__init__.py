@@ -31,7 +31,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 
 def reason_of_device(problem: Problem) -> str | None:
-    """What speaks against the device, for kernels of any dtype."""
+    """Why its kernels, of any dtype, do not run on the problem's device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not is_nvidia(problem.device):
@@ -43,7 +43,7 @@ def reason_of_device(problem: Problem) -> str | None:
 
 
 def reason_of_tensors(problem: Problem) -> str | None:
-    """What speaks against how many rows there are and how they lie, likewise."""
+    """Why its kernels, of any dtype, cannot address the problem's tensors; None if they can."""
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle
     if 0 in (problem.batch, problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k):

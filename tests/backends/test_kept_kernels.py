@@ -89,6 +89,25 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
     assert [run[9:] for run in compiled.direct] == [(tensor.data_ptr(), 4096, 5, "constant")] * 2
 
 
+def test_whoever_sees_a_compiled_kernel_sees_its_device(monkeypatch):
+    """Another thread may launch as soon as ``takes_addresses`` says so."""
+    indices = []
+
+    class Watched(KeptKernel):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name in ("_run", "_index") and vars(self).get("_run") is not None:
+                indices.append(self._index)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: Compiled()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    Watched(Kernel(), GRID[0], (5,), (), None)(DEVICE, torch.empty(3))
+    assert indices == [DEVICE.index]
+
+
 class SeenBy:
     """A view that makes a descriptor which says what it is of."""
 

@@ -69,5 +69,6 @@ class KeptKernel:
         arguments = (*descriptors, *tensors[len(views) :], *self._fixed)
         compiled = self._kernel[self._grid](*arguments, **self._options)
         if compiled is not None:  # None from the interpreter
-            self._run = compat.launcher(compiled, self._grid, self._fixed, views)
+            # In this order: another thread that sees the one has to see the other.
             self._index = device.index
+            self._run = compat.launcher(compiled, self._grid, self._fixed, views)

@@ -124,8 +124,11 @@ class TileTable:
         constants = (seqused, paired, block, TABLE_WIDTH.value, CHUNK)
         self._fill = KeptKernel(tile_table_kernel, batch, scalars, constants, None)
 
-    def __call__(self, cu_seqlens: Tensor, cu_seqlens_others: Tensor, seqused: Tensor | None) -> Tensor:
+    def __call__(
+        self, cu_seqlens: Tensor | None, cu_seqlens_others: Tensor | None, seqused: Tensor | None
+    ) -> Tensor:
         """(1 + capacity, TABLE_WIDTH), int32, on the device of ``cu_seqlens``."""
+        assert cu_seqlens is not None
         table = cu_seqlens.new_empty(1 + self.capacity, TABLE_WIDTH.value)
         self._fill(
             cu_seqlens.device, table, cu_seqlens, cu_seqlens_others, table if seqused is None else seqused

@@ -87,7 +87,7 @@ def variant_of(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Var
 
 def scale_strides(problem: Fp8Problem, scales: Scales) -> ScaleStrides:
     """Of all three scales."""
-    strides = {}
+    strides: dict[str, int] = {}
     for name, scale in scales._asdict().items():
         batch = head = block = 0
         if scale is not None and not problem.block_scales:

@@ -145,7 +145,7 @@ def run_cases(cases: tuple[Case, ...]) -> None:
         problem, (q, k, v, dout) = prepared(case)
         config = choose(problem)
         if case.hopper:
-            forward = hopper.prepare_forward(problem, hopper.configure(problem))
+            forward = hopper.prepare_forward(problem, hopper.configure_forward(problem))
         else:
             forward = launch.ForwardLaunch(problem, config)
         out, lse = forward(q, k, v, NO_EXTRAS)
@@ -178,7 +178,7 @@ def prepared(case: Case, device: str = "cuda") -> tuple[Problem, tuple[torch.Ten
 
 
 def launches_of(case: Case) -> list[str]:
-    kernels = ("prepare_kernel", "dkdv_kernel", "dq_kernel") if case.backward else ("forward_kernel",)
+    kernels = ("preprocess_kernel", "dkdv_kernel", "dq_kernel") if case.backward else ("forward_kernel",)
     return [name for kernel in kernels for name in ("scrub_kernel", kernel, "scrub_kernel")]
 
 

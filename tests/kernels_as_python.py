@@ -20,8 +20,8 @@ def functions_of(*modules: ModuleType, **instead: Any) -> dict[str, Any]:
     return names
 
 
-def make_work(
+def make_work_tile(
     sequence: int, head: int, place: int, start_q: int, start_k: int, seqlen_q: int, seqlen_k: int
 ) -> SimpleNamespace:
-    """In place of the Hopper kernels' aggregate ``Work``."""
+    """In place of the Hopper kernels' aggregate ``WorkTile``."""
     return SimpleNamespace(**locals())

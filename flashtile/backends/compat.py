@@ -1,6 +1,7 @@
-"""The one place that knows what differs between the Triton releases that flashtile runs on.
+"""The door to private names of Triton and torch, and to what differs between Triton's releases.
 
-Imports triton, so only code that compiles or launches kernels imports it.
+Imports triton, so only code that compiles or launches kernels imports it. What differs in Gluon is in
+``hopper/compat.py``, so that portable kernels import no Gluon.
 """
 
 from __future__ import annotations
@@ -11,13 +12,23 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flashtile.caches import BoundedCache
+
 WARP_SIZE = 32
+
+cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""This thread's current device. torch.cuda's function asks first whether CUDA is initialised."""
+cuda_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+"""The address of a device's current stream, for which torch.cuda's function makes an object."""
 
 
 def is_compilable(kernel: Any) -> bool:
@@ -81,15 +92,16 @@ def launcher(
     return launch
 
 
-class TensorMaps(dict[int, list]):
+class TensorMaps(BoundedCache):
     """What Triton hands to the driver for a descriptor, by the address of its tensor: it depends on nothing
     else that changes, and takes 2 us to encode."""
 
-    LIMIT = 64
-    """Emptied when full."""
+    LIMIT_BYTES = 128 * 1024
+    ENTRY_BYTES = 1024
+    """At most: 128 of the map, the rest for Python's objects; the numbers in them are the view's own."""
 
     def __init__(self, view: Any, encode: Callable[[Any], list] | None) -> None:
-        super().__init__()
+        super().__init__(self.LIMIT_BYTES)
         self._view = view
         self._encode = encode
 
@@ -97,10 +109,7 @@ class TensorMaps(dict[int, list]):
         descriptor = self._view.of(address)
         if self._encode is None:
             return [descriptor]
-        if len(self) >= self.LIMIT:
-            self.clear()
-        self[address] = arguments = self._encode(descriptor)
-        return arguments
+        return self.store(address, self._encode(descriptor), self.ENTRY_BYTES)
 
 
 def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:

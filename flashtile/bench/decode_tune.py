@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.portable.decode.config import DecodeConfig, choose
 from flashtile.backends.portable.decode.launch import DecodeLaunch
 from flashtile.bench.decode import capture, check, time_replays

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from flashtile.attn.problem import NO_EXTRAS, Options, Problem
 from flashtile.backends.common.launch import padded
 
 KERNELS = ("forward", "dkdv", "dq")
@@ -75,8 +76,7 @@ def _tensors(seqlen: int, candidate: Candidate, batch: int | None = None) -> tup
 
 def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
     """A zero-argument callable that runs the candidate's kernel alone on prepared tensors."""
-    from flashtile.attn.problem import NO_EXTRAS, Options, Problem
-    from flashtile.backends.common.kept_kernel import KernelConfig
+    from flashtile.backends.common.config import KernelConfig
     from flashtile.backends.portable import launch
     from flashtile.backends.portable.config import Config, choose
 
@@ -93,10 +93,10 @@ def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
         return lambda: forward(q, k, v, NO_EXTRAS)
     out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
-    prepare, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
-    shift, dp_shift = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
-    launch.prepare_rows(prepare, shift, dp_shift, out, dout, lse, None, NO_EXTRAS)
-    inputs = (q, k, v, dout, shift, dp_shift)
+    preprocess, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
+    neg_lse, neg_delta = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
+    launch.preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, None, NO_EXTRAS)
+    inputs = (q, k, v, dout, neg_lse, neg_delta)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     if candidate.kernel == "dkdv":
         return lambda: dkdv(q.device, *inputs, grads[1], grads[2], *NO_EXTRAS[:-1])

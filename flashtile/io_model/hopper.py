@@ -1,8 +1,8 @@
 """The bytes that the Hopper forward kernel moves (``flashtile.backends.hopper``).
 
-One persistent program an SM works off the items that are dealt to it: one or two blocks of query rows, whose
-keys it walks from the last to the first. The backend's schedule is asked, not told again, so triton must be
-there.
+One persistent program an SM computes work tiles: one or two blocks of query rows, whose keys it walks from
+the last to the first. Which ones, and in what order, is asked of the backend's own schedule, so triton must
+be there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from flashtile.attn.problem import Extras, Options, Problem
 from flashtile.backends.hopper import CAPABILITY
-from flashtile.backends.hopper.config import Variant, choose
+from flashtile.backends.hopper.forward.config import ForwardVariant, choose
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
 from flashtile.io_model.kernels import L2_SHARE, KernelTraffic, reach
@@ -46,9 +46,9 @@ def serves(call: Call, card: Card) -> bool:
 def forward(call: Call, card: Card) -> KernelTraffic:
     """What one launch moves, of a call that the kernel ``serves``.
 
-    Of large grids, the first turns of every program are simulated, and the rest is taken to go on alike.
+    Of large grids, the first work tiles of every program are simulated, and the rest is taken to go on alike.
     """
-    work = Work.of(call)
+    work = WorkTiles.of(call)
     width = (call.head_dim + call.width_v) * call.element_bytes
     key_blocks = [-(-seqlen_k // work.variant.BLOCK_N) for _, seqlen_k in call.sequences]
     block_bytes = width * call.rows_k / (sum(key_blocks) * call.num_heads_kv)
@@ -57,21 +57,21 @@ def forward(call: Call, card: Card) -> KernelTraffic:
         Stream(blocks, tuple((walk,) for walk in walks)).distinct
         for blocks, walks in zip(key_blocks, work.walks, strict=True)
     )
-    programs = min(card.sm_count, work.items)
+    programs = min(card.sm_count, work.count)
     capacity = L2_SHARE * card.l2_bytes / block_bytes
     again = 0.0
     if distinct > capacity:
         unit = -(-max(key_blocks) // UNITS)
-        turns = max(WAVES, VISITS * unit * work.items // (loaded * programs))
+        most = max(WAVES, VISITS * unit * work.count // (loaded * programs))
         queues = [
-            list(islice(_paths(work, items, key_blocks, unit), turns)) for items in work.dealt(programs)
+            list(islice(paths_of(work, tiles, key_blocks, unit), most)) for tiles in work.by_program(programs)
         ]
         walked = sum(len(path) for queue in queues for _, path in queue) * unit
         missed, compulsory = (misses(map(iter, queues), pieces) for pieces in (capacity / unit, math.inf))
         again = min((missed - compulsory) * unit * loaded / walked, loaded - distinct)
     return KernelTraffic(
         name="forward",
-        programs=work.items,
+        programs=work.count,
         resident=programs,
         sm_read=call.q_bytes + loaded * block_bytes,
         dram_read=call.q_bytes + (distinct + again) * block_bytes,
@@ -85,65 +85,66 @@ def cost_of(walk: range) -> int:
     return START_AND_END + len(walk)
 
 
-def dealt(items: int, programs: int, cost: Callable[[int], int] | None) -> Iterator[Iterable[int]]:
-    """The items of each program, in its order.
+def by_program(count: int, programs: int, cost: Callable[[int], int] | None) -> Iterator[Iterable[int]]:
+    """The indices of each program's work tiles, in its order, of ``count`` in all.
 
     Args:
-        cost: of an item, if they are taken from a queue; else they are dealt out in turn.
+        cost: of a work tile, if they are taken from the work queue; None if they are dealt out in snake
+            order.
     """
-    from flashtile.backends.hopper.forward.schedule import turns_of, work_item
+    from flashtile.backends.hopper.forward.schedule import num_own_tiles, snake_order
 
     if cost is None:
         for program in range(programs):
-            turns = range(turns_of.fn(program, programs, items))
-            yield (work_item.fn(turn, program, programs) for turn in turns)
+            own = range(num_own_tiles.fn(program, programs, count))
+            yield (snake_order.fn(t, program, programs) for t in own)
         return
     taken: list[list[int]] = [[] for _ in range(programs)]
     free = [(0, program) for program in range(programs)]
-    for item in range(items):
+    for index in range(count):
         now, program = heapq.heappop(free)
-        taken[program].append(item)
-        heapq.heappush(free, (now + cost(item), program))
+        taken[program].append(index)
+        heapq.heappush(free, (now + cost(index), program))
     yield from taken
 
 
-def _paths(
-    work: Work, items: Iterable[int], key_blocks: list[int], unit: int
+def paths_of(
+    work: WorkTiles, indices: Iterable[int], key_blocks: list[int], unit: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """What a program walks: (first piece of a key/value head, pieces of it), item by item."""
+    """What a program walks: (first piece of a key/value head, pieces of it), work tile by work tile."""
     pieces = [-(-blocks // unit) for blocks in key_blocks]
     heads_kv = work.heads // work.variant.KV_GROUP
     first = list(accumulate((count * heads_kv for count in pieces), initial=0))
-    for item in items:
-        sequence, head, walks = work.item(item)
+    for index in indices:
+        sequence, head, walks = work.tile(index)
         base = first[sequence] + head // work.variant.KV_GROUP * pieces[sequence]
         yield base, path_of((walk[::-1] for walk in walks), unit)
 
 
 @dataclass(frozen=True)
-class Work:
-    """The items of a launch.
+class WorkTiles:
+    """The work tiles of a launch.
 
     Args:
         variant: what the kernel is compiled for.
-        heads: of tiles.
-        section: as ``schedule.dense_item`` takes it.
+        heads: of the schedule: query heads, divided by those that share a tile.
+        swizzle: heads whose work tiles are interleaved.
         walks: for each sequence, the key blocks that each of its blocks of rows sees.
-        rows: (sequence, place) of each item of a head, of a variable-length batch only.
-        items: of all heads.
+        rows: (sequence, place) of each work tile of a head, in the order of the tile table.
+        count: work tiles of all heads.
     """
 
-    variant: Variant
+    variant: ForwardVariant
     heads: int
-    section: int
+    swizzle: int
     walks: list[list[range]]
     rows: list[tuple[int, int]]
-    items: int
+    count: int
 
     @classmethod
-    def of(cls, call: Call) -> Work:
-        from flashtile.backends.hopper.forward.launch import section_of, variant_of
-        from flashtile.backends.hopper.forward.schedule import items_of
+    def of(cls, call: Call) -> WorkTiles:
+        from flashtile.backends.hopper.forward.launch import l2_swizzle, variant_of
+        from flashtile.backends.hopper.forward.schedule import tiles_of_head
 
         problem = _problem(call)
         variant = variant_of(problem, choose(problem))
@@ -170,31 +171,31 @@ class Work:
         table = [
             (sequence, place)
             for sequence in order
-            for place in range(items_of.fn(len(walks[sequence]), variant.PAIRED))
+            for place in range(tiles_of_head.fn(len(walks[sequence]), variant.PAIRED))
         ]
-        return cls(variant, heads, section_of(problem, variant), walks, table, len(table) * heads)
+        return cls(variant, heads, l2_swizzle(problem, variant), walks, table, len(table) * heads)
 
-    def dealt(self, programs: int) -> Iterator[Iterable[int]]:
-        """As :func:`dealt`."""
+    def by_program(self, programs: int) -> Iterator[Iterable[int]]:
+        """As :func:`by_program`."""
 
-        def cost(item: int) -> int:
-            return sum(cost_of(walk) for walk in self.item(item)[2])
+        def cost(index: int) -> int:
+            return sum(cost_of(walk) for walk in self.tile(index)[2])
 
-        return dealt(self.items, programs, cost if self.variant.QUEUED else None)
+        return by_program(self.count, programs, cost if self.variant.QUEUED else None)
 
-    def item(self, item: int) -> tuple[int, int, list[range]]:
-        """Its sequence, its head, and what its blocks of rows walk."""
-        from flashtile.backends.hopper.forward.schedule import block_of, blocks_of, dense_item
+    def tile(self, index: int) -> tuple[int, int, list[range]]:
+        """(sequence, head, what its blocks of rows walk) of a work tile."""
+        from flashtile.backends.hopper.forward.schedule import block_of_part, dense_tile, num_parts
 
         if self.variant.VARLEN:
-            sequence, place = self.rows[item // self.heads]
-            head = item % self.heads
+            sequence, place = self.rows[index // self.heads]
+            head = index % self.heads
         else:
             per_head = len(self.rows) // len(self.walks)
-            sequence, head, place = dense_item.fn(item, per_head, self.heads, self.section)
+            sequence, head, place = dense_tile.fn(index, per_head, self.heads, self.swizzle)
         walks, paired = self.walks[sequence], self.variant.PAIRED
-        parts = range(blocks_of.fn(len(walks), place, paired))
-        return sequence, head, [walks[block_of.fn(len(walks), place, part, paired)] for part in parts]
+        parts = range(num_parts.fn(len(walks), place, paired))
+        return sequence, head, [walks[block_of_part.fn(len(walks), place, part, paired)] for part in parts]
 
 
 def _problem(call: Call) -> Problem:

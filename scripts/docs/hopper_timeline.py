@@ -2,7 +2,7 @@
 
     python -m scripts.docs.hopper_timeline
 
-The order is the kernel's own (``backends/hopper/schedule.py``); time is counted in blocks of keys, as
+The order is the kernel's own (``backends/hopper/forward/schedule.py``); time is counted in blocks of keys, as
 ``flashtile.io_model.hopper`` does.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from flashtile.io_model.calls import Call
-from flashtile.io_model.hopper import Work, cost_of
+from flashtile.io_model.hopper import WorkTiles, cost_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 132
@@ -23,11 +23,11 @@ TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
 
 def spans(seqlen: int) -> list[list[tuple[int, int, int]]]:
     """(begin, duration, blocks of keys) of all blocks of queries that each program computes."""
-    work = Work.of(Call(TOKENS // seqlen, seqlen, seqlen, HEADS, HEADS, HEAD_DIM, window_right=0))
+    work = WorkTiles.of(Call(TOKENS // seqlen, seqlen, seqlen, HEADS, HEADS, HEAD_DIM, window_right=0))
     programs = []
-    for items in work.dealt(PROGRAMS):
+    for tiles in work.by_program(PROGRAMS):
         found, now = [], 0
-        for walk in (walk for item in items for walk in work.item(item)[2]):
+        for walk in (walk for index in tiles for walk in work.tile(index)[2]):
             found.append((now, cost_of(walk), len(walk)))
             now += cost_of(walk)
         programs.append(found)

@@ -11,7 +11,7 @@ import pytest
 import triton
 
 from flashtile.backends.hopper.backward import compile_cases as hopper_backward
-from flashtile.backends.hopper.forward import compile_cases as hopper
+from flashtile.backends.hopper.forward import compile_cases as hopper_forward
 from flashtile.backends.hopper.fp8 import compile_cases as hopper_fp8
 from flashtile.backends.hopper.fp8.config import Fp8Variant
 from flashtile.compile_report import CompileCase, report
@@ -27,7 +27,7 @@ MORE_SPILLS = 1280
 def representative_cases() -> list[CompileCase]:
     chosen = {}
     cases: list[CompileCase] = []
-    for module in (hopper, hopper_backward, hopper_fp8):
+    for module in (hopper_forward, hopper_backward, hopper_fp8):
         cases += module.compile_cases(HOPPER)
     for case in cases:
         variant = case.constants.get("C")

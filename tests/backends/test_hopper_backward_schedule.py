@@ -1,4 +1,4 @@
-"""The schedule of the Hopper backward, run as Python: each pair of blocks once, orders, turns, memory."""
+"""The tile scheduler of the Hopper backward, run as Python: each pair of blocks once, orders, memory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.common.preprocess import ROW_PAD, padded_rows
+from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward import wide_dkv as backward_wide_dkv
 from flashtile.backends.hopper.backward.compile_cases import compile_cases
-from flashtile.backends.hopper.backward.launch import heads_kept, section_of, variant_of
-from flashtile.backends.hopper.config import (
+from flashtile.backends.hopper.backward.config import (
     BackwardConfig,
     WideBackwardConfig,
-    backward_smem_bytes,
-    choose_backward,
-    padded,
+    choose,
+    smem_bytes,
     wide_smem_bytes,
 )
-from flashtile.backends.hopper.forward import schedule as forward_schedule
-from flashtile.backends.hopper.forward.compile_cases import PLAIN
-from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
+from flashtile.backends.hopper.backward.launch import l2_swizzle, resident_heads, variant_of
+from flashtile.backends.hopper.compile_cases import PLAIN
+from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.compile_report import ARCHITECTURES, report
-from kernels_as_python import functions_of, make_work
+from kernels_as_python import functions_of, make_work_tile
 
 KIB = 1024
 BARRIERS = KIB
@@ -69,16 +69,16 @@ PYTHON_GL = SimpleNamespace(
 
 
 def as_python(module: ModuleType, name: str) -> Callable:
-    return functions_of(module, gl=PYTHON_GL, Work=make_work)[name]
+    return functions_of(work_tiles, module, gl=PYTHON_GL, WorkTile=make_work_tile)[name]
 
 
-find_keys = as_python(backward_schedule, "find_keys")
+find_work_tile = as_python(backward_schedule, "find_work_tile")
 row_blocks = as_python(backward_schedule, "row_blocks")
 step_order = as_python(backward_schedule, "step_order")
 block_of_step = as_python(backward_schedule, "block_of_step")
-turn_of = as_python(backward_schedule, "turn_of")
+dq_order = as_python(backward_schedule, "dq_order")
 padded_row = as_python(backward_schedule, "padded_row")
-item_count = as_python(forward_schedule, "item_count")
+num_work_tiles = as_python(backward_schedule, "num_work_tiles")
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]
 LENGTHS = [(1, 1), (17, 40), (40, 17), (32, 64), (64, 32), (33, 65), (64, 8), (5, 70), (70, 5), (48, 48)]
@@ -103,14 +103,14 @@ def sees(row: int, key: int, seqlen_q: int, seqlen_k: int, window: tuple[int, in
 
 
 def work_of(place: int, seqlen_q: int, seqlen_k: int) -> SimpleNamespace:
-    return make_work(0, 0, place, 0, 0, seqlen_q, seqlen_k)
+    return make_work_tile(0, 0, place, 0, 0, seqlen_q, seqlen_k)
 
 
 def steps_of(C: SimpleNamespace, work: SimpleNamespace, window: tuple[int, int]) -> tuple[list[int], int]:
     """(blocks of rows in the order of the steps, how many of the first are cut)."""
     begin, end, full_begin, full_end = row_blocks(C, work, *window)
-    cut, count, left, full = step_order(begin, end, full_begin, full_end)
-    return [block_of_step(j, begin, end, cut, left, full) for j in range(count)], cut
+    cut, count, before, full = step_order(begin, end, full_begin, full_end)
+    return [block_of_step(j, begin, end, cut, before, full) for j in range(count)], cut
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -155,7 +155,7 @@ def test_without_a_mask_nothing_is_cut(block_m: int, block_n: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_variants_are_masked_where_something_is_cut(change: dict[str, int], head_dim: int) -> None:
     problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, **change)
-    C = variant_of(problem, choose_backward(problem))
+    C = variant_of(problem, choose(problem))
     window = (problem.window_left, problem.window_right)
     some = False
     for place in range(ceil_div(problem.seqlen_k, C.BLOCK_N)):
@@ -167,46 +167,48 @@ def test_variants_are_masked_where_something_is_cut(change: dict[str, int], head
 @every_mask
 @every_length
 @pytest.mark.parametrize(("block_m", "block_n"), BLOCKS)
-def test_turns_are_dense_and_descend_in_place(
+def test_the_order_of_additions_has_no_gap(
     window: tuple[int, int], seqlen_q: int, seqlen_k: int, block_m: int, block_n: int
 ) -> None:
-    """A gap would be waited for forever; and whom a block of keys waits for is an earlier item."""
+    """A gap would be waited for forever; and what a block of keys waits for is an earlier work tile."""
     C = variant(block_m, block_n, window, DETERMINISTIC=True)
     left, right = window
     blocks = ceil_div(seqlen_k, block_n)
     schedule = make_schedule(blocks, 1, seqlen_q, seqlen_k, left, right)
-    turns: dict[int, list[int]] = {}
-    for item in range(blocks):
-        work = find_keys(C, item, SimpleNamespace(), schedule)
+    orders: dict[int, list[int]] = {}
+    for tile_index in range(blocks):
+        work = find_work_tile(C, tile_index, SimpleNamespace(), schedule)
         for m in steps_of(C, work, window)[0]:
-            turns.setdefault(m, []).append(turn_of(C, work, m, schedule))
-    assert bool(turns) == any(
+            orders.setdefault(m, []).append(dq_order(C, work, m, schedule))
+    assert bool(orders) == any(
         sees(row, key, seqlen_q, seqlen_k, window) for row in range(seqlen_q) for key in range(seqlen_k)
     )
-    for taken in turns.values():
-        assert taken == list(range(len(taken)))
+    for order in orders.values():
+        assert order == list(range(len(order)))
 
 
 def make_schedule(
     blocks: int, heads: int, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more: int
 ) -> backward_schedule.Schedule:
-    fields = {"items": 0, "rows_k": seqlen_k, "alibi_stride": 0, "section": 1} | more
+    fields = {"num_tiles": 0, "batch_rows_k": seqlen_k, "alibi_stride": 0, "swizzle": 1} | more
     return backward_schedule.Schedule(
-        blocks=blocks,
-        heads=heads,
+        num_blocks=blocks,
+        num_heads=heads,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        left=left,
-        right=right,
+        window_left=left,
+        window_right=right,
         **fields,
     )
 
 
 @pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 1, 8)])
-def test_every_item_of_equal_lengths(batch: int, heads: int, blocks: int) -> None:
-    schedule = make_schedule(blocks, heads, 40, 16 * blocks - 3, section=2)  # which is not looked at
-    items = range(batch * heads * blocks)
-    found = [find_keys(variant(8, 16), item, SimpleNamespace(), schedule) for item in items]
+def test_every_work_tile_of_equal_lengths(batch: int, heads: int, blocks: int) -> None:
+    schedule = make_schedule(blocks, heads, 40, 16 * blocks - 3, swizzle=2)  # which is not looked at
+    tile_indices = range(batch * heads * blocks)
+    found = [
+        find_work_tile(variant(8, 16), tile_index, SimpleNamespace(), schedule) for tile_index in tile_indices
+    ]
     assert [(w.sequence, w.head, w.place) for w in found] == list(
         itertools.product(range(batch), range(heads), range(blocks))
     )
@@ -214,23 +216,23 @@ def test_every_item_of_equal_lengths(batch: int, heads: int, blocks: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "blocks", "section"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
+    ("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
 )
-def test_every_item_of_a_deterministic_sum(batch: int, heads: int, blocks: int, section: int) -> None:
-    """Last blocks first, a block in turn for each head of a section."""
+def test_every_work_tile_when_deterministic(batch: int, heads: int, blocks: int, swizzle: int) -> None:
+    """Last blocks first; so many heads are interleaved."""
     C = variant(8, 16, DETERMINISTIC=True)
-    schedule = make_schedule(blocks, heads, 40, 16 * blocks, section=section)
-    items = range(batch * heads * blocks)
-    found = [find_keys(C, item, SimpleNamespace(), schedule) for item in items]
-    sections = range(0, batch * heads, section)
+    schedule = make_schedule(blocks, heads, 40, 16 * blocks, swizzle=swizzle)
+    tile_indices = range(batch * heads * blocks)
+    found = [find_work_tile(C, tile_index, SimpleNamespace(), schedule) for tile_index in tile_indices]
+    firsts = range(0, batch * heads, swizzle)
     assert [(w.sequence * heads + w.head, w.place) for w in found] == [
-        (first + i, place) for first in sections for place in reversed(range(blocks)) for i in range(section)
+        (first + i, place) for first in firsts for place in reversed(range(blocks)) for i in range(swizzle)
     ]
 
 
-@pytest.mark.parametrize(("deterministic", "section"), [(False, 1), (True, 1), (True, 2), (True, 4)])
+@pytest.mark.parametrize(("deterministic", "swizzle"), [(False, 1), (True, 1), (True, 2), (True, 4)])
 @pytest.mark.parametrize("seqused_k", [False, True])
-def test_every_item_of_variable_lengths(deterministic: bool, section: int, seqused_k: bool) -> None:
+def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, seqused_k: bool) -> None:
     lengths, heads, block_n = [(7, 33), (0, 5), (20, 16), (9, 48)], 4, 16
     C = variant(8, block_n, DETERMINISTIC=deterministic, VARLEN=True, SEQUSED=seqused_k)
     rows: list[list[int]] = []
@@ -244,15 +246,15 @@ def test_every_item_of_variable_lengths(deterministic: bool, section: int, sequs
     table = [len(rows), *[0] * (width - 1), *itertools.chain(*(row + padding for row in rows))]
     used = [20, -4, 100, 48]
     pointers = SimpleNamespace(table=Memory(table), seqused_k=Memory(used))
-    schedule = make_schedule(3, heads, 20, 48, section=section)
-    items = item_count(C, pointers, schedule)
-    assert items == len(rows) * heads
-    found = [find_keys(C, item, pointers, schedule) for item in range(items)]
+    schedule = make_schedule(3, heads, 20, 48, swizzle=swizzle)
+    tile_indices = num_work_tiles(C, pointers, schedule)
+    assert tile_indices == len(rows) * heads
+    found = [find_work_tile(C, tile_index, pointers, schedule) for tile_index in range(tile_indices)]
     expected = [
         (row[0], first + i, row[1])
-        for first in range(0, heads, section)
+        for first in range(0, heads, swizzle)
         for row in rows
-        for i in range(section)
+        for i in range(swizzle)
     ]
     assert sorted((w.sequence, w.head, w.place) for w in found) == sorted(expected)
     assert [(w.sequence, w.head) for w in found] == [(sequence, head) for sequence, head, _ in expected]
@@ -266,32 +268,34 @@ def test_every_item_of_variable_lengths(deterministic: bool, section: int, sequs
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
-@pytest.mark.parametrize("section", [1, 2, 6])
+@pytest.mark.parametrize("swizzle", [1, 2, 6])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
-def test_nobody_waits_forever_for_a_turn(programs: int, section: int, window: tuple[int, int]) -> None:
-    """Programs as the kernel's: each takes the next item, and adds to a row block when it is its turn."""
+def test_nobody_waits_forever_for_the_order_of_additions(
+    programs: int, swizzle: int, window: tuple[int, int]
+) -> None:
+    """Programs as the kernel's: each takes the next work tile, and adds to a row block in order."""
     batch, heads, blocks, block_m, block_n = 2, 3, 4, 8, 16
     left, right = window
     C = variant(block_m, block_n, window, DETERMINISTIC=True)
-    schedule = make_schedule(blocks, heads, 50, block_n * blocks - 3, left, right, section=section)
+    schedule = make_schedule(blocks, heads, 50, block_n * blocks - 3, left, right, swizzle=swizzle)
     queue = iter(range(batch * heads * blocks))
-    turns: Counter[tuple[int, int, int]] = Counter()
+    semaphores: Counter[tuple[int, int, int]] = Counter()
     finished: list[int] = []
 
     def program() -> Iterator[bool]:
         """Whether it went on."""
-        for item in queue:
-            work = find_keys(C, item, SimpleNamespace(), schedule)
+        for tile_index in queue:
+            work = find_work_tile(C, tile_index, SimpleNamespace(), schedule)
             begin, end, full_begin, full_end = row_blocks(C, work, left, right)
             cut, count, before, full = step_order(begin, end, full_begin, full_end)
             for j in range(count):
                 m = block_of_step(j, begin, end, cut, before, full)
                 rows = work.sequence, work.head, m
-                while turns[rows] != turn_of(C, work, m, schedule):
+                while semaphores[rows] != dq_order(C, work, m, schedule):
                     yield False
-                turns[rows] += 1
+                semaphores[rows] += 1
                 yield True
-            finished.append(item)
+            finished.append(tile_index)
 
     running = [program() for _ in range(programs)]
     while running:
@@ -301,39 +305,39 @@ def test_nobody_waits_forever_for_a_turn(programs: int, section: int, window: tu
     assert sorted(finished) == list(range(batch * heads * blocks))
 
 
-def test_sections_leave_room_in_the_l2_cache() -> None:
-    """1 KB a row at head_dim 128: q and dO in 16 bits, the sum of dQ in 32."""
+def test_interleaved_heads_leave_room_in_the_l2_cache() -> None:
+    """1 KB a row at head_dim 128: q and dO in 16 bits, dq_accum in 32."""
     problem = replace(PROBLEM, batch=4, num_heads_q=16, num_heads_kv=16, deterministic=True)
 
-    def section(**changes: Any) -> int:
-        return section_of(replace(problem, **changes))
+    def swizzle(**changes: Any) -> int:
+        return l2_swizzle(replace(problem, **changes))
 
-    assert section(seqlen_q=512) == 32  # of 64 heads, and room for 40
-    assert section(seqlen_q=4096) == 4
-    assert section(seqlen_q=4096, num_heads_kv=4) == 1  # four query heads each
-    assert section(seqlen_q=2**20) == 1
-    assert section(seqlen_q=64) == 64
-    assert section(seqlen_q=64, varlen=True) == 16
-    assert section(seqlen_q=1024, batch=7, num_heads_q=1, num_heads_kv=1) == 7
-    assert section(seqlen_q=4096, window_right=0) == 2  # a causal mask: 12 MB instead of 20
-    assert section(seqlen_q=4096, window_left=64, window_right=64) == 4
+    assert swizzle(seqlen_q=512) == 32  # of 64 heads, and room for 40
+    assert swizzle(seqlen_q=4096) == 4
+    assert swizzle(seqlen_q=4096, num_heads_kv=4) == 1  # four query heads each
+    assert swizzle(seqlen_q=2**20) == 1
+    assert swizzle(seqlen_q=64) == 64
+    assert swizzle(seqlen_q=64, varlen=True) == 16
+    assert swizzle(seqlen_q=1024, batch=7, num_heads_q=1, num_heads_kv=1) == 7
+    assert swizzle(seqlen_q=4096, window_right=0) == 2  # a causal mask: 12 MB instead of 20
+    assert swizzle(seqlen_q=4096, window_left=64, window_right=64) == 4
 
 
 @pytest.mark.parametrize("seqlen", [64, 512, 4096, 2**20])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_heads_whose_sums_are_kept(seqlen: int, causal: bool, deterministic: bool) -> None:
-    """Those at work have room twice, and heads of one section do not wait for one another."""
+def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
+    """Those at work have room twice, and interleaved heads do not wait for one another."""
     problem = replace(PROBLEM, batch=64, seqlen_q=seqlen, seqlen_k=seqlen, deterministic=deterministic)
     problem = replace(problem, total_q=64 * seqlen, total_k=64 * seqlen, window_right=0 if causal else -1)
-    heads, section = 64 * problem.num_heads_kv, section_of(problem)
-    kept = heads_kept(problem, 128, section, 132)
-    assert kept <= heads
-    assert kept == heads or kept * ceil_div(seqlen, 128) >= 2 * 132
+    heads, swizzle = 64 * problem.num_heads_kv, l2_swizzle(problem)
+    resident = resident_heads(problem, 128, swizzle, 132)
+    assert resident <= heads
+    assert resident == heads or resident * ceil_div(seqlen, 128) >= 2 * 132
     if deterministic:
-        assert kept >= section
+        assert resident >= swizzle
     if seqlen == 512 and not deterministic:
-        assert kept == 67
+        assert resident == 67
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -345,7 +349,7 @@ def test_padded_rows_of_sequences_never_meet(block_m: int) -> None:
     start = 0
     blocks: list[int] = []
     for sequence, length in enumerate(lengths):
-        work = make_work(sequence, 0, 0, start, 0, length, 1)
+        work = make_work_tile(sequence, 0, 0, start, 0, length, 1)
         for m in range(ceil_div(length, block_m)):
             row = padded_row(C, work, m * block_m)
             assert row % block_m == 0
@@ -385,14 +389,14 @@ HEAD_SIZES = range(8, 257, 8)
 def test_every_head_size_has_a_configuration_that_fits() -> None:
     limit = ARCHITECTURES["sm_90a"].shared_limit - BARRIERS
     for head_dim, head_dim_v in itertools.product(HEAD_SIZES, HEAD_SIZES):
-        config = choose_backward(replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v))
+        config = choose(replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v))
         sizes = padded(head_dim), padded(head_dim_v)
         if isinstance(config, WideBackwardConfig):
             assert max(head_dim, head_dim_v) > 128
             assert max(wide_smem_bytes(config, *sizes)) <= limit
         else:
             assert max(head_dim, head_dim_v) <= 128
-            assert backward_smem_bytes(config, *sizes) <= limit
+            assert smem_bytes(config, *sizes) <= limit
         assert ROW_PAD % config.BLOCK_M == 0
 
 
@@ -401,11 +405,11 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
 @pytest.mark.parametrize("sizes", [(64, 128), (256, 128)])
 def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     """Tiles as the table has them, barriers beside."""
-    config = choose_backward(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
+    config = choose(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
     if isinstance(config, WideBackwardConfig):
         tiles = wide_smem_bytes(config, *sizes)
     else:
-        tiles = (backward_smem_bytes(config, *sizes),)
+        tiles = (smem_bytes(config, *sizes),)
     name = f"head_dim {sizes[0]}/{sizes[1]} "
     compiled = [report(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
     for ours, theirs in zip(tiles, compiled, strict=True):
@@ -415,6 +419,6 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
 def test_larger_tiles_would_not_fit() -> None:
     """The memory is what decides between the configurations: of larger ones there is too little."""
     limit = ARCHITECTURES["sm_90a"].shared_limit
-    assert backward_smem_bytes(BackwardConfig(128), 128, 128) > limit
-    assert backward_smem_bytes(BackwardConfig(64), 256, 256) > limit
-    assert backward_smem_bytes(BackwardConfig(128, STAGES=3), 64, 64) > limit
+    assert smem_bytes(BackwardConfig(128), 128, 128) > limit
+    assert smem_bytes(BackwardConfig(64), 256, 256) > limit
+    assert smem_bytes(BackwardConfig(128, STAGES=3), 64, 64) > limit

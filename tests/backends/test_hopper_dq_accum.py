@@ -1,4 +1,4 @@
-"""The sums of dQ on the Hopper backend, its keeper run as Python: converted, zeroed, and used again."""
+"""dq_accum of the Hopper backward, its postprocess warps run as Python: converted, zeroed, and used again."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.common.preprocess import padded_rows
-from flashtile.backends.hopper import config
-from flashtile.backends.hopper.backward import dq_accum as backward_sums
+from flashtile.backends.hopper import work_tiles
+from flashtile.backends.hopper.backward import config, dq_accum
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward import schedule as backward_schedule
-from flashtile.backends.hopper.backward.dq_accum import Sums
+from flashtile.backends.hopper.backward.dq_accum import DqAccum, Sizes
 from flashtile.backends.hopper.backward.schedule import Pointers, Schedule
-from flashtile.backends.hopper.forward import schedule
-from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
-from kernels_as_python import functions_of, make_work
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from kernels_as_python import functions_of, make_work_tile
 
 ROWS = 64
 BLOCK_N = 128
@@ -100,11 +99,11 @@ class Values:
 
 
 class View:
-    """The sums as TMA sees them: [tiles x groups of 8 columns, groups of 8 rows, 64]."""
+    """dq_accum as TMA sees it: [tiles x groups of 8 columns, groups of 8 rows, 64]."""
 
     def __init__(self, memory: torch.Tensor, block_d: int) -> None:
         self.memory = memory.view(-1, 8, 64)
-        shape = [block_d // 8, config.KEEPER_CHUNK // (8 * block_d), 64]
+        shape = [block_d // 8, config.POSTPROCESS_CHUNK // (8 * block_d), 64]
         self.block_type = SimpleNamespace(shape=shape, nbytes=4 * math.prod(shape))
 
     def box(self, at: list[int]) -> torch.Tensor:
@@ -123,12 +122,12 @@ def async_store(view: View, at: list[int], tile: Tile) -> None:
     view.box(at)[...] = tile.values
 
 
-def keep_of(view: View) -> SimpleNamespace:
+def chunks_of(view: View) -> SimpleNamespace:
     shape = view.block_type.shape
     zeros = Tile(*shape)
     zeros.store(torch.zeros(shape))
     return SimpleNamespace(
-        tiles=Tile(config.KEEPER_STAGES, *shape), full=SimpleNamespace(index=nothing), zeros=zeros
+        tiles=Tile(config.POSTPROCESS_STAGES, *shape), full=SimpleNamespace(index=nothing), zeros=zeros
     )
 
 
@@ -148,31 +147,31 @@ PYTHON_GL = SimpleNamespace(
 
 
 def patient(counter: Pointer, count: int) -> None:
-    """In place of ``await_count``."""
+    """In place of ``wait_for``."""
     end = time.monotonic() + PATIENCE
     while counter.load() < count:
         assert time.monotonic() < end, "waits forever"
 
 
 FUNCTIONS = functions_of(
-    schedule,
+    work_tiles,
     backward_schedule,
     backward,
-    backward_sums,
+    dq_accum,
     gl=PYTHON_GL,
-    Work=make_work,
-    wide=int,
+    WorkTile=make_work_tile,
+    to_int64=int,
     mbarrier=SimpleNamespace(wait=nothing, expect=nothing),
     async_load=async_load,
     async_store=async_store,
-    await_count=patient,
-    **dict.fromkeys(("await_writes", "fence_async_shared", "partition_barrier"), nothing),
+    wait_for=patient,
+    **dict.fromkeys(("wait_for_writes", "fence_async_shared", "partition_barrier"), nothing),
 )
-"""The keeper's and the adder's; programs differ only in what they take from the counters."""
+"""Those of the warps that add to dq_accum and convert it. Programs differ in what they take from counters."""
 
 
 DENSE = [(2, (300, 500)), (3, (64, 128)), (1, (1, 700)), (2, (129, 1))]
-RAGGED = [((7, 130), (0, 50), (200, 16), (64, 300)), ((1, 1),), ((0, 40), (130, 129))]
+PACKED = [((7, 130), (0, 50), (200, 16), (64, 300)), ((1, 1),), ((0, 40), (130, 129))]
 
 
 def run(
@@ -182,11 +181,11 @@ def run(
     head_dim: int,
     block_m: int,
     programs: int,
-    kept: int,
-    section: int = 0,
+    resident: int,
+    swizzle: int = 0,
     varlen: bool = False,
 ) -> None:
-    """Every program's adder and keeper, a thread each; each addition is 1 in every column of a row block."""
+    """A thread for each program's warp that adds, and one for its postprocess warps."""
     block_d = 64 if head_dim <= 64 else 128
     batch, longest_q, longest_k = len(lengths), max(q for q, _ in lengths), max(k for _, k in lengths)
     total_q = sum(q for q, _ in lengths)
@@ -200,47 +199,57 @@ def run(
             table_rows += row + [0] * (TABLE_WIDTH.value - len(row))
         start_q, start_k = start_q + seqlen_q, start_k + seqlen_k
     width = TABLE_WIDTH.value
-    items_of_head = len(table_rows) // width if varlen else blocks
-    table = torch.tensor([items_of_head, *[0] * (width - 1), *table_rows])
-    all_heads = heads if varlen else heads * batch
-    kept = min(kept, all_heads)
+    blocks_of_head = len(table_rows) // width if varlen else blocks
+    table = torch.tensor([blocks_of_head, *[0] * (width - 1), *table_rows])
+    total_heads = heads if varlen else heads * batch
+    resident = min(resident, total_heads)
     C = SimpleNamespace(
-        VARLEN=varlen, SEQUSED=False, DETERMINISTIC=section > 0, GROUP=group, BLOCK_M=block_m,
+        VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUP=group, BLOCK_M=block_m,
         BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False,
     )  # fmt: skip
     numbers = Schedule(
-        items=heads * batch * blocks, blocks=blocks, heads=heads, seqlen_q=longest_q, seqlen_k=longest_k,
-        rows_k=longest_k, left=-1, right=-1, alibi_stride=0, section=max(section, 1),
+        num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,
+        seqlen_k=longest_k, batch_rows_k=longest_k, window_left=-1, window_right=-1, alibi_stride=0,
+        swizzle=max(swizzle, 1),
     )  # fmt: skip
-    memory = torch.zeros(kept * group, rows, block_d)  # by the preparation
+    memory = torch.zeros(resident * group, rows, block_d)  # by the preprocess kernel
     # Tokens of sequences without keys are nobody's: their gradients are zeroed when they are allocated.
     dq = torch.zeros if varlen else torch.empty
     dq = dq(total_q if varlen else batch * longest_q, heads * group, head_dim).fill_(
         0.0 if varlen else torch.nan
     )
-    counters = torch.zeros(2 + 2 * all_heads, dtype=torch.int64)
-    pointers = Pointers(table=Pointer(table), seqused_k=None, alibi_slopes=None, next_item=Pointer(counters))
-    sums = Sums(
-        q_blocks=rows // block_m, all_heads=all_heads, kept=kept, vectors=head_dim // 8, turns=None,
-        dq=Pointer(dq.view(-1)), next_part=Pointer(counters, 1), added=Pointer(counters, 2),
-        cleared=Pointer(counters, 2 + all_heads),
-    )  # fmt: skip
+    counters = torch.zeros(2 + 2 * total_heads, dtype=torch.int64)
+    pointers = Pointers(table=Pointer(table), seqused_k=None, alibi_slopes=None, next_tile=Pointer(counters))
+    sizes = Sizes(
+        row_blocks=rows // block_m,
+        total_heads=total_heads,
+        resident_heads=resident,
+        row_vectors=head_dim // 8,
+    )
+    accum = DqAccum(
+        sizes,
+        dq_semaphores=None,
+        dq=Pointer(dq.view(-1)),
+        next_part=Pointer(counters, 1),
+        added_blocks=Pointer(counters, 2),
+        converted_parts=Pointer(counters, 2 + total_heads),
+    )
     errors: list[BaseException] = []
 
-    def adder() -> None:
-        item = atomic_add(pointers.next_item, 1)
-        while item < FUNCTIONS["item_count"](C, pointers, numbers):
-            following = atomic_add(pointers.next_item, 1)  # as the producer: before it waits
-            work = FUNCTIONS["find_keys"](C, item, pointers, numbers)
-            key_head, _ = FUNCTIONS["block_of_item"](C, item, items_of_head, numbers)
-            FUNCTIONS["await_room"](key_head, items_of_head, sums)
+    def accumulate_dq() -> None:
+        tile_index = atomic_add(pointers.next_tile, 1)
+        while tile_index < FUNCTIONS["num_work_tiles"](C, pointers, numbers):
+            following = atomic_add(pointers.next_tile, 1)  # as the producer: before it waits
+            work = FUNCTIONS["find_work_tile"](C, tile_index, pointers, numbers)
+            key_head, _ = FUNCTIONS["head_and_block"](C, tile_index, blocks_of_head, numbers)
+            FUNCTIONS["wait_until_zeroed"](key_head, blocks_of_head, accum)
             for g in range(group):
-                first = FUNCTIONS["sums_row"](C, work, key_head, g, 0, sums)
+                first = FUNCTIONS["accum_row"](C, work, key_head, g, 0, accum)
                 with LOCK:
                     added = memory.view(-1, block_d)[first : first + -(-work.seqlen_q // ROWS) * ROWS]
                     added += (key_head * group + g + 1) * 2.0**-10
-            atomic_add(sums.added + key_head, 1)
-            item = following
+            atomic_add(accum.added_blocks + key_head, 1)
+            tile_index = following
 
     def guarded(function: Callable, *arguments: Any) -> threading.Thread:
         def body() -> None:
@@ -256,8 +265,10 @@ def run(
     threads = []
     view = View(memory, block_d)
     for _ in range(programs):
-        threads.append(guarded(adder))
-        threads.append(guarded(FUNCTIONS["keeper"], C, keep_of(view), view, pointers, numbers, sums, 0.5))
+        threads.append(guarded(accumulate_dq))
+        threads.append(
+            guarded(FUNCTIONS["postprocess"], C, chunks_of(view), view, pointers, numbers, accum, 0.5)
+        )
     for thread in threads:
         thread.join(2 * PATIENCE)
     assert not errors, errors
@@ -275,22 +286,28 @@ def run(
 
 @pytest.mark.parametrize(("batch", "lengths"), DENSE)
 @pytest.mark.parametrize(("group", "head_dim", "block_m"), [(1, 128, 64), (2, 64, 128), (3, 72, 64)])
-@pytest.mark.parametrize(("programs", "kept"), [(1, 1), (3, 1), (4, 3), (5, 100)])
+@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 1), (4, 3), (5, 100)])
 def test_equal_lengths(
-    batch: int, lengths: tuple[int, int], group: int, head_dim: int, block_m: int, programs: int, kept: int
+    batch: int,
+    lengths: tuple[int, int],
+    group: int,
+    head_dim: int,
+    block_m: int,
+    programs: int,
+    resident: int,
 ) -> None:
-    run((lengths,) * batch, 4, group, head_dim, block_m, programs, kept)
+    run((lengths,) * batch, 4, group, head_dim, block_m, programs, resident)
 
 
-@pytest.mark.parametrize("lengths", RAGGED)
-@pytest.mark.parametrize(("programs", "kept"), [(1, 1), (3, 2), (4, 100)])
-def test_variable_lengths(lengths: tuple[tuple[int, int], ...], programs: int, kept: int) -> None:
-    run(lengths, 5, 2, 128, 64, programs, kept, varlen=True)
+@pytest.mark.parametrize("lengths", PACKED)
+@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 2), (4, 100)])
+def test_variable_lengths(lengths: tuple[tuple[int, int], ...], programs: int, resident: int) -> None:
+    run(lengths, 5, 2, 128, 64, programs, resident, varlen=True)
 
 
-@pytest.mark.parametrize(("section", "kept"), [(1, 1), (2, 2), (4, 8), (8, 8)])
-def test_in_one_order(section: int, kept: int) -> None:
-    run(((200, 400),) * 4, 4, 1, 128, 64, 3, kept, section)
+@pytest.mark.parametrize(("swizzle", "resident"), [(1, 1), (2, 2), (4, 8), (8, 8)])
+def test_in_one_order(swizzle: int, resident: int) -> None:
+    run(((200, 400),) * 4, 4, 1, 128, 64, 3, resident, swizzle)
 
 
 def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
@@ -305,7 +322,7 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
             VARLEN=False, SEQUSED=False, GROUP=1, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim
         )
         numbers = Schedule(1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 1)
-        sums = Sums(128 // block_m, 1, 1, head_dim // 8, None, Pointer(dq), None, None, None)
+        accum = DqAccum(Sizes(128 // block_m, 1, 1, head_dim // 8), None, Pointer(dq), None, None, None)
         view = View(torch.cat([memory, memory * 0]), head_dim)
-        FUNCTIONS["convert_part"](C, keep_of(view), view, 0, 0, 0, None, numbers, sums, 2.0)
+        FUNCTIONS["convert_part"](C, chunks_of(view), view, 0, 0, 0, None, numbers, accum, 2.0)
         assert torch.equal(dq.view(ROWS, head_dim), 2 * tile)

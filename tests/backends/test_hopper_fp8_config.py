@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from flashtile.backends.hopper import fp8 as hopper_fp8
-from flashtile.backends.hopper.forward.compile_cases import HOPPER
+from flashtile.backends.hopper.compile_cases import HOPPER
 from flashtile.backends.hopper.fp8.compile_cases import PLAIN, compile_cases
 from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
 from flashtile.compile_report import ARCHITECTURES, KIB, report

@@ -16,9 +16,10 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.hopper.config import choose, every_row, smem_bytes
+from flashtile.backends.hopper import work_tiles
+from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.forward import schedule
-from flashtile.backends.hopper.forward.compile_cases import PLAIN
+from flashtile.backends.hopper.forward.config import choose, every_row, smem_bytes
 from flashtile.backends.hopper.forward.launch import variant_of
 from flashtile.compile_report import ARCHITECTURES
 from kernels_as_python import functions_of
@@ -27,23 +28,32 @@ KIB = 1024
 
 
 def as_python(function: Any) -> Callable:
-    return functions_of(schedule)[function.fn.__name__]
+    return functions_of(work_tiles, schedule)[function.fn.__name__]
 
 
-@pytest.mark.parametrize("items", [0, 1, 5, 131, 132, 133, 1000, 2048])
+@pytest.mark.parametrize("num_tiles", [0, 1, 5, 131, 132, 133, 1000, 2048])
 @pytest.mark.parametrize("programs", [1, 7, 132])
-def test_every_item_is_taken_once(items: int, programs: int) -> None:
-    work_item, turns_of = as_python(schedule.work_item), as_python(schedule.turns_of)
+def test_every_work_tile_is_computed_once(num_tiles: int, programs: int) -> None:
+    snake_order, num_own_tiles = as_python(schedule.snake_order), as_python(schedule.num_own_tiles)
     taken = [
-        work_item(turn, program, programs)
+        snake_order(t, program, programs)
         for program in range(programs)
-        for turn in range(turns_of(program, programs, items))
+        for t in range(num_own_tiles(program, programs, num_tiles))
     ]
-    assert sorted(taken) == list(range(items))
+    assert sorted(taken) == list(range(num_tiles))
 
 
-@pytest.mark.parametrize("items", [0, 1, 131, 132, 133, 1000])
-def test_every_item_is_taken_from_the_queue_once(items: int) -> None:
+def test_snake_order() -> None:
+    snake_order = as_python(schedule.snake_order)
+    assert [[snake_order(t, program, 3) for t in range(3)] for program in range(3)] == [
+        [0, 5, 6],
+        [1, 4, 7],
+        [2, 3, 8],
+    ]
+
+
+@pytest.mark.parametrize("num_tiles", [0, 1, 131, 132, 133, 1000])
+def test_every_work_tile_is_taken_from_the_queue_once(num_tiles: int) -> None:
     """Programs that come free in any order."""
     row = [0, 0]
 
@@ -51,17 +61,17 @@ def test_every_item_is_taken_from_the_queue_once(items: int) -> None:
         row[place] += value
         return row[place] - value
 
-    next_item = functions_of(schedule, gl=SimpleNamespace(atomic_add=atomic_add))["next_item"]
+    next_tile = functions_of(work_tiles, schedule, gl=SimpleNamespace(atomic_add=atomic_add))["next_tile"]
     pointers, programs = SimpleNamespace(table=0), 132
     taken: list[int] = []
-    holding = list(range(min(programs, items)))  # as launched: no more programs than items
+    holding = list(range(min(programs, num_tiles)))  # as launched: no more programs than work tiles
     order = random.Random(0)
     while holding:
         taken.append(holding.pop(order.randrange(len(holding))))
-        following = next_item(pointers, min(programs, items))
-        if following < items:
+        following = next_tile(pointers, min(programs, num_tiles))
+        if following < num_tiles:
             holding.append(following)
-    assert sorted(taken) == list(range(items))
+    assert sorted(taken) == list(range(num_tiles))
     assert row[0] == 0  # the number of rows of a table
 
 
@@ -95,16 +105,16 @@ def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize(("blocks", "heads", "batch", "section"), [(1, 3, 2, 1), (5, 4, 2, 8), (8, 6, 1, 2)])
+@pytest.mark.parametrize(("blocks", "heads", "batch", "swizzle"), [(1, 3, 2, 1), (5, 4, 2, 8), (8, 6, 1, 2)])
 def test_every_block_is_computed_once(
-    paired: bool, blocks: int, heads: int, batch: int, section: int
+    paired: bool, blocks: int, heads: int, batch: int, swizzle: int
 ) -> None:
-    items = as_python(schedule.items_of)(blocks, paired)
+    tiles = as_python(schedule.tiles_of_head)(blocks, paired)
     found: Counter[tuple[int, int, int]] = Counter()
-    for item in range(items * heads * batch):
-        sequence, head, place = as_python(schedule.dense_item)(item, items, heads, section)
-        for part in range(as_python(schedule.blocks_of)(blocks, place, paired)):
-            found[sequence, head, as_python(schedule.block_of)(blocks, place, part, paired)] += 1
+    for tile_index in range(tiles * heads * batch):
+        sequence, head, place = as_python(schedule.dense_tile)(tile_index, tiles, heads, swizzle)
+        for part in range(as_python(schedule.num_parts)(blocks, place, paired)):
+            found[sequence, head, as_python(schedule.block_of_part)(blocks, place, part, paired)] += 1
     assert found == Counter(itertools.product(range(batch), range(heads), range(blocks)))
 
 
@@ -112,9 +122,9 @@ def test_every_block_is_computed_once(
 def test_pairs_cost_the_same(blocks: int) -> None:
     """Under a causal mask of a square, block m costs m + 1; the middle of an odd number stays alone."""
     costs = []
-    for place in range(as_python(schedule.items_of)(blocks, True)):
-        parts = range(as_python(schedule.blocks_of)(blocks, place, True))
-        costs.append(sum(as_python(schedule.block_of)(blocks, place, part, True) + 1 for part in parts))
+    for place in range(as_python(schedule.tiles_of_head)(blocks, True)):
+        parts = range(as_python(schedule.num_parts)(blocks, place, True))
+        costs.append(sum(as_python(schedule.block_of_part)(blocks, place, part, True) + 1 for part in parts))
     assert sum(costs) == blocks * (blocks + 1) // 2
     assert {cost for cost in costs if cost != (blocks + 1) // 2} <= {blocks + 1}
 

@@ -1,4 +1,5 @@
-"""The Hopper backward where the common suite does not reach: many items, groups, order of sums, streams."""
+"""The Hopper backward where the common suite does not reach: many work tiles, groups, order of additions,
+streams."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ EVERYTHING = replace(
 )
 EMPTY = ((300, 420), (0, 90), (129, 0), (0, 0), (64, 128), (1, 300), (130, 65))
 # More blocks of keys than multiprocessors, so that programs take several.
-MANY_ITEMS = replace(
-    CAUSAL, name="many items", batch=1, seqlen_q=2300, seqlen_k=2100, heads_q=12, heads_kv=12
+MANY_TILES = replace(
+    CAUSAL, name="many tiles", batch=1, seqlen_q=2300, seqlen_k=2100, heads_q=12, heads_kv=12
 )
 
 GRADIENT_CASES = {
@@ -54,9 +55,9 @@ GRADIENT_CASES = {
     "softcap-alibi": replace(CAUSAL, softcap=2.0, alibi="head", dtype=FP16),
     "packed-sum": replace(SMALL, layout="packed", upstream="sum", heads_kv=2),
     "transposed": replace(SMALL, layout="transposed", upstream="transposed", heads_kv=2),
-    "many-items": replace(MANY_ITEMS, head_dim=64),
-    "many-items-gqa": replace(MANY_ITEMS, seqlen_q=1100, heads_q=24),
-    "many-items-wide": replace(MANY_ITEMS, seqlen_q=2100, heads_q=8, heads_kv=8, head_dim=256),
+    "many-tiles": replace(MANY_TILES, head_dim=64),
+    "many-tiles-gqa": replace(MANY_TILES, seqlen_q=1100, heads_q=24),
+    "many-tiles-wide": replace(MANY_TILES, seqlen_q=2100, heads_q=8, heads_kv=8, head_dim=256),
 }
 
 
@@ -66,7 +67,7 @@ def test_gradients(name: str) -> None:
     replace(GRADIENT_CASES[name], name=name).inputs("cuda").check(backend="hopper")
 
 
-DETERMINISTIC_CASES = ("group-8-varlen-empty", "many-items", "many-items-gqa", "many-items-wide")
+DETERMINISTIC_CASES = ("group-8-varlen-empty", "many-tiles", "many-tiles-gqa", "many-tiles-wide")
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC_CASES)
@@ -137,7 +138,7 @@ REPEATED = {
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
 @pytest.mark.parametrize("name", REPEATED)
 def test_repetitions_give_the_same_bits(name: str, busy: bool) -> None:
-    """With more items than programs, and beside another stream that takes multiprocessors away."""
+    """With more work tiles than programs, and beside another stream that takes multiprocessors away."""
     runs, case = REPEATED[name]
     inputs = case.inputs("cuda")
     leaves = leaves_of(inputs)
@@ -159,9 +160,9 @@ def test_repetitions_give_the_same_bits(name: str, busy: bool) -> None:
 
 
 def test_two_streams_at_once() -> None:
-    """Programs that wait for turns must not keep away those that they wait for, whoever else is there."""
+    """Programs that wait for the order of additions must not keep away those that they wait for."""
     calls = [
-        replace(MANY_ITEMS, name=f"stream {i}", head_dim=head_dim).inputs("cuda")
+        replace(MANY_TILES, name=f"stream {i}", head_dim=head_dim).inputs("cuda")
         for i, head_dim in enumerate((64, 128))
     ]
     expected = [gradients(inputs, deterministic=True) for inputs in calls]
@@ -185,7 +186,7 @@ def test_two_streams_at_once() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_graph_of_forward_and_backward(head_dim: int) -> None:
-    """Replayed with other data: counters and sums start anew each time."""
+    """Replayed with other data: counters and dq_accum start anew each time."""
     inputs = repeated(24, 1024, head_dim, True).inputs("cuda")
     leaves = leaves_of(inputs)
     side = torch.cuda.Stream()

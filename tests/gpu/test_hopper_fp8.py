@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of 
 CALL = Case(
     name="fp8", batch=2, seqlen_q=1000, seqlen_k=1500, heads_q=4, heads_kv=2, head_dim=128, dtype=BF16
 )
-RAGGED = ((70, 130), (1, 700), (0, 50), (260, 5), (128, 128), (33, 0), (400, 390))
+LENGTHS = ((70, 130), (1, 700), (0, 50), (260, 5), (128, 128), (33, 0), (400, 390))
 MASKS = {
     "full": {},
     "causal": {"causal": True},
@@ -59,7 +59,7 @@ def test_masks(head_dim: int, mask: str) -> None:
 @each_head_dim
 @each_mask
 def test_variable_length(head_dim: int, mask: str) -> None:
-    case = replace(CALL, head_dim=head_dim, lengths=RAGGED, **MASKS[mask])
+    case = replace(CALL, head_dim=head_dim, lengths=LENGTHS, **MASKS[mask])
     check(case)
     check_rows(case)
 

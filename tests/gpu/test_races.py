@@ -16,11 +16,11 @@ pytestmark = pytest.mark.gpu
 
 RUNS = 200
 DENSE = Case(name="race", seqlen_q=701, seqlen_k=1033, heads_q=6, heads_kv=2, causal=True, dtype=FP16)
-RAGGED = ((513, 700), (1, 300), (0, 9), (700, 257), (64, 64))
+LENGTHS = ((513, 700), (1, 300), (0, 9), (700, 257), (64, 64))
 CALLS = [
     DENSE,
     replace(DENSE, name="race-wide", head_dim=128, dtype=BF16, causal=False),
-    replace(DENSE, name="race-varlen", lengths=RAGGED, unused_tail=31),
+    replace(DENSE, name="race-varlen", lengths=LENGTHS, unused_tail=31),
     replace(DENSE, name="race-everything", softcap=10.0, alibi="batch", window_size=(200, 0)),
 ]
 

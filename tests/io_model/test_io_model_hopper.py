@@ -36,9 +36,9 @@ def sees(call: Call, seqlen_q: int, seqlen_k: int, row: int, key: int) -> bool:
     return (ahead == -1 or distance <= ahead) and (back == -1 or -distance <= back)
 
 
-def test_every_block_of_rows_has_its_turn(call):
+def test_every_block_of_rows_is_computed_once(call):
     """Over the programs of the card and of one with few SMs, each once."""
-    work = hopper.Work.of(call)
+    work = hopper.WorkTiles.of(call)
     expected = Counter(
         (sequence, head, tuple(walk))
         for sequence, walks in enumerate(work.walks)
@@ -46,29 +46,30 @@ def test_every_block_of_rows_has_its_turn(call):
         for walk in walks
     )
     found = Counter()
-    for item in range(work.items):
-        sequence, head, walks = work.item(item)
+    for index in range(work.count):
+        sequence, head, walks = work.tile(index)
         found.update((sequence, head, tuple(walk)) for walk in walks)
     assert found == expected
     key_blocks = [-(-seqlen_k // work.variant.BLOCK_N) for _, seqlen_k in call.sequences]
-    for programs in (5, min(H100.sm_count, work.items)):
-        queues = [list(items) for items in work.dealt(programs)]
-        assert sorted(item for items in queues for item in items) == list(range(work.items))
-        paths = [path for items in queues for path in hopper._paths(work, items, key_blocks, 1)]
-        assert len(paths) == work.items
+    for programs in (5, min(H100.sm_count, work.count)):
+        queues = [list(tiles) for tiles in work.by_program(programs)]
+        assert sorted(index for tiles in queues for index in tiles) == list(range(work.count))
+        paths = [path for tiles in queues for path in hopper.paths_of(work, tiles, key_blocks, 1)]
+        assert len(paths) == work.count
 
 
 def test_programs_that_take_from_a_queue_end_together():
-    """Whatever items cost, none ends later than another by more than the dearest."""
-    costs = [1 + item * 37 % 101 for item in range(1000)]
-    ends = [sum(costs[item] for item in items) for items in hopper.dealt(1000, 132, costs.__getitem__)]
+    """Whatever work tiles cost, no program ends later than another by more than the longest."""
+    costs = [1 + index * 37 % 101 for index in range(1000)]
+    queues = hopper.by_program(1000, 132, costs.__getitem__)
+    ends = [sum(costs[index] for index in tiles) for tiles in queues]
     assert sum(ends) == sum(costs)
     assert max(ends) - min(ends) <= max(costs)
 
 
 def test_loads_are_the_blocks_that_some_row_sees(call):
     found = hopper.forward(call, H100)
-    work = hopper.Work.of(call)
+    work = hopper.WorkTiles.of(call)
     rows, keys = work.variant.BLOCK_M // work.variant.PACK, work.variant.BLOCK_N
     loaded = blocks = 0
     for seqlen_q, seqlen_k in call.sequences:
@@ -88,7 +89,7 @@ def test_blocks_are_those_of_the_schedule():
     from flashtile.backends.hopper.forward.schedule import key_range
 
     for call in CALLS.values():
-        work = hopper.Work.of(call)
+        work = hopper.WorkTiles.of(call)
         variant, rows = work.variant, work.variant.BLOCK_M // work.variant.PACK
         for (seqlen_q, seqlen_k), walks in zip(call.sequences, work.walks, strict=True):
             for number, walk in enumerate(walks):

@@ -1,36 +1,20 @@
 """Compiled kernels kept after their first launch.
 
 Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not
-(7 us, before it also left out what Triton prepares for hooks).
+(7 us, before it also left out what Triton prepares for a profiler).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashtile.backends import compat
+from flashtile.backends.common.config import KernelConfig
 
 NUM_WARPS = 4
 """Of kernels without a configuration, unless said otherwise."""
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """Tile and launch of one kernel.
-
-    ``spill_budget`` is the bytes of register spills that were measured and accepted, for plain and causal
-    problems; ``features_spill_budget`` the same with soft-cap, ALiBi, windows and unused keys at once.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    spill_budget: int = 0
-    features_spill_budget: int = 0
 
 
 class KeptKernel:
@@ -70,8 +54,8 @@ class KeptKernel:
         return self._run is not None
 
     def __call__(self, device: torch.device, *tensors: Any) -> None:
-        if self._run is not None and torch._C._cuda_getDevice() == self._index:
-            self._run(torch._C._cuda_getCurrentRawStream(self._index), tensors)
+        if self._run is not None and compat.cuda_device() == self._index:
+            self._run(compat.cuda_stream(self._index), tensors)
         elif device.type == "cuda" and torch.cuda.current_device() != device.index:
             with torch.cuda.device(device):
                 self(device, *tensors)
@@ -85,5 +69,6 @@ class KeptKernel:
         arguments = (*descriptors, *tensors[len(views) :], *self._fixed)
         compiled = self._kernel[self._grid](*arguments, **self._options)
         if compiled is not None:  # None from the interpreter
-            self._run = compat.launcher(compiled, self._grid, self._fixed, views)
+            # In this order: another thread that sees the one has to see the other.
             self._index = device.index
+            self._run = compat.launcher(compiled, self._grid, self._fixed, views)

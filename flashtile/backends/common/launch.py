@@ -8,13 +8,16 @@ from torch import Tensor
 
 from flashtile.attn.problem import Problem
 
+RAGGED_ROWS = 2**30
+"""Rows of a ragged descriptor (``tma.ragged_view``), and the most that a tensor may have."""
+
 
 def padded(head_dim: int) -> int:
     """The power of two, at least 16, that a tile of ``head_dim`` columns takes."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def bent(problem: Problem) -> bool:
+def has_score_mod(problem: Problem) -> bool:
     """Whether the scores are more than raw products times a positive scale (which keeps their maximum)."""
     return problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
 

@@ -1,14 +1,18 @@
 """What the backward pass needs of each row, computed once (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4).
 
-``shift`` is minus lse in the units of the scores that it is added to, which makes their exponential the
-probability: ``shift_factor`` is log2(e) where they are in log2 units, 1 / softmax_scale for raw products.
-``dp_shift`` is ``dlse - rowsum(dO * O)``, which is added to dP (``dlse`` is the gradient into lse: d lse / d
-s is the probability, so it joins there). Both lie in rows padded to whole blocks, so that loading them needs
-no mask. The sink has no value: the gradient of its score is its probability times ``dp_shift``, summed over a
-block of rows here.
+Two floats, in rows padded to whole blocks, so that loading them needs no mask:
+
+* ``neg_lse`` is minus lse in the units of the scores, so that 2 ** (scores + neg_lse) is the probability:
+  ``lse_factor`` is log2(e) where scores are in log2 units, 1 / softmax_scale where they are raw products.
+* ``neg_delta`` is minus the paper's D, ``dlse - rowsum(dO * O)``, so that dS = P * (dP + neg_delta). ``dlse``
+  is the gradient into lse; it belongs here since d lse / d s is the probability.
+
+The sink has no value: the gradient of its score is its probability times ``neg_delta``, summed over rows.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,13 +23,16 @@ from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
-from flashtile.backends.common.tiles import LOG2_E, RUNTIME_INTEGERS, load_tile, sequence
+from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, sequence
 
 ROW_PAD = 128
-"""Rows of ``shift`` and ``dp_shift`` come in blocks of this many; no backward BLOCK_M is larger."""
-PREPARE_BLOCK_M = 64
-PREPARE_NUM_WARPS = 8
+"""Rows of ``neg_lse`` and ``neg_delta`` come in blocks of this many; no backward BLOCK_M is larger."""
+PAD = tl.constexpr(ROW_PAD)
+BLOCK_M = 64
+NUM_WARPS = 8
 COUNTERS_AT_ONCE = tl.constexpr(1024)
+INTEGERS = ("num_heads_q", "seqlen_q", "total_q", "padded_rows", "num_counters", "dq_accum_heads")
+"""Arguments whose value must not lead to another compilation."""
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
@@ -33,154 +40,149 @@ def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
     return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    VARLEN: bool
+    HAS_DLSE: bool
+    HEAD_DIM_V: int
+    BLOCK_DV: int
+    """HEAD_DIM_V padded to a power of two."""
+    BLOCK_M: int
+    DQ_ACCUM_COLUMNS: int
+    """Of the accumulator of dQ; 0 if there is none."""
+
+
 @triton.jit
-def statistics_offset(
-    b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr, ROW_PAD: tl.constexpr
-):
+def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr):
     """Where the padded rows of sequence ``b`` and ``head`` start."""
     if VARLEN:
         # One block more a sequence than its tokens need: ranges of neighbours never meet.
-        return head.to(tl.int64) * padded_rows + (start_q // ROW_PAD + b) * ROW_PAD
+        return head.to(tl.int64) * padded_rows + (start_q // PAD + b) * PAD
     else:
         return (b.to(tl.int64) * num_heads_q + head) * padded_rows
 
 
-@kernel(do_not_specialize=(*RUNTIME_INTEGERS, "counters", "zeroed_heads"))
-def prepare_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    dlse_ptr,
-    shift_ptr,
-    dp_shift_ptr,
-    dsink_ptr,
-    accumulator_ptr,
-    counters_ptr,
-    cu_seqlens_q,
-    sink,
-    shift_factor,
-    num_heads_q,
-    seqlen_q,
-    total_q,
-    padded_rows,
-    counters,
-    zeroed_heads,
-    VARLEN: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROW_PAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets shift
-    -inf (its probabilities are 0) and dp_shift 0. dsink [programs] gets a term of each, heads fastest.
-    Kernels that add dQ up in memory have an accumulator of COLUMNS floats a padded row, of which the first
-    ``zeroed_heads``, counted through the batch, are zeroed, and so are all ``counters`` of their programs.
+@kernel(do_not_specialize=INTEGERS)
+def preprocess_kernel(
+    out, dout, lse, dlse, neg_lse, neg_delta, dsink, dq_accum, counters, cu_seqlens_q, sink,
+    lse_factor, num_heads_q, seqlen_q, total_q, padded_rows, num_counters, dq_accum_heads, C: tl.constexpr,
+):  # fmt: skip
+    """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets neg_lse
+    -inf (its probabilities are 0) and neg_delta 0. dsink [programs] gets a term of each, heads fastest.
+    Kernels that add dQ up in memory have ``dq_accum``, of C.DQ_ACCUM_COLUMNS floats a padded row. It is
+    zeroed for the first ``dq_accum_heads`` heads, counted through the batch, and so are the counters.
     """
-    num_blocks = tl.cdiv(seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
+    num_blocks = tl.cdiv(seqlen_q, PAD) * (PAD // C.BLOCK_M)
     pid = tl.program_id(0)
-    if counters_ptr is not None and pid == 0:
-        for first in range(0, counters, COUNTERS_AT_ONCE):
+    if counters is not None and pid == 0:
+        for first in range(0, num_counters, COUNTERS_AT_ONCE):
             place = first + tl.arange(0, COUNTERS_AT_ONCE)
-            tl.store(counters_ptr + place, tl.zeros_like(place), mask=place < counters)
+            tl.store(counters + place, tl.zeros_like(place), mask=place < num_counters)
     # Heads vary fastest: neighbouring programs read neighbouring memory.
     head = pid % num_heads_q
-    row_start = (pid // num_heads_q) % num_blocks * BLOCK_M
+    row_start = (pid // num_heads_q) % num_blocks * C.BLOCK_M
     b = (pid // num_heads_q) // num_blocks
-    start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
-    if row_start >= tl.cdiv(len_q, ROW_PAD) * ROW_PAD:
+    start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, C.VARLEN)
+    if row_start >= tl.cdiv(len_q, PAD) * PAD:
         if sink is not None:
-            tl.store(dsink_ptr + pid, 0.0)
+            tl.store(dsink + pid, 0.0)
         return
     b64 = b.to(tl.int64)
-    if VARLEN:
-        tile_offset = (start_q * num_heads_q + head) * HEAD_DIM_V
+    if C.VARLEN:
+        tile_offset = (start_q * num_heads_q + head) * C.HEAD_DIM_V
         lse_offset = head.to(tl.int64) * total_q + start_q + row_start
     else:
-        tile_offset = (b64 * seqlen_q * num_heads_q + head) * HEAD_DIM_V
+        tile_offset = (b64 * seqlen_q * num_heads_q + head) * C.HEAD_DIM_V
         lse_offset = (b64 * num_heads_q + head) * seqlen_q + row_start
-    stride = num_heads_q * HEAD_DIM_V
-    out = load_tile(
-        out_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False,
-        ONCE=True,
-    )  # fmt: skip
-    dout = load_tile(
-        dout_ptr + tile_offset, row_start, len_q, stride, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False,
-        ONCE=True,
-    )  # fmt: skip
-    dp_shift = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    rows = tl.arange(0, BLOCK_M)
+    stride = num_heads_q * C.HEAD_DIM_V
+    out_rows = Matrix(out + tile_offset, stride, len_q)
+    dout_rows = Matrix(dout + tile_offset, stride, len_q)
+    o = load_tile(out_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
+    do = load_tile(dout_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
+    neg_delta_rows = -tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    rows = tl.arange(0, C.BLOCK_M)
     inside = row_start + rows < len_q
-    if HAS_DLSE:
-        dp_shift += tl.load(dlse_ptr + lse_offset + rows, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + lse_offset + rows, mask=inside, other=-float("inf"))
-    empty = lse == -float("inf")
-    offset = statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN, ROW_PAD) + row_start
-    tl.store(shift_ptr + offset + rows, tl.where(empty, lse, -lse * shift_factor))
-    dp_shift = tl.where(empty, 0.0, dp_shift)
-    tl.store(dp_shift_ptr + offset + rows, dp_shift)
-    if COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
-        if b * num_heads_q * (not VARLEN) + head < zeroed_heads:
-            cells = tl.arange(0, BLOCK_M * COLUMNS)
+    if C.HAS_DLSE:
+        neg_delta_rows += tl.load(dlse + lse_offset + rows, mask=inside, other=0.0)
+    lse_rows = tl.load(lse + lse_offset + rows, mask=inside, other=-float("inf"))
+    empty = lse_rows == -float("inf")
+    offset = statistics_offset(b, head, start_q, num_heads_q, padded_rows, C.VARLEN) + row_start
+    tl.store(neg_lse + offset + rows, tl.where(empty, lse_rows, -lse_rows * lse_factor))
+    neg_delta_rows = tl.where(empty, 0.0, neg_delta_rows)
+    tl.store(neg_delta + offset + rows, neg_delta_rows)
+    if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
+        if b * num_heads_q * (not C.VARLEN) + head < dq_accum_heads:
+            cells = tl.arange(0, C.BLOCK_M * C.DQ_ACCUM_COLUMNS)
             zeros = tl.zeros_like(cells).to(tl.float32)
-            tl.store(accumulator_ptr + offset.to(tl.int64) * COLUMNS + cells, zeros)
+            tl.store(dq_accum + offset.to(tl.int64) * C.DQ_ACCUM_COLUMNS + cells, zeros)
     if sink is not None:
         score = tl.load(sink + head).to(tl.float32)
-        p = tl.exp2((score - tl.where(empty, float("inf"), lse)) * LOG2_E)
-        tl.store(dsink_ptr + pid, tl.sum(p * dp_shift, 0))
+        p = tl.exp2((score - tl.where(empty, float("inf"), lse_rows)) * LOG2_E)
+        tl.store(dsink + pid, tl.sum(p * neg_delta_rows, 0))
 
 
-def prepare_launch(
+def variant_of(problem: Problem, has_dlse: bool, dq_accum_columns: int) -> Variant:
+    return Variant(
+        VARLEN=problem.varlen,
+        HAS_DLSE=has_dlse,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_DV=padded(problem.head_dim_v),
+        BLOCK_M=BLOCK_M,
+        DQ_ACCUM_COLUMNS=dq_accum_columns,
+    )
+
+
+def preprocess_launch(
     problem: Problem,
     has_dlse: bool,
-    shift_factor: float,
+    lse_factor: float,
     counters: int = 0,
-    columns: int = 0,
-    zeroed_heads: int = 0,
+    dq_accum_columns: int = 0,
+    dq_accum_heads: int = 0,
 ) -> KeptKernel:
-    """``prepare_kernel`` for one signature; ``columns`` of an accumulator of dQ, 0 without one."""
-    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // PREPARE_BLOCK_M)
+    """``preprocess_kernel`` for one signature.
+
+    Args:
+        lse_factor: log2(e), or 1 / softmax_scale where scores are raw products.
+        counters: int32 counters of the following kernels' programs, which are zeroed.
+        dq_accum_columns: of the fp32 accumulator of dQ; 0 if the following kernels have none.
+        dq_accum_heads: query heads, counted through the batch, of which the accumulator is zeroed.
+    """
+    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return KeptKernel(
-        prepare_kernel,
+        preprocess_kernel,
         blocks * problem.num_heads_q * problem.batch,
         (
-            shift_factor,
+            lse_factor,
             problem.num_heads_q,
             problem.seqlen_q,
             problem.total_q,
             rows,
             counters,
-            zeroed_heads,
+            dq_accum_heads,
         ),
-        (
-            problem.varlen,
-            has_dlse,
-            problem.head_dim_v,
-            padded(problem.head_dim_v),
-            PREPARE_BLOCK_M,
-            ROW_PAD,
-            columns,
-        ),
+        (variant_of(problem, has_dlse, dq_accum_columns),),
         None,
-        num_warps=PREPARE_NUM_WARPS,
+        num_warps=NUM_WARPS,
     )
 
 
-def prepare_rows(
-    prepare: KeptKernel,
-    shift: Tensor | int,
-    dp_shift: Tensor | int,
+def preprocess_rows(
+    preprocess: KeptKernel,
+    neg_lse: Tensor | int,
+    neg_delta: Tensor | int,
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
     extras: Extras,
-    accumulator: Tensor | int | None = None,
+    dq_accum: Tensor | int | None = None,
     counters: Tensor | int | None = None,
 ) -> Tensor | None:
-    """Fill ``shift`` and ``dp_shift``, two floats a padded row, by :func:`prepare_launch`'s kernel.
+    """Fill ``neg_lse`` and ``neg_delta``, two floats a padded row, by :func:`preprocess_launch`'s kernel.
 
     Returns the gradient of the sink, if there is one.
     """
@@ -188,9 +190,9 @@ def prepare_rows(
     terms = None
     if sink is not None:
         heads = sink.shape[0]
-        terms = out.new_empty((prepare.programs // heads, heads), dtype=torch.float32)
-    prepare(
-        out.device, out, dout, lse, dlse, shift, dp_shift, terms, accumulator, counters, extras.cu_seqlens_q,
+        terms = out.new_empty((preprocess.programs // heads, heads), dtype=torch.float32)
+    preprocess(
+        out.device, out, dout, lse, dlse, neg_lse, neg_delta, terms, dq_accum, counters, extras.cu_seqlens_q,
         sink,
     )  # fmt: skip
     return None if sink is None or terms is None else terms.sum(0).to(sink.dtype)

@@ -1,5 +1,7 @@
 """Step functions that kernels of every backend share: sequences of a packed batch, tiles of rows."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -41,32 +43,34 @@ def tile_index(BLOCK: tl.constexpr, WIDE: tl.constexpr):
     return index
 
 
+class Matrix(NamedTuple):
+    """One head of one sequence in memory: ``length`` rows, ``stride`` elements apart."""
+
+    base: Any
+    stride: Any
+    length: Any
+
+
 @triton.jit
 def load_tile(
-    base,
-    start,
-    length,
-    stride,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ONCE: tl.constexpr = False,
-):
-    """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past ``length`` (if MASKED) and past HEAD_DIM.
+    matrix, start, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr, ONCE: tl.constexpr = False,
+):  # fmt: skip
+    """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past the last (if MASKED) and past HEAD_DIM.
 
     With ONCE, other lines stay in the caches rather than these.
     """
     policy: tl.constexpr = "evict_first" if ONCE else ""
     rows = tile_index(BLOCK, WIDE)
     columns = tl.arange(0, BLOCK_D)
-    pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    stride = matrix.stride
+    pointers = matrix.base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     if MASKED:
+        inside_rows = start + rows < matrix.length
         if HEAD_DIM == BLOCK_D:
-            return tl.load(pointers, mask=(start + rows < length)[:, None], other=0.0, eviction_policy=policy)
+            return tl.load(pointers, mask=inside_rows[:, None], other=0.0, eviction_policy=policy)
         else:
-            inside = (start + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
+            inside = inside_rows[:, None] & (columns < HEAD_DIM)[None, :]
             return tl.load(pointers, mask=inside, other=0.0, eviction_policy=policy)
     else:
         if HEAD_DIM == BLOCK_D:

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.hopper.config import RAGGED_ROWS
+from flashtile.backends.common.launch import RAGGED_ROWS
 
 MAX_EXTENT = 2**31 - 2**16
 GLUON_DTYPES = {
@@ -94,7 +94,7 @@ def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: to
     return View(extents, [2**34 - row, row, row, head, last], [1, 1, rows, 1, block_d], dtype)
 
 
-def rows_apart(k: Tensor) -> int:
+def rows_between_sequences(k: Tensor) -> int:
     """Rows from one sequence of a dense k to the next."""
     if k.dim() == 3 or k.shape[0] == 1:
         return 0

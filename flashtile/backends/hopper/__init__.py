@@ -10,7 +10,8 @@ import importlib.util
 import torch
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.hopper.config import RAGGED_ROWS
+from flashtile.backends.common.device import capability, is_nvidia
+from flashtile.backends.common.launch import RAGGED_ROWS
 
 NAME = "hopper"
 CAPABILITY = (9, 0)
@@ -30,23 +31,22 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 
 def reason_of_device(problem: Problem) -> str | None:
-    """What speaks against the device, for kernels of any dtype."""
+    """Why its kernels, of any dtype, do not run on the problem's device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if problem.device.type != "cuda" or torch.version.hip is not None:
+    if not is_nvidia(problem.device):
         return f"its kernels run on NVIDIA's Hopper GPUs, not on {problem.device}"
-    capability = torch.cuda.get_device_capability(problem.device)
-    if capability != CAPABILITY:
-        have = f"{capability[0]}.{capability[1]}"
-        return f"it needs compute capability 9.0 (Hopper), {problem.device} has {have}"
+    major, minor = capability(problem.device)
+    if (major, minor) != CAPABILITY:
+        return f"it needs compute capability 9.0 (Hopper), {problem.device} has {major}.{minor}"
     return None
 
 
 def reason_of_tensors(problem: Problem) -> str | None:
-    """What speaks against how many rows there are and how they lie, likewise."""
+    """Why its kernels, of any dtype, cannot address the problem's tensors; None if they can."""
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle
-    if problem.batch * problem.total_q * problem.total_k == 0:
+    if 0 in (problem.batch, problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k):
         return "there are no queries or no keys"
     if max(problem.total_q, problem.total_k) > RAGGED_ROWS:
         return f"it addresses up to {RAGGED_ROWS} rows, there are {max(problem.total_q, problem.total_k)}"
@@ -54,7 +54,14 @@ def reason_of_tensors(problem: Problem) -> str | None:
 
 
 def configure_forward(problem: Problem):
-    from flashtile.backends.hopper.config import choose
+    from flashtile.backends.hopper.forward.config import choose
+
+    return choose(problem)
+
+
+def configure_backward(problem: Problem):
+    """A ``BackwardConfig``, for head sizes over 128 a ``WideBackwardConfig``."""
+    from flashtile.backends.hopper.backward.config import choose
 
     return choose(problem)
 
@@ -65,19 +72,9 @@ def prepare_forward(problem: Problem, config):
     return ForwardLaunch(problem, config)
 
 
-def configure_backward(problem: Problem):
-    from flashtile.backends.hopper.config import choose_backward
-
-    return choose_backward(problem)
-
-
 def prepare_backward(problem: Problem, config):
-    from flashtile.backends.hopper.config import WideBackwardConfig
+    from flashtile.backends.hopper.backward.config import WideBackwardConfig
 
-    if problem.seqlen_q == 0 or problem.seqlen_k == 0:  # tokens, but in no sequence
-        from flashtile.backends import portable
-
-        return portable.prepare_backward(problem, portable.configure_backward(problem))
     if isinstance(config, WideBackwardConfig):
         from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
 

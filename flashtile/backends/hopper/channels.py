@@ -1,7 +1,7 @@
-"""How the partitions of a warp-specialised kernel hand tiles and turns to one another, through mbarriers.
+"""How the partitions of a warp-specialised kernel hand tiles to one another and keep an order, by mbarriers.
 
-Both count uses from 0 since the kernel began: use ``i`` of a ring of STAGES slots is slot ``i % STAGES`` in
-its round ``i // STAGES``, whose parity an mbarrier calls its phase.
+Uses are counted from 0 since the kernel began. Use ``i`` of a ring of STAGES slots is slot ``i % STAGES``
+for the ``i // STAGES``-th time; the parity of the latter is what an mbarrier calls its phase.
 """
 
 from triton.experimental import gluon
@@ -54,7 +54,8 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 
 @gluon.jit
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A channel over ``tiles`` that exist already. Without READERS, nobody asks whether a slot is free.
+    """A channel over ``tiles`` that exist already. With READERS 0 the producer never asks whether a slot is
+    free.
 
     Only barriers that somebody waits for are initialised. The compiler gives the memory of others to
     something else, and a card that switches between processes may write a barrier's state back there.
@@ -69,8 +70,9 @@ def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @aggregate
-class Turn:
-    """Ping-pong: partitions 0 to COUNT - 1 take turns, in this order, as often as one another."""
+class PingPong:
+    """Partitions 0 to COUNT - 1 use the tensor cores in this order, over and over (FlashAttention-3, section
+    3.1)."""
 
     barriers: gl.shared_memory_descriptor
     COUNT: gl.constexpr
@@ -81,24 +83,24 @@ class Turn:
         self.COUNT = gl.constexpr(COUNT)
 
     @gluon.jit
-    def take(self, me: gl.constexpr, i):
-        """Wait for turn ``i`` of partition ``me``."""
+    def wait(self, me: gl.constexpr, i):
+        """Partition ``me`` waits until it may issue its products for the ``i``-th time."""
         if self.COUNT > 1:
             mbarrier.wait(self.barriers.index(me), i & 1)
 
     @gluon.jit
-    def give(self, me: gl.constexpr):
-        """Let the next partition have its turn."""
+    def pass_on(self, me: gl.constexpr):
+        """Partition ``me`` has issued its products: the next one may."""
         if self.COUNT > 1:
             mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
 
 
 @gluon.jit
-def make_turn(COUNT: gl.constexpr):
-    """Without turns to take (COUNT 1), taking one costs nothing, and no barrier is initialised."""
+def make_ping_pong(COUNT: gl.constexpr):
+    """With COUNT 1 there is no order: waiting costs nothing, and no barrier is initialised."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     if COUNT > 1:
         for i in gl.static_range(COUNT):
             mbarrier.init(barriers.index(i), count=1)
         mbarrier.arrive(barriers.index(0), count=1)
-    return Turn(barriers, COUNT)
+    return PingPong(barriers, COUNT)

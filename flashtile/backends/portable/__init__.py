@@ -8,6 +8,7 @@ import os
 import torch
 
 from flashtile.attn.problem import Problem
+from flashtile.backends.common.device import capability, is_nvidia
 
 NAME = "portable"
 
@@ -32,12 +33,10 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         return "Triton's interpreter cannot multiply bfloat16: it takes the bits for integers"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it computes in float16, bfloat16 or float32, not {problem.dtype}"
-    if problem.device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(problem.device)
-        if problem.dtype == torch.bfloat16 and capability < (8, 0):
-            return (
-                f"bfloat16 needs compute capability 8.0, {problem.device} has {capability[0]}.{capability[1]}"
-            )
+    if problem.dtype == torch.bfloat16 and is_nvidia(problem.device):
+        major, minor = capability(problem.device)
+        if major < 8:
+            return f"bfloat16 needs compute capability 8.0, {problem.device} has {major}.{minor}"
     return None
 
 

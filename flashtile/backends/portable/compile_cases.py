@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.common.kept_kernel import KernelConfig
-from flashtile.backends.common.preprocess import PREPARE_BLOCK_M, PREPARE_NUM_WARPS, ROW_PAD, prepare_kernel
-from flashtile.backends.portable import launch
-from flashtile.backends.portable.backward_dkdv import dkdv_kernel
-from flashtile.backends.portable.backward_dq import dq_kernel
+from flashtile.backends.common.compile_cases import preprocess_case
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.portable import backward_dkdv, backward_dq, forward
+from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import HEAD_DIMS, family_of_capability, row
-from flashtile.backends.portable.forward import forward_kernel
+from flashtile.backends.portable.launch import variant_of
 from flashtile.compile_report import CompileCase, architecture
 
 _PLAIN = Problem(
@@ -49,9 +48,8 @@ _VARIANTS: dict[str, Problem] = {
 }
 """Plain problems as most calls have them, and one with every feature at once."""
 
-_FLOAT_ROWS = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "alibi_slopes", "sink")
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_FLOATS = ("softmax_scale", "scale_log2", "softcap", "shift_factor")
+_FLOAT_ROWS = ("lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
+_STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh")
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -62,17 +60,15 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for variant, any_head_dim in _VARIANTS.items():
                 problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
                 config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
-                for name, kernel, tile in (
-                    ("forward", forward_kernel, config.forward),
-                    ("dkdv", dkdv_kernel, config.dkdv),
-                    ("dq", dq_kernel, config.dq),
+                for name, kernel, pointers, tile in (
+                    ("forward", forward.forward_kernel, forward.Pointers, config.forward),
+                    ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.Pointers, config.dkdv),
+                    ("dq", backward_dq.dq_kernel, backward_dq.Pointers, config.dq),
                 ):
                     yield CompileCase(
                         name=f"{name} {dtype} head_dim {head_dim} {variant}",
                         kernel=kernel,
-                        **_arguments(
-                            kernel, dtype, problem, _constants(kernel, problem, tile, config.precision)
-                        ),
+                        **_arguments(kernel, pointers, dtype, problem, tile, config.precision),
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=tile.features_spill_budget
@@ -80,38 +76,13 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         else tile.spill_budget,
                         tensor_cores=config.precision != "ieee",
                     )
-            yield _prepare_case(dtype, head_dim)
+            plain = replace(_PLAIN, head_dim=head_dim, head_dim_v=head_dim)
+            yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)
 
 
-def _constants(kernel: Any, problem: Problem, tile: KernelConfig, precision: str) -> dict[str, Any]:
-    values = launch.constants(problem, tile, precision, wide=False, aligned=True)
-    return values | ({"ROW_PAD": ROW_PAD} if "ROW_PAD" in kernel.arg_names else {})
-
-
-def _prepare_case(dtype: str, head_dim: int) -> CompileCase:
-    constants = {
-        "VARLEN": False,
-        "HAS_DLSE": False,
-        "HEAD_DIM_V": head_dim,
-        "BLOCK_DV": head_dim,
-        "BLOCK_M": PREPARE_BLOCK_M,
-        "ROW_PAD": ROW_PAD,
-        "COLUMNS": 0,
-        "dlse_ptr": None,
-        "dsink_ptr": None,
-        "accumulator_ptr": None,
-        "counters_ptr": None,
-    }
-    return CompileCase(
-        name=f"prepare {dtype} head_dim {head_dim}",
-        kernel=prepare_kernel,
-        **_arguments(prepare_kernel, dtype, _PLAIN, constants),
-        num_warps=PREPARE_NUM_WARPS,
-        tensor_cores=False,
-    )
-
-
-def _arguments(kernel: Any, dtype: str, problem: Problem, constants: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    kernel: Any, pointers: Any, dtype: str, problem: Problem, tile: KernelConfig, precision: str
+) -> dict[str, Any]:
     """Signature and constants of a launch with contiguous tensors; absent tensors are constants None."""
     given = {
         "cu_seqlens_q": problem.varlen,
@@ -120,18 +91,10 @@ def _arguments(kernel: Any, dtype: str, problem: Problem, constants: dict[str, A
         "alibi_slopes": problem.alibi,
         "sink": problem.sink,
     }
-    constants |= {name: None for name in kernel.arg_names if not given.get(name, True)}
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            continue
-        if name in _FLOAT_ROWS:
-            signature[name] = "*fp32"
-        elif name in _LENGTHS:
-            signature[name] = "*i32"
-        elif name.endswith("_ptr"):
-            signature[name] = f"*{dtype}"
-        else:
-            signature[name] = "fp32" if name in _FLOATS else "i32"
-    strides = frozenset(name for name in signature if name[:2] in ("q_", "k_", "v_") and "stride" in name)
-    return {"signature": signature, "constants": constants, "divisible_by_16": strides}
+    constants: dict[str, Any] = {name: None for name in pointers._fields if not given.get(name, True)}
+    constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True)
+    types = dict.fromkeys(pointers._fields, f"*{dtype}") | dict.fromkeys(_FLOAT_ROWS, "*fp32")
+    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "*i32")
+    types |= dict.fromkeys(Numbers._fields, "fp32")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    return {"signature": signature, "constants": constants, "divisible_by_16": _STRIDES}

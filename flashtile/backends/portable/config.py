@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.device import Target, capability
 from flashtile.backends.common.launch import padded
 from flashtile.problem import UNLIMITED
 
@@ -103,11 +104,9 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-def family(device: torch.device) -> str:
+def family(device: torch.device | Target) -> str:
     """The part of the table for a device; the interpreter (CPU tensors) takes the smallest tiles."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "other"
-    return family_of_capability(*torch.cuda.get_device_capability(device))
+    return family_of_capability(*capability(device))
 
 
 def family_of_capability(major: int, minor: int) -> str:

@@ -1,8 +1,4 @@
-"""Launchers: from tensors to kernel arguments, and compiled kernels kept after their first launch.
-
-Triton's own launch path binds and specialises every argument on every call (17 us); a kept kernel does not
-(7 us, before it also left out what Triton prepares for hooks).
-"""
+"""From tensors to the arguments of the attention kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +9,11 @@ import triton
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
-from flashtile.backends.common.kept_kernel import KeptKernel, KernelConfig
-from flashtile.backends.common.launch import bent, padded, stride_of_two
-from flashtile.backends.common.preprocess import ROW_PAD, padded_rows, prepare_launch, prepare_rows
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import has_score_mod, padded, stride_of_two
+from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+from flashtile.backends.portable.arguments import Lengths, Numbers, Strides, Variant
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.config import Config
@@ -23,56 +21,50 @@ from flashtile.backends.portable.forward import forward_kernel
 from flashtile.problem import LOG2_E, UNLIMITED
 
 
-def constants(
-    problem: Problem, config: KernelConfig, precision: str, wide: bool, aligned: bool
-) -> dict[str, Any]:
-    """The constexpr arguments that the three attention kernels share, in their order."""
+def variant_of(problem: Problem, config: KernelConfig, precision: str, wide: bool, aligned: bool) -> Variant:
+    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`)."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
         # Tiles of k and v that cannot be loaded asynchronously share one address. Where their widths differ,
         # Triton 3.6 on sm_90 then multiplies by what lies outside it (docs/measured/compilers.md).
         block_d = block_dv = max(block_d, block_dv)
-    return {
-        "VARLEN": problem.varlen,
-        "HAS_LEFT": left != UNLIMITED,
-        "HAS_RIGHT": right != UNLIMITED,
-        "HAS_SOFTCAP": problem.softcap > 0,
-        "HAS_ALIBI": problem.alibi,
-        "BENT": bent(problem),
-        "EVEN_M": not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
-        "EVEN_N": not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "BLOCK_M": config.BLOCK_M,
-        "BLOCK_N": config.BLOCK_N,
-        "WIDE": wide,
-        "PRECISION": precision,
-    }
+    return Variant(
+        VARLEN=problem.varlen,
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_ALIBI=problem.alibi,
+        HAS_SCORE_MOD=has_score_mod(problem),
+        EVEN_M=not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
+        EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        WIDE=wide,
+        PRECISION=precision,
+    )
 
 
-def _scalars(problem: Problem, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> tuple:
-    """The scalar arguments that the three attention kernels share, in their order."""
-    strides: list[int] = []
-    for tensor in (q, k, v):
-        strides += [0 if problem.varlen else tensor.stride(0), tensor.stride(-3), tensor.stride(-2)]
+def _strides(tensor: Tensor, packed: bool) -> Strides:
+    return Strides(0 if packed else tensor.stride(0), tensor.stride(-3), tensor.stride(-2))
+
+
+def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return (
-        *strides,
-        stride_of_two(alibi_slopes),
-        problem.num_heads_q,
-        problem.group_size,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        left,
-        right,
-        problem.softmax_scale,
-        problem.softmax_scale * LOG2_E,
-        problem.softcap,
+    return Lengths(
+        alibi_stride=stride_of_two(alibi_slopes),
+        num_heads_q=problem.num_heads_q,
+        group_size=problem.group_size,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        total_q=problem.total_q,
+        total_k=problem.total_k,
+        window_left=left,
+        window_right=right,
     )
 
 
@@ -87,21 +79,19 @@ def _attention_kernel(
     config: KernelConfig,
     problem: Problem,
     precision: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    backward: tuple[int, ...] = (),
+    inputs: tuple[Tensor, Tensor, Tensor],
+    alibi_slopes: Tensor | None,
+    *padded_rows: int,
 ) -> KeptKernel:
-    """``backward`` is the argument that only the backward kernels have: the padded rows of a head."""
+    """One of the three kernels; ``inputs`` are q, k and v. Those of the backward take ``padded_rows``."""
     block = max(config.BLOCK_M, config.BLOCK_N)
-    wide = any(block * tensor.stride(-3) >= 2**31 for tensor in (q, k, v))
-    aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0
-    aligned = aligned and all(map(_aligned, (q, k, v)))
-    fixed = tuple(constants(problem, config, precision, wide, aligned).values())
-    fixed += (ROW_PAD,) if backward else ()
-    scalars = backward + _scalars(problem, q, k, v, extras.alibi_slopes)
-    return KeptKernel(kernel, programs, scalars, fixed, config)
+    wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
+    aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(_aligned, inputs))
+    strides = (stride for tensor in inputs for stride in _strides(tensor, problem.varlen))
+    numbers = Numbers(problem.softmax_scale, problem.softmax_scale * LOG2_E, problem.softcap)
+    scalars = (*padded_rows, *strides, *_lengths(problem, alibi_slopes), *numbers)
+    variant = variant_of(problem, config, precision, wide, aligned)
+    return KeptKernel(kernel, programs, scalars, (variant,), config)
 
 
 class ForwardLaunch:
@@ -136,7 +126,13 @@ class ForwardLaunch:
             if programs == 0:
                 return out, lse
             kernel = self._kernel = _attention_kernel(
-                forward_kernel, programs, config, problem, self._config.precision, q, k, v, extras
+                forward_kernel,
+                programs,
+                config,
+                problem,
+                self._config.precision,
+                (q, k, v),
+                extras.alibi_slopes,
             )
         kernel(q.device, q, k, v, out, lse, *extras)
         return out, lse
@@ -175,13 +171,13 @@ class BackwardLaunch:
             return dq, dk, dv, None if sink is None else torch.zeros_like(sink)
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
-        prepare, compute_dkdv, compute_dq = self.kernels
-        shift = q.new_empty(*self.statistics_shape, dtype=torch.float32)
-        dp_shift = q.new_empty(*self.statistics_shape, dtype=torch.float32)
-        dsink = prepare_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras)
+        preprocess, compute_dkdv, compute_dq = self.kernels
+        neg_lse = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        neg_delta = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
             return dq, dk, dv, dsink
-        inputs = (q, k, v, dout, shift, dp_shift)
+        inputs = (q, k, v, dout, neg_lse, neg_delta)
         compute_dkdv(q.device, *inputs, dk, dv, *extras[:-1])
         compute_dq(q.device, *inputs, dq, *extras[:-1])
         return dq, dk, dv, dsink
@@ -190,17 +186,10 @@ class BackwardLaunch:
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Extras
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
-        heads = problem.num_heads_q * problem.batch
-        prepare = prepare_launch(problem, dlse is not None, LOG2_E)
-        common = (problem, config.precision, q, k, v, extras)
-        blocks = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N)
-        dkdv = _attention_kernel(
-            dkdv_kernel,
-            blocks * problem.num_heads_kv * problem.batch,
-            config.dkdv,
-            *common,
-            (self._padded_rows,),
-        )
-        blocks = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M)
-        dq = _attention_kernel(dq_kernel, blocks * heads, config.dq, *common, (self._padded_rows,))
-        return prepare, dkdv, dq
+        preprocess = preprocess_launch(problem, dlse is not None, LOG2_E)
+        common = (problem, config.precision, (q, k, v), extras.alibi_slopes, self._padded_rows)
+        programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
+        dkdv = _attention_kernel(dkdv_kernel, programs, config.dkdv, *common)
+        programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * problem.num_heads_q * problem.batch
+        dq = _attention_kernel(dq_kernel, programs, config.dq, *common)
+        return preprocess, dkdv, dq

@@ -7,7 +7,8 @@ aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 import triton
 import triton.language as tl
 
-from flashtile.backends.common.tiles import LOG2_E
+from flashtile.backends.common.tiles import LOG2_E, Matrix, sequence
+from flashtile.backends.portable.arguments import Sequence
 
 
 @triton.jit
@@ -53,6 +54,22 @@ def used_length(seqused, b, length):
         return length
     else:
         return min(max(tl.load(seqused + b), 0), length)
+
+
+@triton.jit
+def find_sequence(pointers, lengths, b, C: tl.constexpr):
+    """Sequence ``b`` of the batch, within the tensors whatever ``cu_seqlens`` and ``seqused_k`` say."""
+    start_q, len_q = sequence(pointers.cu_seqlens_q, b, lengths.seqlen_q, lengths.total_q, C.VARLEN)
+    start_k, len_k = sequence(pointers.cu_seqlens_k, b, lengths.seqlen_k, lengths.total_k, C.VARLEN)
+    len_k = used_length(pointers.seqused_k, b, len_k)
+    return Sequence(b, start_q, start_k, len_q, len_k)
+
+
+@triton.jit
+def head_of(pointer, strides, b, start, head, length):
+    """``head`` of the sequence whose ``length`` tokens lie from token ``start`` of batch entry ``b`` on."""
+    base = pointer + b.to(tl.int64) * strides.batch + start * strides.token + head.to(tl.int64) * strides.head
+    return Matrix(base, strides.token, length)
 
 
 @triton.jit
@@ -116,10 +133,10 @@ def tanh(x):
 
 
 @triton.jit
-def bend_scores(
+def apply_score_mod(
     scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):
-    """Raw products -> (scores in log2 units, d bent / d scaled) with soft-cap and ALiBi.
+    """Raw products -> (scores in log2 units, the soft-cap's derivative), with soft-cap and ALiBi.
 
     ``distance`` is key minus row position in the orientation of ``scores``.
     """
@@ -127,12 +144,12 @@ def bend_scores(
     if HAS_SOFTCAP:
         capped = tanh(scores / softcap)
         scores = softcap * capped
-        slack = 1 - capped * capped
+        softcap_grad = 1 - capped * capped
     else:
-        slack = tl.full([], 1.0, tl.float32)
+        softcap_grad = tl.full([], 1.0, tl.float32)
     if HAS_ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
-    return scores * LOG2_E, slack
+    return scores * LOG2_E, softcap_grad
 
 
 @triton.jit

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.common.preprocess import (
-    PREPARE_BLOCK_M,
-    PREPARE_NUM_WARPS,
-    ROW_PAD,
-    padded_rows,
-    prepare_kernel,
-)
+from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.tma import View
-from flashtile.backends.hopper.backward import launch as backward_launch
-from flashtile.backends.hopper.backward import wide_launch as backward_wide_launch
+from flashtile.backends.hopper.backward import launch, wide_launch
+from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, choose
 from flashtile.backends.hopper.backward.kernel import backward_kernel
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
-from flashtile.backends.hopper.config import (
-    LAUNCH_REGISTERS,
-    BackwardConfig,
-    WideBackwardConfig,
-    choose_backward,
-)
-from flashtile.backends.hopper.forward.compile_cases import HOPPER, PLAIN, tensors
+from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
+from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.compile_report import CompileCase
 
 _FULL = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q)
@@ -46,12 +35,6 @@ _MASKS = {"full": _FULL, "causal": _CAUSAL, "features": _FEATURES}
 _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256))
 
-_INPUTS = ("q_desc", "k_desc", "v_desc", "do_desc", "shift_desc", "dp_shift_desc")
-_VIEWS = (*_INPUTS, "dq_desc", "sums_desc", "dk_desc", "dv_desc")
-_INTEGER_POINTERS = ("table", "seqused_k", "turns", "next_item", "counters")
-_FLOAT_POINTERS = ("alibi_slopes", "shift", "dp_shift")
-_FLOATS = ("scale", "scale_log2", "softcap_rate", "softcap_log2", "zero")
-
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Each pair of head sizes without a mask, causal, and with every feature at once; unequal ones, which are
@@ -61,83 +44,41 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for sizes, (mask, problem) in itertools.product((*_TABLE, *_WIDE), _MASKS.items()):
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
-    yield _prepare_case(replace(_FULL, head_dim=128, head_dim_v=128))
+    with_sink = replace(_FULL, head_dim=128, head_dim_v=128, sink=True)
+    yield preprocess_case(
+        "hopper backward preprocess head_dim 128", with_sink, "bf16", has_dlse=True, dq_accum_columns=128
+    )
 
 
 def _products(mask: str, problem: Problem) -> Iterator[CompileCase]:
     """The kernel of five products, or the two for head sizes over 128."""
-    config = choose_backward(problem)
-    rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+    config = choose(problem)
     if not isinstance(config, WideBackwardConfig):
-        variant = backward_launch.variant_of(problem, config)
-        own = backward_launch.views(problem, variant, *tensors(problem), rows, kept=3)
-        yield _case(mask, problem, config, backward_kernel, dict(zip(_VIEWS, own, strict=True)), variant)
+        variant = launch.variant_of(problem, config)
+        views = launch.views(problem, variant, *tensors(problem), resident_heads=3)
+        yield _case(mask, problem, config, backward_kernel, views, variant)
         return
-    statistics_shape = (backward_launch.sequences(problem) * problem.num_heads_q, rows)
-    found = backward_wide_launch.views(problem, *tensors(problem), statistics_shape)
-    views = {f"{name}_desc": view for name, view in found.items()}
-    views |= dict.fromkeys(("shift_desc", "dp_shift_desc"), views.pop("statistics_desc"))
-    dkv, dq = backward_wide_launch.variants(problem, config)
+    views = wide_launch.views(problem, *tensors(problem))
+    dkv, dq = wide_launch.variants(problem, config)
     yield _case(mask, problem, config, dkv_kernel, views, dkv)
     yield _case(mask, problem, config, dq_kernel, views, dq)
 
 
 def _case(
-    mask: str, problem: Problem, config: BackwardConfig, kernel: Any, views: dict[str, View], variant: Any
+    mask: str,
+    problem: Problem,
+    config: BackwardConfig,
+    kernel: Any,
+    views: Mapping[str, View],
+    variant: Any,
 ) -> CompileCase:
     budgets = {
         "full": config.spill_budget,
         "causal": config.causal_spill_budget,
         "features": config.features_spill_budget,
     }
-    signature = {}
-    for name in kernel.arg_names:
-        if name in views:
-            signature[name] = views[name].type_name
-        elif name in _INTEGER_POINTERS:
-            signature[name] = "*i32"
-        elif name in _FLOAT_POINTERS:
-            signature[name] = "*fp32"
-        elif name == "dq":
-            signature[name] = "*bf16"
-        elif name != "C":
-            signature[name] = "fp32" if name in _FLOATS else "i32"
     what = kernel.fn.__name__.removesuffix("_kernel")
     product = "backward" if what == "backward" else f"backward {what}"
     sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{variant.BLOCK_M}x{variant.BLOCK_N}"
-    return CompileCase(
-        name=f"hopper {product} head_dim {sizes} {tile} {mask}",
-        kernel=kernel,
-        signature=signature,
-        constants={"C": variant},
-        options={"maxnreg": LAUNCH_REGISTERS[2]},
-        spill_budget=budgets[mask],
-    )
-
-
-def _prepare_case(problem: Problem) -> CompileCase:
-    """With an accumulator to be zeroed, a sink and a gradient into lse."""
-    tensors = ("out_ptr", "dout_ptr")
-    rows = ("lse_ptr", "dlse_ptr", "shift_ptr", "dp_shift_ptr", "dsink_ptr", "accumulator_ptr", "sink")
-    signature = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(rows, "*fp32") | {"counters_ptr": "*i32"}
-    signature |= {"shift_factor": "fp32"}
-    signature |= dict.fromkeys(
-        ("num_heads_q", "seqlen_q", "total_q", "padded_rows", "counters", "zeroed_heads"), "i32"
-    )
-    return CompileCase(
-        name=f"hopper backward prepare head_dim {problem.head_dim}",
-        kernel=prepare_kernel,
-        signature=signature,
-        constants={
-            "cu_seqlens_q": None,
-            "VARLEN": False,
-            "HAS_DLSE": True,
-            "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_DV": problem.head_dim_v,
-            "BLOCK_M": PREPARE_BLOCK_M,
-            "ROW_PAD": ROW_PAD,
-            "COLUMNS": problem.head_dim,
-        },
-        num_warps=PREPARE_NUM_WARPS,
-        tensor_cores=False,
-    )
+    name = f"{product} head_dim {sizes} {tile} {mask}"
+    return attention_case(name, kernel, views, variant, LAUNCH_REGISTERS[2], budgets[mask])

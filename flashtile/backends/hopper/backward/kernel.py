@@ -1,7 +1,7 @@
 """Attention backward for Hopper: all three gradients in one kernel of five products, in Gluon.
 
 After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2) in FlashAttention-3's form (Shah et al. 2024,
-arXiv:2407.08608, section 3 and appendix): a block of programs owns BLOCK_N keys of one key head and walks the
+arXiv:2407.08608, section 3 and appendix). A work tile is BLOCK_N keys of one key head. Its program walks the
 query rows that see them, of every query head that shares the key head. Per step, with keys as rows:
 
     S^T = K Q^T     P^T = exp2(S^T - lse)     dV += P^T dO
@@ -9,11 +9,11 @@ query rows that see them, of every query head that shares the key head. Per step
 
 Two *consumer* warpgroups own 64 keys each, so that P^T and dS^T are, in the registers where they arise,
 already the left operands of dV and dK. dS^T also goes to shared memory, and each warpgroup makes one half of
-dQ from it. A *producer* warp loads by TMA, an *adder* warp adds dQ to a buffer in fp32, by TMA as well;
-*keeper* warps make dQ of it (``backward_sums``).
+dQ from it. A *producer* warp loads by TMA. Another warp adds dQ to ``dq_accum``, in fp32 and by TMA as well;
+*postprocess* warps make dQ of it in 16 bits (``dq_accum``).
 
 The product dQ lags one step behind, so that the tensor cores always have work queued: dQ of the step before
-and dP^T run under the exponentials, dV under dS, dK under the turn to the next step.
+and dP^T run under the exponentials, dV under dS, dK under the start of the next step.
 """
 
 from triton.experimental import gluon
@@ -26,57 +26,59 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper import config
+from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.backward.dq_accum import (
-    KEEPER_WARPS,
-    Sums,
-    await_room,
-    count_up,
-    keeper,
-    make_keep,
-    sums_row,
+    POSTPROCESS_WARPS,
+    DqAccum,
+    Sizes,
+    accum_row,
+    make_chunks,
+    postprocess,
+    signal,
+    wait_until_zeroed,
 )
 from flashtile.backends.hopper.backward.schedule import (
     Pointers,
     Schedule,
-    block_of_item,
     block_of_step,
     blocks_of_head,
-    find_keys,
+    dq_order,
+    find_work_tile,
+    head_and_block,
     head_of_batch,
     load_keys,
     load_rows,
     padded_row,
     row_blocks,
     step_order,
-    turn_of,
 )
 from flashtile.backends.hopper.backward.scores import (
     Numbers,
-    bend,
+    apply_score_mod,
     mask,
     row_of,
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel
+from flashtile.backends.hopper.columns import column_parts, store_part
 from flashtile.backends.hopper.compat import (
     aggregate,
     async_add,
     async_load,
     async_store,
 )
-from flashtile.backends.hopper.forward.queue import make_queue
-from flashtile.backends.hopper.forward.schedule import item_count
-from flashtile.backends.hopper.opaque import narrow, pin_halves, widen
+from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
+from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
-RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 
 
 @aggregate
-class Steps:
-    """What the partitions of a program share in a step."""
+class Shared:
+    """Shared memory of a program, beside the channels of q and dO: mbarriers, then tiles."""
 
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
@@ -85,15 +87,15 @@ class Steps:
     dq_empty: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    shift: gl.shared_memory_descriptor
-    dp_shift: gl.shared_memory_descriptor
+    neg_lse: gl.shared_memory_descriptor
+    neg_delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     gradient: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, shift, dp_shift, ds, dq, gradient
+        self, kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, neg_lse, neg_delta, ds, dq, gradient
     ):
         self.kv_full = kv_full
         self.kv_empty = kv_empty
@@ -102,8 +104,8 @@ class Steps:
         self.dq_empty = dq_empty
         self.k = k
         self.v = v
-        self.shift = shift
-        self.dp_shift = dp_shift
+        self.neg_lse = neg_lse
+        self.neg_delta = neg_delta
         self.ds = ds
         self.dq = dq
         self.gradient = gradient
@@ -111,109 +113,110 @@ class Steps:
 
 @gluon.jit
 def producer(
-    C: gl.constexpr, queue, q, do, s, q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, pointers,
-    schedule,
+    C: gl.constexpr, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
+    pointers, schedule,
 ):  # fmt: skip
-    """Takes items and loads their tiles."""
-    items = item_count(C, pointers, schedule)
+    """Takes work tiles from the work queue and loads what they need."""
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
-    turn = 0
-    item = gl.atomic_add(pointers.next_item, 1)
-    queue.give(turn, item)
-    while item < items:
-        work = find_keys(C, item, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
-        cut, count, left, full = step_order(begin, end, full_begin, full_end)
-        following = item
-        mbarrier.wait(s.kv_empty, (turn & 1) ^ 1)
+    t = 0
+    tile_index = gl.atomic_add(pointers.next_tile, 1)
+    work_queue.put(queue, t, tile_index)
+    while tile_index < num_tiles:
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
+        following = tile_index
+        mbarrier.wait(shared.kv_empty, (t & 1) ^ 1)
         if begin < end:
-            mbarrier.expect(s.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_keys(C, k_desc, work, s.kv_full, s.k.index(0))
-            load_keys(C, v_desc, work, s.kv_full, s.v.index(0))
+            mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            load_keys(C, k_desc, work, shared.kv_full, shared.k.index(0))
+            load_keys(C, v_desc, work, shared.kv_full, shared.v.index(0))
         else:
-            mbarrier.arrive(s.kv_full, count=1)
+            mbarrier.arrive(shared.kv_full, count=1)
         for g in range(C.GROUP):
             head = work.head * C.GROUP + g
-            statistics = head_of_batch(C, work, g, schedule.heads)
+            statistics = head_of_batch(C, work, g, schedule.num_heads)
             for j in range(count):
-                if (g == C.GROUP - 1) & (j == count - 1):  # here, tiles ahead hide that it takes its time
-                    following = gl.atomic_add(pointers.next_item, 1)
-                    queue.give(turn + 1, following)
-                row = block_of_step(j, begin, end, cut, left, full) * C.BLOCK_M
+                if (g == C.GROUP - 1) & (j == count - 1):  # the atomic takes its time, while tiles are ahead
+                    following = gl.atomic_add(pointers.next_tile, 1)
+                    work_queue.put(queue, t + 1, following)
+                row = block_of_step(j, begin, end, cut, in_front, full) * C.BLOCK_M
                 column = padded_row(C, work, row)
                 slot = q.acquire(i)
                 barrier = q.full.index(slot)
-                mbarrier.expect(barrier, q_desc.block_type.nbytes + shift_desc.block_type.nbytes)
+                mbarrier.expect(barrier, q_desc.block_type.nbytes + neg_lse_desc.block_type.nbytes)
                 load_rows(C, q_desc, work, row, head, barrier, q.tiles.index(slot))
-                async_load(shift_desc, [statistics, column], barrier, s.shift.index(slot))
+                async_load(neg_lse_desc, [statistics, column], barrier, shared.neg_lse.index(slot))
                 slot = do.acquire(i)
                 barrier = do.full.index(slot)
-                mbarrier.expect(barrier, do_desc.block_type.nbytes + dp_shift_desc.block_type.nbytes)
+                mbarrier.expect(barrier, do_desc.block_type.nbytes + neg_delta_desc.block_type.nbytes)
                 load_rows(C, do_desc, work, row, head, barrier, do.tiles.index(slot))
-                async_load(dp_shift_desc, [statistics, column], barrier, s.dp_shift.index(slot))
+                async_load(neg_delta_desc, [statistics, column], barrier, shared.neg_delta.index(slot))
                 i += 1
         if begin >= end:
-            following = gl.atomic_add(pointers.next_item, 1)
-            queue.give(turn + 1, following)
-        turn += 1
-        item = following
+            following = gl.atomic_add(pointers.next_tile, 1)
+            work_queue.put(queue, t + 1, following)
+        t += 1
+        tile_index = following
 
 
 @gluon.jit
-def adder(C: gl.constexpr, queue, s, dq_desc, pointers, schedule, sums):
-    """Adds both halves of dQ of each step to global memory.
+def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedule, accum):
+    """Adds both halves of dQ of each step to ``dq_accum``.
 
-    In a deterministic sum, a step's turn is passed on after the additions of the step behind it are issued,
-    so that it has had their time to be done. But nobody waits for a turn without having passed on his own.
+    With DETERMINISTIC a step waits until its block of dQ has had the additions before it (``dq_order``), and
+    signals its own with one step's delay, in which they reach memory. Before it waits, it signals what it
+    has not yet: so there is always a program that goes on.
     """
     DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
-    items = item_count(C, pointers, schedule)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     blocks = blocks_of_head(C, pointers, schedule)
     i = 0
-    turn = 0
-    item = queue.wait(turn, 1)
-    before = item * 0 - 1  # the block of dQ whose turn is still to be passed on
-    while item < items:
-        work = find_keys(C, item, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
-        cut, count, left, full = step_order(begin, end, full_begin, full_end)
-        key_head, _ = block_of_item(C, item, blocks, schedule)
-        await_room(key_head, blocks, sums)
+    t = 0
+    tile_index = work_queue.peek(queue, t, 1)
+    pending = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
+    while tile_index < num_tiles:
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
+        key_head, _ = head_and_block(C, tile_index, blocks, schedule)
+        wait_until_zeroed(key_head, blocks, accum)
         for g in range(C.GROUP):
-            head = head_of_batch(C, work, g, schedule.heads)
+            head = head_of_batch(C, work, g, schedule.num_heads)
             for j in range(count):
-                m = block_of_step(j, begin, end, cut, left, full)
-                sums_block = sums_row(C, work, key_head, g, m * C.BLOCK_M, sums) // C.BLOCK_M
+                m = block_of_step(j, begin, end, cut, in_front, full)
+                accum_block = accum_row(C, work, key_head, g, m * C.BLOCK_M, accum) // C.BLOCK_M
                 if C.DETERMINISTIC:
-                    block = head * sums.q_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
-                    my_turn = turn_of(C, work, m, schedule)
-                    seen = gl.load(sums.turns + block, volatile=True)
-                    if seen != my_turn:
-                        if before >= 0:
-                            count_up(sums.turns + before, 0)
-                        before = block * 0 - 1
-                        while seen != my_turn:
-                            seen = gl.load(sums.turns + block, volatile=True)
+                    block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
+                    order = dq_order(C, work, m, schedule)
+                    signalled = gl.load(accum.dq_semaphores + block, volatile=True)
+                    if signalled != order:
+                        if pending >= 0:
+                            signal(accum.dq_semaphores + pending, 0)
+                        pending = block * 0 - 1
+                        while signalled != order:
+                            signalled = gl.load(accum.dq_semaphores + block, volatile=True)
                 for w in gl.static_range(2):
-                    mbarrier.wait(s.dq_full.index(w), i & 1)
-                    async_add(dq_desc, [(sums_block * 2 + w) * (DQ_COLUMNS // 4), 0], s.dq.index(w))
+                    mbarrier.wait(shared.dq_full.index(w), i & 1)
+                    async_add(dq_add_desc, [(accum_block * 2 + w) * (DQ_COLUMNS // 4), 0], shared.dq.index(w))
                 if C.DETERMINISTIC:
-                    if before >= 0:
-                        count_up(sums.turns + before, 2)
-                    before = block
+                    if pending >= 0:
+                        signal(accum.dq_semaphores + pending, 2)
+                    pending = block
                 tma.store_wait(1)
-                mbarrier.arrive(s.dq_empty.index(0), count=1)
+                mbarrier.arrive(shared.dq_empty.index(0), count=1)
                 tma.store_wait(0)
-                mbarrier.arrive(s.dq_empty.index(1), count=1)
+                mbarrier.arrive(shared.dq_empty.index(1), count=1)
                 i += 1
         if C.DETERMINISTIC:  # noqa: SIM102 - constants decide first, in an if of their own
-            if before >= 0:
-                count_up(sums.turns + before, 0)
-                before = item * 0 - 1
-        count_up(sums.added + key_head, 0)
-        queue.release(turn)
-        turn += 1
-        item = queue.wait(turn, 1)
+            if pending >= 0:
+                signal(accum.dq_semaphores + pending, 0)
+                pending = tile_index * 0 - 1
+        signal(accum.added_blocks + key_head, 0)
+        queue.release(t)
+        t += 1
+        tile_index = work_queue.peek(queue, t, 1)
 
 
 @gluon.jit
@@ -234,7 +237,7 @@ def in_register_order(x):
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
     (w, r, t). Stored so, a tile needs one address a thread and meets no bank twice; what reads the buffer
-    knows the order (``backward_sums``).
+    knows the order (``dq_accum``).
     """
     N: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
@@ -242,21 +245,25 @@ def in_register_order(x):
 
 
 @gluon.jit
-def hand_over(W: gl.constexpr, s, dq, i):
-    """Half of dQ of step ``i`` to the adder."""
-    mbarrier.wait(s.dq_empty.index(W), (i & 1) ^ 1)
-    s.dq.index(W).store(in_register_order(dq))
+def pass_dq(W: gl.constexpr, shared, dq, i):
+    """Warpgroup W's half of dQ of step ``i`` to the warp that adds it to ``dq_accum``."""
+    mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)
+    shared.dq.index(W).store(in_register_order(dq))
     fence_async_shared()
-    mbarrier.arrive(s.dq_full.index(W), count=1)
+    mbarrier.arrive(shared.dq_full.index(W), count=1)
 
 
 @gluon.jit
 def step(
     C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, slope, dk, dv,
-    start, q, do, s, schedule, numbers,
+    start, q, do, shared, schedule, numbers,
 ):  # fmt: skip
-    """Step ``i``: rows of block ``m``; and dQ of the step before, unless this is the FIRST of an item."""
-    dtype: gl.constexpr = s.k.dtype
+    """Step ``i``: rows of block ``m``; and dQ of the step before, unless this is the FIRST of a work tile.
+
+    ``start`` is -lse of the rows, which the accumulator of S^T starts with; returned is that of step ``i +
+    more``, where ``more`` is 1, and 0 in the last step.
+    """
+    dtype: gl.constexpr = shared.k.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
@@ -267,8 +274,8 @@ def step(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     # Slot 0, said so that the compiler sees it change from step to step: what the products need to know of
     # tiles that never change it would keep in the registers of every thread, 32 of them.
-    k = s.k.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
-    v = s.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
+    k = shared.k.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
+    v = shared.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     my_k = k.slice(W * ROWS, ROWS, 0)
     my_v = v.slice(W * ROWS, ROWS, 0)
     # A zero that the compiler cannot see through, for each row: accumulators that are copies of one register
@@ -278,42 +285,42 @@ def step(
     slot = q.wait(i)
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
-    scores = warpgroup_mma(my_k, q_tile.permute((1, 0)), start, use_acc=not C.BENT, is_async=True)
+    scores = warpgroup_mma(my_k, q_tile.permute((1, 0)), start, use_acc=not C.HAS_SCORE_MOD, is_async=True)
     if FIRST:
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
         before = i - 1
-        mbarrier.wait(s.ds_full.index(before & 1), (before >> 1) & 1)
+        mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
         zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
-        dq = dq_product(C, W, s.ds.index(before & 1), k, zero)
+        dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
         scores = warpgroup_mma_wait(1, deps=[scores])
-    slack = 1.0
-    if C.BENT:
-        scores, slack = bend(C, W, scores, m, work, slope, numbers, s_layout)
-        p = gl.exp2(scores + row_of(s.shift.index(slot).reshape([C.BLOCK_M]), s_layout))
+    softcap_grad = 1.0
+    if C.HAS_SCORE_MOD:
+        scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout)
+        p = gl.exp2(scores + row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
     else:
         p = gl.exp2(scores * numbers.scale_log2)
     if CUT:
         p = mask(C, W, p, m, work, schedule, s_layout)
-    weights = narrow(p * slack, dtype)  # what dS is of dP; P itself but under a soft-cap
-    p = narrow(p, dtype)
+    weights = to_16_bit(p * softcap_grad, dtype)  # dS / dP: P, times the soft-cap's derivative
+    p = to_16_bit(p, dtype)
     do.wait(i)
-    dp_start = row_of(s.dp_shift.index(slot).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
-    p = pin_halves(p)
+    dp_start = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
+    p = pin_16_bit(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
     dp = warpgroup_mma(my_v, do_tile.permute((1, 0)), dp_start, is_async=True)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
-        hand_over(W, s, dq, i - 1)
+        pass_dq(W, shared, dq, i - 1)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = narrow(widen(weights) * dp, dtype)
-    s.ds.index(i & 1).slice(W * ROWS, ROWS, 0).store(ds)
+    ds = to_16_bit(to_fp32(weights) * dp, dtype)
+    shared.ds.index(i & 1).slice(W * ROWS, ROWS, 0).store(ds)
     fence_async_shared()
-    mbarrier.arrive(s.ds_full.index(i & 1), count=1)
+    mbarrier.arrive(shared.ds_full.index(i & 1), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, ds_operand), q_tile, dk, is_async=True)
     # Of the next step, under dK; of this one again where there is no next.
-    start = row_of(s.shift.index(q.wait(i + more)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
+    start = row_of(shared.neg_lse.index(q.wait(i + more)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     do.release(i)
     q.release(i)
@@ -321,38 +328,30 @@ def step(
 
 
 @gluon.jit
-def store_gradient(
-    C: gl.constexpr, W: gl.constexpr, desc, work, tile, gradient, COLUMN: gl.constexpr, schedule
-):
-    """TMA store of this warpgroup's keys, columns ``COLUMN`` and on, as many at a time as ``desc`` has; rows
-    behind the last key are not written."""
-    ROWS: gl.constexpr = gradient.shape[0]
-    WIDTH: gl.constexpr = gradient.shape[1]
+def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, tile, gradient, schedule):
+    """TMA store of warpgroup W's keys, as many columns at a time as ``desc`` has, through one tile.
+
+    Rows behind the last key are not written.
+    """
     PART: gl.constexpr = desc.block_type.shape[-1]
-    if WIDTH > PART:
-        left, right = gl.split(gradient.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)))
-        store_gradient(C, W, desc, work, tile, left, COLUMN, schedule)
-        store_gradient(C, W, desc, work, tile, right, COLUMN + WIDTH // 2, schedule)
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    parts = column_parts(gradient, PART)
+    for n in gl.static_range(gradient.shape[1] // PART):
         tma.store_wait(0)  # of the part before
-        part = gl.convert_layout(gradient.to(desc.dtype), layout, assert_trivial=True)
-        tile.reshape([ROWS, PART]).store(part)
-        fence_async_shared()
+        store_part(parts[n], tile)
         row = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
         if C.VARLEN or C.SEQUSED:
             end = work.start_k + work.seqlen_k
             if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
             place = RAGGED_ROWS - work.seqlen_k + row
-            async_store(desc, [RAGGED_ROWS, end, place, work.head, COLUMN], tile)
+            async_store(desc, [RAGGED_ROWS, end, place, work.head, n * PART], tile)
         else:
-            async_store(desc, [work.sequence, row, work.head, COLUMN], tile)
+            async_store(desc, [work.sequence, row, work.head, n * PART], tile)
 
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, queue, q, do, s, dk_desc, dv_desc, pointers, schedule, numbers
+    C: gl.constexpr, W: gl.constexpr, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers
 ):
     """Warpgroup W: keys 64 W to 64 W + 63 of every block."""
     ROWS: gl.constexpr = WARPGROUP_ROWS
@@ -362,25 +361,25 @@ def consumer(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
-    items = item_count(C, pointers, schedule)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
-    turn = 0
-    item = queue.wait(turn, 4)
-    while item < items:
-        work = find_keys(C, item, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
-        mbarrier.wait(s.kv_full, turn & 1)
+    t = 0
+    tile_index = work_queue.peek(queue, t, 4)
+    while tile_index < num_tiles:
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        mbarrier.wait(shared.kv_full, t & 1)
         dk_sum = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
         dv_sum = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
         if begin < end:
-            cut, count, left, full = step_order(begin, end, full_begin, full_end)
-            start = row_of(s.shift.index(q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
+            cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
+            start = row_of(shared.neg_lse.index(q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
             last = i + count * C.GROUP - 1
-            m = block_of_step(0, begin, end, cut, left, full)
+            m = block_of_step(0, begin, end, cut, in_front, full)
             slope = slope_of(C, work, 0, pointers, schedule)
             dk_sum, dv_sum, start = step(
-                C, W, True, C.MASKED, i, m, min(last - i, 1), work, slope, dk_sum, dv_sum, start, q, do, s,
-                schedule, numbers,
+                C, W, True, C.MASKED, i, m, min(last - i, 1), work, slope, dk_sum, dv_sum, start, q, do,
+                shared, schedule, numbers,
             )  # fmt: skip
             i += 1
             for g in range(C.GROUP):
@@ -388,71 +387,76 @@ def consumer(
                 done = max(1 - g, 0)  # of the first head, the step above
                 if C.MASKED:
                     for j in range(done, cut):
-                        m = block_of_step(j, begin, end, cut, left, full)
+                        m = block_of_step(j, begin, end, cut, in_front, full)
                         dk_sum, dv_sum, start = step(
                             C, W, False, True, i, m, min(last - i, 1), work, slope, dk_sum, dv_sum, start, q,
-                            do, s, schedule, numbers,
+                            do, shared, schedule, numbers,
                         )  # fmt: skip
                         i += 1
                     done = max(done, cut)
                 for j in range(done, count):
                     dk_sum, dv_sum, start = step(
                         C, W, False, False, i, full - cut + j, min(last - i, 1), work, slope, dk_sum, dv_sum,
-                        start, q, do, s, schedule, numbers,
+                        start, q, do, shared, schedule, numbers,
                     )  # fmt: skip
                     i += 1
             before = i - 1
-            mbarrier.wait(s.ds_full.index(before & 1), (before >> 1) & 1)
+            mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
             zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
-            dq = dq_product(C, W, s.ds.index(before & 1), s.k.index(0).reshape([C.BLOCK_N, C.BLOCK_D]), zero)
+            ds, k = shared.ds.index(before & 1), shared.k.index(0)
+            dq = dq_product(C, W, ds, k.reshape([C.BLOCK_N, C.BLOCK_D]), zero)
             dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(s.kv_empty, count=1)
-            hand_over(W, s, dq, before)
+            mbarrier.arrive(shared.kv_empty, count=1)
+            pass_dq(W, shared, dq, before)
         else:
-            mbarrier.arrive(s.kv_empty, count=1)
-        work = find_keys(C, queue.read(turn, 4), pointers, schedule)
-        store_gradient(C, W, dv_desc, work, s.gradient.index(W), dv_sum, 0, schedule)
-        store_gradient(C, W, dk_desc, work, s.gradient.index(W), dk_sum * numbers.scale, 0, schedule)
-        queue.release(turn)
-        turn += 1
-        item = queue.wait(turn, 4)
+            mbarrier.arrive(shared.kv_empty, count=1)
+        work = find_work_tile(C, work_queue.read(queue, t, 4), pointers, schedule)
+        store_gradient(C, W, dv_desc, work, shared.gradient.index(W), dv_sum, schedule)
+        store_gradient(C, W, dk_desc, work, shared.gradient.index(W), dk_sum * numbers.scale, schedule)
+        queue.release(t)
+        t += 1
+        tile_index = work_queue.peek(queue, t, 4)
     tma.store_wait(0)
 
 
 @gluon.jit
-def await_preparation():
-    """With programmatic dependent launch, programs may begin before the kernel in front of them has ended."""
+def wait_for_preprocess():
+    """With programmatic dependent launch, programs start before the preprocess kernel has ended."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
 
 
-@gluon_kernel(do_not_specialize=(*Schedule._fields, *Sums._fields[:4]))
+@gluon_kernel(do_not_specialize=(*Schedule._fields, *Sizes._fields))
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dq_desc, sums_desc, dk_desc, dv_desc,
-    table, seqused_k, alibi_slopes, turns, dq, counters,
-    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, section, q_blocks, all_heads,
-    kept, vectors, scale, scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
+    dv_desc,
+    table, seqused_k, alibi_slopes, dq_semaphores, dq, counters,
+    num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
+    alibi_stride, swizzle, row_blocks, total_heads, resident_heads, row_vectors, scale,
+    scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; each takes the next items when it has time.
+    """Grid: one program for each multiprocessor at most; each takes work tiles as it comes free.
 
-    dq_desc and sums_desc are the same memory; counters: next_item, next_part, and for each key head added and
-    cleared.
+    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. ``counters``: next_tile, next_part, then
+    added_blocks and converted_parts of each key head.
     """
-    await_preparation()
+    wait_for_preprocess()
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
     k = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)
-    shift = gl.allocate_shared_memory(gl.float32, [C.STAGES] + shift_desc.block_type.shape, shift_desc.layout)
-    dp_shift = gl.allocate_shared_memory(
-        gl.float32, [C.STAGES] + dp_shift_desc.block_type.shape, dp_shift_desc.layout
+    neg_lse = gl.allocate_shared_memory(
+        gl.float32, [C.STAGES] + neg_lse_desc.block_type.shape, neg_lse_desc.layout
+    )
+    neg_delta = gl.allocate_shared_memory(
+        gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_N, C.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [2, C.BLOCK_N, C.BLOCK_M], ds_layout)
-    dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout)
     gradient = gl.allocate_shared_memory(dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -465,25 +469,33 @@ def backward_kernel(
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
-    s = Steps(kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, shift, dp_shift, ds, dq_parts, gradient)
-    queue = make_queue(3)
-    keep = make_keep(sums_desc)
-    added = counters + 2
+    shared = Shared(
+        kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, neg_lse, neg_delta, ds, dq_parts, gradient
+    )
+    queue = work_queue.make_work_queue(3)
+    chunks = make_chunks(dq_accum_desc)
+    added_blocks = counters + 2
     pointers = Pointers(table, seqused_k, alibi_slopes, counters)
-    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, section)
-    sums = Sums(q_blocks, all_heads, kept, vectors, turns, dq, counters + 1, added, added + all_heads)
+    schedule = Schedule(
+        num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
+        alibi_stride, swizzle,
+    )  # fmt: skip
+    sizes = Sizes(row_blocks, total_heads, resident_heads, row_vectors)
+    accum = DqAccum(
+        sizes, dq_semaphores, dq, counters + 1, added_blocks, added_blocks + total_heads
+    )  # fmt: skip
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
     gl.warp_specialize(
         [
-            (consumer, (C, 0, queue, q, do, s, dk_desc, dv_desc, pointers, schedule, numbers)),
-            (consumer, (C, 1, queue, q, do, s, dk_desc, dv_desc, pointers, schedule, numbers)),
+            (consumer, (C, 0, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
+            (consumer, (C, 1, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
             (producer, (
-                C, queue, q, do, s, q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, pointers,
-                schedule,
+                C, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
+                pointers, schedule,
             )),
-            (adder, (C, queue, s, dq_desc, pointers, schedule, sums)),
-            (keeper, (C, keep, sums_desc, pointers, schedule, sums, scale)),
+            (accumulate_dq, (C, queue, shared, dq_add_desc, pointers, schedule, accum)),
+            (postprocess, (C, chunks, dq_accum_desc, pointers, schedule, accum, scale)),
         ],
-        [4, 1, 1, KEEPER_WARPS],
+        [4, 1, 1, POSTPROCESS_WARPS],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""From tensors to the Hopper backward's two kernels: prepare, and the five products with the sums of dQ."""
+"""From tensors to the backward's two kernels: preprocess, and the five products; prepared once a
+signature."""
 
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -11,36 +11,40 @@ from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import bent, contiguous_strides, largest_divisor, stride_of_two
-from flashtile.backends.common.preprocess import padded_rows, prepare_launch, prepare_rows
-from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_apart
+from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, stride_of_two
+from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_between_sequences
+from flashtile.backends.hopper.backward.config import (
+    GRADIENT_PART,
+    POSTPROCESS_CHUNK,
+    BackwardConfig,
+    BackwardVariant,
+)
+from flashtile.backends.hopper.backward.dq_accum import Sizes
 from flashtile.backends.hopper.backward.kernel import backward_kernel
+from flashtile.backends.hopper.backward.preprocess import Preprocess, dense_batch, statistics_shape
+from flashtile.backends.hopper.backward.schedule import Schedule
+from flashtile.backends.hopper.backward.scores import Numbers
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
-    GRADIENT_PART,
-    KEEPER_CHUNK,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     WARPGROUP_ROWS,
-    BackwardConfig,
-    BackwardVariant,
     padded,
 )
-from flashtile.backends.hopper.forward import tile_table
-from flashtile.backends.hopper.forward.launch import num_programs, score_numbers
-from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
+from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.problem import LOG2_E, UNLIMITED
 
-LINE = 32
-"""Floats of a line of the L2 cache, between whose multiples each part of the workspace begins."""
-SECTION_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
-"""Of the L2 cache's 50 MB; programs are at work on two sections at a time. With blocks of keys of equal cost
-larger ones are faster, with the triangle of a causal mask, under which sums are complete later, smaller."""
+SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
+"""Of the L2 cache's 50 MB, for what the heads that are interleaved read and add to; programs are at work on
+twice as many. With blocks of keys of equal cost more is faster. Under a causal mask, where heads are
+complete later, less is."""
 SMALLEST_SCALE = 1e-6
 """Below it, lse in units of raw products would lose its digits, or overflow."""
 
 
 def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
+    """What the kernels are compiled for."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     return BackwardVariant(
@@ -50,7 +54,7 @@ def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
         HAS_RIGHT=right != UNLIMITED,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
-        BENT=bent(problem) or problem.softmax_scale < SMALLEST_SCALE,
+        HAS_SCORE_MOD=has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE,
         EVEN_N=even,
         MASKED=left != UNLIMITED or right != UNLIMITED or not even,
         DETERMINISTIC=problem.deterministic,
@@ -65,135 +69,84 @@ def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
     )
 
 
-def part_columns(variant: BackwardVariant) -> int:
-    """Columns of the 64 rows of dQ that a warpgroup makes in a step: of 64 rows half, of 128 all."""
-    return variant.BLOCK_D // (2 * WARPGROUP_ROWS // variant.BLOCK_M)
-
-
-def sequences(problem: Problem) -> int:
-    """Along the first dimension of dense tensors; a variable-length batch is one."""
-    return 1 if problem.varlen else problem.batch
-
-
 def key_heads(problem: Problem) -> int:
-    """Counted through the batch when dense."""
-    return problem.num_heads_kv * sequences(problem)
+    """Key heads, counted through a dense batch."""
+    return problem.num_heads_kv * dense_batch(problem)
 
 
-def uneven(problem: Problem) -> bool:
+def has_uneven_blocks(problem: Problem) -> bool:
     """Whether some blocks of keys meet more rows than others, as under a causal mask."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return (left == UNLIMITED) != (right == UNLIMITED)
 
 
-def section_of(problem: Problem) -> int:
-    """Key heads whose blocks are taken in turn in a deterministic sum: as many as the L2 cache has room for,
-    with q, dO and the sums of dQ, and a divisor of all heads."""
+def l2_swizzle(problem: Problem) -> int:
+    """Key heads whose work tiles are interleaved when deterministic: a divisor of all key heads of the batch.
+
+    As many as the L2 cache has room for, with q, dO and ``dq_accum``.
+    """
     row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
-    room = SECTION_BYTES["uneven" if uneven(problem) else "even"]
+    room = SWIZZLE_BYTES["uneven" if has_uneven_blocks(problem) else "even"]
     most = room // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
     return largest_divisor(key_heads(problem), most)
 
 
-def heads_kept(problem: Problem, block_n: int, section: int, programs: int) -> int:
-    """Key heads whose sums of dQ have room at a time.
+def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int) -> int:
+    """Key heads that ``dq_accum`` has room for.
 
-    Twice as many as programs are at work on: while those of one are completed and converted, blocks of the
-    next have begun. A deterministic sum completes its sections as a whole and needs more; never less than a
-    section, whose heads must not wait for one another. Still more would leave the L2 cache.
+    Twice as many as programs are at work on: while those of one half are completed and converted, blocks of
+    the other have begun. When deterministic, interleaved heads are complete together and need more room;
+    never less than all of them, which must not wait for one another. Still more would leave the L2 cache.
     """
-    blocks = math.ceil(problem.total_k / sequences(problem) / block_n)
-    kept = math.ceil(2 * programs / max(blocks, 1)) + 1
+    blocks = math.ceil(problem.total_k / dense_batch(problem) / block_n)
+    heads = math.ceil(2 * programs / max(blocks, 1)) + 1
     if problem.deterministic:
-        kept = kept + section if uneven(problem) else max(kept, 5 * section // 2)
-    return min(kept, key_heads(problem))
+        heads = heads + swizzle if has_uneven_blocks(problem) else max(heads, 5 * swizzle // 2)
+    return min(heads, key_heads(problem))
 
 
-def key_items(problem: Problem, block_n: int) -> int:
-    """Blocks of keys of a head, in all sequences; with a table, as many as it has rows for."""
-    if problem.varlen:
-        return tile_table.capacity(problem.total_k, problem.batch, block_n)
-    return problem.batch * math.ceil(problem.seqlen_k / block_n)
+def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
+    """For packed sequences: of blocks of keys, so that queries are the other side."""
+    if not problem.varlen:
+        return None
+    return TileTable(problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, block_n)
 
 
-def key_table_kernel(problem: Problem, block_n: int) -> KeptKernel:
-    """``tile_table_kernel`` with the parts of queries and keys exchanged."""
-    blocks = math.ceil(problem.seqlen_k / block_n)
-    scalars = (problem.batch, blocks, problem.total_k, problem.total_q, key_items(problem, block_n))
-    constants = (False, False, block_n, TABLE_WIDTH.value, tile_table.CHUNK)
-    return KeptKernel(tile_table.tile_table_kernel, problem.batch, scalars, constants, None)
+def schedule_of(
+    problem: Problem, block_n: int, k: Tensor, alibi_slopes: Tensor | None, swizzle: int = 1
+) -> Schedule:
+    """The integers of a launch whose work tiles are ``block_n`` keys."""
+    num_blocks = math.ceil(problem.seqlen_k / block_n)
+    table = key_tile_table(problem, block_n)
+    tiles = problem.batch * num_blocks if table is None else table.capacity
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return Schedule(
+        num_tiles=tiles * problem.num_heads_kv,
+        num_blocks=num_blocks,
+        num_heads=problem.num_heads_kv,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        batch_rows_k=rows_between_sequences(k),
+        window_left=left,
+        window_right=right,
+        alibi_stride=stride_of_two(alibi_slopes),
+        swizzle=swizzle,
+    )
 
 
-class Begun(NamedTuple):
-    """What the preparation of a call leaves for its kernels; ``workspace`` is what the last four lie in."""
-
-    dout: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsink: Tensor | None
-    workspace: Tensor
-    shift: Tensor | int
-    dp_shift: Tensor | int
-    counters: Tensor | int
-    accumulator: Tensor | int | None
+def numbers_of(problem: Problem) -> Numbers:
+    """The floats of a launch."""
+    return Numbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
 
 
-class Beginning:
-    """The first part of every backward: the tensors of the gradients, and two floats for each row.
+class Kernels(NamedTuple):
+    """The kernels of one signature, in the order of their launch."""
 
-    What one kernel leaves to the next is one allocation: with one for each, and views of them, a call took a
-    fifth longer on the host.
-
-    Args:
-        counters: of the programs, 0 at the start.
-        kept, columns: of the sums of dQ, in fp32: key heads, and columns; 0 for none.
-    """
-
-    def __init__(self, problem: Problem, counters: int, kept: int = 0, columns: int = 0) -> None:
-        rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
-        self.statistics_shape = (sequences(problem) * problem.num_heads_q, rows)
-        self._some_unwritten = problem.varlen or problem.seqused_k
-        count = math.prod(self.statistics_shape)
-        sums = kept * problem.group_size * rows * columns
-        self._sizes = [count, count, math.ceil(counters / LINE) * LINE, sums]
-        self._offsets = [4 * offset for offset in accumulate(self._sizes, initial=0)]
-
-    def __call__(
-        self,
-        prepare: KeptKernel,
-        last: KeptKernel,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        extras: Extras,
-    ) -> Begun:
-        """``prepare`` is :func:`prepare_launch`'s, ``last`` the last of the kernels that follow."""
-        if dout.data_ptr() % 16:
-            dout = dout.clone()
-        # Tokens that no sequence has or uses are written by no program.
-        allocate = q.new_zeros if self._some_unwritten else q.new_empty
-        dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
-        workspace = q.new_empty(self._offsets[-1] // 4, dtype=torch.float32)
-        parts = self._addresses(workspace) if last.takes_addresses else self._tensors(workspace)
-        shift, dp_shift, counters, accumulator = parts
-        dsink = prepare_rows(prepare, shift, dp_shift, out, dout, lse, dlse, extras, accumulator, counters)
-        return Begun(dout, dq, dk, dv, dsink, workspace, *parts)
-
-    def _addresses(self, workspace: Tensor) -> tuple[int, int, int, int | None]:
-        start = workspace.data_ptr()
-        shift, dp_shift, counters, accumulator, end = self._offsets
-        sums = start + accumulator if accumulator < end else None
-        return start + shift, start + dp_shift, start + counters, sums
-
-    def _tensors(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The first call compiles, for which Triton wants tensors."""
-        shift, dp_shift, counters, accumulator = workspace.split_with_sizes(self._sizes)
-        return shift, dp_shift, counters.view(torch.int32), accumulator if accumulator.numel() else None
+    preprocess: Preprocess
+    fill_table: TileTable | None
+    products: KeptKernel
+    dq_semaphores: int
+    """How many there are, if deterministic: one for each block of rows."""
 
 
 class BackwardLaunch:
@@ -202,7 +155,7 @@ class BackwardLaunch:
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
         self._variant = variant_of(problem, config)
-        self._kernels: tuple[KeptKernel, KeptKernel] | None = None
+        self._kernels: Kernels | None = None
 
     def __call__(
         self,
@@ -216,127 +169,101 @@ class BackwardLaunch:
         extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
-        if self._kernels is None:
-            self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
-        prepare, products = self._kernels
-        device = q.device
-        dout, dq, dk, dv, dsink, _workspace, shift, dp_shift, counters, accumulator = self._begin(
-            prepare, products, dout, dlse, q, k, v, out, lse, extras
+        kernels = self._kernels
+        if kernels is None:  # published once it is complete: other threads may be here, too
+            kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
+        # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
+        dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
+            kernels.products, dout, dlse, q, k, v, out, lse, extras
         )
-        turns = counters
+        dq_semaphores = counters
         if self._problem.deterministic:
-            turns = q.new_zeros(*self._turns_shape, dtype=torch.int32)
+            dq_semaphores = q.new_zeros(kernels.dq_semaphores, dtype=torch.int32)
         table = lse
-        if self._table_kernel is not None:
-            table = q.new_empty(*self._table_shape, dtype=torch.int32)
-            self._table_kernel(device, table, cu_seqlens_k, cu_seqlens_q, lse)
-        products(
-            device,
+        if kernels.fill_table is not None:
+            table = kernels.fill_table(cu_seqlens_k, cu_seqlens_q, None)
+        kernels.products(
+            q.device,
             q,
             k,
             v,
             dout,
-            shift,
-            dp_shift,
-            accumulator,
-            accumulator,
+            neg_lse,
+            neg_delta,
+            dq_accum,
+            dq_accum,
             dk,
             dv,
             table,
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
-            turns,
+            dq_semaphores,
             dq,
             counters,
         )
         return dq, dk, dv, dsink
 
     def _prepare(
-        self,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        alibi_slopes: Tensor | None,
-    ) -> tuple[KeptKernel, KeptKernel]:
+        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+    ) -> Kernels:
         problem, variant = self._problem, self._variant
-        factor = LOG2_E if variant.BENT else 1 / problem.softmax_scale
-        blocks = math.ceil(problem.seqlen_k / variant.BLOCK_N)
-        items = key_items(problem, variant.BLOCK_N)
-        self._table_kernel: KeptKernel | None = None
-        if problem.varlen:
-            self._table_shape = (1 + items, TABLE_WIDTH.value)
-            self._table_kernel = key_table_kernel(problem, variant.BLOCK_N)
-        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        section = section_of(problem)
-        all_items, all_heads = items * problem.num_heads_kv, key_heads(problem)
-        programs = num_programs((all_items,), q.device)
-        kept = heads_kept(problem, variant.BLOCK_N, section, programs)
-        counters = 2 + 2 * all_heads
-        self._begin = Beginning(problem, counters, kept, variant.BLOCK_D)
-        heads, rows = self._begin.statistics_shape
-        q_blocks = rows // variant.BLOCK_M
-        self._turns_shape = (heads * q_blocks,)
-        scalars = (
-            all_items,
-            blocks,
-            problem.num_heads_kv,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            rows_apart(k),
-            left,
-            right,
-            stride_of_two(alibi_slopes),
-            section,
-            q_blocks,
-            all_heads,
-            kept,
-            problem.head_dim // 8,
-            problem.softmax_scale,
-            *score_numbers(problem),
-            0.0,
+        swizzle = l2_swizzle(problem)
+        schedule = schedule_of(problem, variant.BLOCK_N, k, alibi_slopes, swizzle)
+        programs = num_programs(schedule.num_tiles, q.device)
+        heads, rows = statistics_shape(problem)
+        sizes = Sizes(
+            row_blocks=rows // variant.BLOCK_M,
+            total_heads=key_heads(problem),
+            resident_heads=resident_heads(problem, variant.BLOCK_N, swizzle, programs),
+            row_vectors=problem.head_dim // 8,
         )
+        scalars = schedule._asdict() | sizes._asdict() | numbers_of(problem)._asdict()
         products = KeptKernel(
             backward_kernel,
             programs,
-            scalars,
+            arguments_of(backward_kernel, scalars),
             (variant,),
             None,
-            views(problem, variant, q, k, v, rows, kept),
+            arguments_of(backward_kernel, views(problem, variant, q, k, v, sizes.resident_heads)),
             maxnreg=LAUNCH_REGISTERS[2],
             launch_pdl=True,
         )
-        prepare = prepare_launch(
-            problem, dlse is not None, factor, counters, variant.BLOCK_D, kept * problem.group_size
+        preprocess = Preprocess(
+            problem,
+            has_dlse=dlse is not None,
+            lse_factor=LOG2_E if variant.HAS_SCORE_MOD else 1 / problem.softmax_scale,
+            counters=2 + 2 * sizes.total_heads,
+            resident_heads=sizes.resident_heads,
+            columns=variant.BLOCK_D,
         )
-        return prepare, products
+        fill_table = key_tile_table(problem, variant.BLOCK_N)
+        return Kernels(preprocess, fill_table, products, heads * sizes.row_blocks)
 
 
 def views(
-    problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, rows: int, kept: int
-) -> tuple[View, ...]:
-    """Of q, k, v, dout, shift, dp_shift, the sums of dQ as they are added to and as they are converted, dk
-    and dv."""
+    problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident_heads: int
+) -> dict[str, View]:
+    """Of each tensor that TMA moves, by the kernel's parameters."""
     dtype = problem.dtype
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
-    heads_q = problem.num_heads_q
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
-    statistics = View(
-        [sequences(problem) * heads_q, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False
-    )
-    tiles = kept * problem.group_size * rows // WARPGROUP_ROWS
-    part, chunk = [part_columns(variant) // 4, 256], [d // 8, KEEPER_CHUNK // (8 * d), 64]
-    return (
-        view_q(q.shape, q.stride(), block_m, d, dtype),
-        view_k(k.shape, k.stride(), block_n, d, dtype),
-        view_k(v.shape, v.stride(), block_n, dv, dtype),
-        view_q(problem.out_shape, contiguous_strides(problem.out_shape), block_m, dv, dtype),
-        statistics,
-        statistics,
-        View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
-        View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
-        view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
-        view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
-    )
+    heads, rows = statistics_shape(problem)
+    statistics = View([heads, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
+    tiles = resident_heads * problem.group_size * rows // WARPGROUP_ROWS
+    # A warpgroup adds 64 rows at a time: of 64 rows half of the columns, of 128 rows all.
+    columns = d // (2 * WARPGROUP_ROWS // block_m)
+    part, chunk = [columns // 4, 256], [d // 8, POSTPROCESS_CHUNK // (8 * d), 64]
+    return {
+        "q_desc": view_q(q.shape, q.stride(), block_m, d, dtype),
+        "k_desc": view_k(k.shape, k.stride(), block_n, d, dtype),
+        "v_desc": view_k(v.shape, v.stride(), block_n, dv, dtype),
+        "do_desc": view_q(problem.out_shape, contiguous_strides(problem.out_shape), block_m, dv, dtype),
+        "neg_lse_desc": statistics,
+        "neg_delta_desc": statistics,
+        "dq_add_desc": View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
+        "dq_accum_desc": View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
+        "dk_desc": view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
+        "dv_desc": view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
+    }

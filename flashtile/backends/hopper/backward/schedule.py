@@ -1,4 +1,5 @@
-"""Which blocks of keys a program of the Hopper backward takes, and which query rows they meet, in what order.
+"""The tile scheduler of the Hopper backward: which blocks of keys a program takes, and which query rows each
+meets.
 
 The functions on integers are the kernel's own; Python calls them through ``.fn``.
 """
@@ -8,117 +9,125 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.common import preprocess as backward_prepare
-from flashtile.backends.hopper import config
+from flashtile.backends.common import launch, preprocess
 from flashtile.backends.hopper.compat import async_load
-from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH, Work, key_range
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range
 
-RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
-ROW_PAD = gl.constexpr(backward_prepare.ROW_PAD)
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
 
 class Pointers(NamedTuple):
-    """Those of the kernel. What a call has not is never followed."""
+    """Memory that the kernel addresses itself, int32 but for the slopes. What a call has not is never
+    followed."""
 
     table: Any
+    """The tile table of packed sequences, of blocks of keys."""
     seqused_k: Any
     alibi_slopes: Any
-    next_item: Any
-    """The first item that no program has taken yet; 0 at the start."""
+    next_tile: Any
+    """The first work tile that no program has taken yet; 0 at the start."""
 
 
 class Schedule(NamedTuple):
-    """Integers of the kernel."""
+    """Integers of the launch; run-time arguments of the kernel, in this order."""
 
-    items: Any
-    """Of the launch; a variable-length batch has them in its table."""
-    blocks: Any
+    num_tiles: Any
+    """Work tiles of all heads and sequences; packed sequences have theirs in the table."""
+    num_blocks: Any
     """Blocks of keys of the longest sequence."""
-    heads: Any
-    """Of k."""
+    num_heads: Any
+    """Key heads."""
     seqlen_q: Any
     seqlen_k: Any
-    rows_k: Any
-    """From one sequence of k to the next; used where ``seqused_k`` ends them early."""
-    left: Any
-    right: Any
+    batch_rows_k: Any
+    """Rows from one sequence of k to the next; used where ``seqused_k`` ends them early."""
+    window_left: Any
+    window_right: Any
     alibi_stride: Any
-    section: Any
-    """Key heads whose blocks are taken in turn in a deterministic sum; it divides all heads of the batch."""
+    """Elements from one sequence's slopes to the next's; 0 if all share them."""
+    swizzle: Any
+    """With DETERMINISTIC: key heads whose work tiles are interleaved, a divisor of all key heads of the
+    batch."""
 
 
 @gluon.jit
-def block_of_item(C: gl.constexpr, item, blocks, schedule):
-    """(key head, counted through the batch when dense; its block) of an item, with so many blocks a head.
+def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
+    """(key head, its block) of a work tile, with so many blocks to a head. Heads count through a dense batch.
 
-    Heads one after the other: programs at work read the same rows. But in a deterministic sum a block follows
-    its neighbour by two steps. Programs that come free together, as those of equal blocks in several heads
-    do, therefore find blocks of several heads next, and not neighbours.
+    Heads follow one another, so that programs at work read the same rows. With DETERMINISTIC a block adds to
+    dQ two steps after its neighbour. Programs that come free together, as those of equal blocks of several
+    heads do,
+    would then wait for one another if their next blocks were neighbours: blocks of ``swizzle`` heads
+        alternate.
     """
-    head = item // blocks
-    block = item % blocks
+    head = tile_index // blocks
+    block = tile_index % blocks
     if C.DETERMINISTIC:
-        in_section = item % (blocks * schedule.section)
-        head = item // (blocks * schedule.section) * schedule.section + in_section % schedule.section
-        block = in_section // schedule.section
+        in_swizzle = tile_index % (blocks * schedule.swizzle)
+        head = tile_index // (blocks * schedule.swizzle) * schedule.swizzle + in_swizzle % schedule.swizzle
+        block = in_swizzle // schedule.swizzle
     return head, block
 
 
 @gluon.jit
-def find_keys(C: gl.constexpr, item, pointers, schedule):
-    """The block of keys (``place``) and key head of an item: from a table, or by arithmetic.
+def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
+    """From the table of packed sequences, or by arithmetic.
 
-    Of a head the first blocks first, which cost most under a causal mask. But in a deterministic sum later
-    items wait for earlier ones, and there block n meets its first rows ``BLOCK_N`` rows after block n - 1
-    has: last blocks first, none waits long.
+    The first blocks of a head come first: under a causal mask they are the longest. With DETERMINISTIC the
+        last
+    come first: later work tiles wait for earlier ones, and under a causal mask block n meets its first rows
+    ``BLOCK_N`` rows after block n - 1 has, so that none waits long.
     """
-    head, block = block_of_item(C, item, blocks_of_head(C, pointers, schedule), schedule)
+    head, block = head_and_block(C, tile_index, blocks_of_head(C, pointers, schedule), schedule)
     work, blocks = sequence_of(C, head, block, pointers, schedule)
     place, seqlen_k = work.place, work.seqlen_k
     if C.DETERMINISTIC:
         place = blocks - 1 - place
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + work.sequence), 0), seqlen_k)
-    return Work(work.sequence, work.head, place, work.start_q, work.start_k, work.seqlen_q, seqlen_k)
+    return WorkTile(work.sequence, work.head, place, work.start_q, work.start_k, work.seqlen_q, seqlen_k)
 
 
 @gluon.jit
 def blocks_of_head(C: gl.constexpr, pointers, schedule):
-    """Blocks of keys, in all sequences that the table has."""
-    blocks = schedule.blocks
+    """Blocks of keys of a head, in one sequence when dense, in all packed ones together."""
+    blocks = schedule.num_blocks
     if C.VARLEN:
         blocks = gl.load(pointers.table)
     return blocks
 
 
 @gluon.jit
-def sequence_of(C: gl.constexpr, head, place, pointers, schedule):
-    """(block ``place`` of a key head, counted through the batch when dense; blocks of its sequence)"""
+def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
+    """(the work tile of block ``block`` of a key head, blocks of its sequence); all keys count, used or
+    not."""
     if C.VARLEN:
-        row = pointers.table + (1 + place) * TABLE_WIDTH
+        row = pointers.table + (1 + block) * TABLE_WIDTH
         sequence = gl.load(row)
         place = gl.load(row + 1)
         start_k = gl.load(row + 2)
         start_q = gl.load(row + 3)
-        # No longer than was said: others wait for every block of keys that a row sees.
+        # At most max_seqlen: with DETERMINISTIC, others wait for every block of keys that a row sees.
         seqlen_k = gl.minimum(gl.load(row + 4), schedule.seqlen_k)
         seqlen_q = gl.minimum(gl.load(row + 5), schedule.seqlen_q)
         blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     else:
-        sequence = head // schedule.heads
-        head = head % schedule.heads
+        place = block
+        sequence = head // schedule.num_heads
+        head = head % schedule.num_heads
         start_q = place * 0
-        start_k = sequence * schedule.rows_k
+        start_k = sequence * schedule.batch_rows_k
         seqlen_q = schedule.seqlen_q + start_q
         seqlen_k = schedule.seqlen_k + start_q
-        blocks = schedule.blocks + start_q
-    return Work(sequence, head, place, start_q, start_k, seqlen_q, seqlen_k), blocks
+        blocks = schedule.num_blocks + start_q
+    return WorkTile(sequence, head, place, start_q, start_k, seqlen_q, seqlen_k), blocks
 
 
 @gluon.jit
 def row_blocks(C: gl.constexpr, work, left, right):
-    """Blocks [begin, end) of query rows that see some key of the block, and [full_begin, full_end) of rows
-    that all see all of them. The mirror image of ``schedule.key_blocks``."""
+    """Blocks [begin, end) of query rows that see some key of the work tile, and [full_begin, full_end) whose
+    rows all see all of its keys. The mirror image of the forward's ``key_blocks``."""
     first = work.place * C.BLOCK_N
     last = min(first + C.BLOCK_N, work.seqlen_k) - 1
     begin, end, full_begin, full_end = key_range(
@@ -128,7 +137,7 @@ def row_blocks(C: gl.constexpr, work, left, right):
     begin = begin // C.BLOCK_M
     end = (end + C.BLOCK_M - 1) // C.BLOCK_M
     full_begin = (full_begin + C.BLOCK_M - 1) // C.BLOCK_M
-    # Rows behind the last have probability 0 anyway: the last block of rows needs no mask for them.
+    # Rows behind the last have probability 0 in any case: the last block of rows needs no mask for them.
     full_end = (full_end + C.BLOCK_M - 1) // C.BLOCK_M if full_end == work.seqlen_q else full_end // C.BLOCK_M
     partial = first + C.BLOCK_N > work.seqlen_k
     return begin, begin if none else end, full_begin, full_begin if partial else full_end
@@ -136,46 +145,51 @@ def row_blocks(C: gl.constexpr, work, left, right):
 
 @gluon.jit
 def step_order(begin, end, full_begin, full_end):
-    """(cut, count, left, full): of ``count`` blocks of rows the ``cut`` that a mask cuts come first, of these
-    ``left`` from ``begin`` on; whole blocks begin at ``full``. See :func:`block_of_step`."""
+    """(cut, count, before, full): the order of ``count`` blocks of rows, for :func:`block_of_step`.
+
+    The first ``cut`` steps are the blocks that the mask cuts: ``before`` of them from ``begin`` on, in front
+    of the whole blocks, then those behind. Whole blocks follow, from ``full`` on.
+    """
     full = min(max(full_begin, begin), end)
     full_end = min(max(full_end, full), end)
-    left = full - begin
-    return left + end - full_end, end - begin, left, full
+    before = full - begin
+    return before + end - full_end, end - begin, before, full
 
 
 @gluon.jit
-def block_of_step(j, begin, end, cut, left, full):
+def block_of_step(j, begin, end, cut, before, full):
     """The block of rows of step ``j``."""
-    before = begin + j
+    in_front = begin + j
     behind = end - cut + j
     whole = full - cut + j
-    return whole if j >= cut else (before if j < left else behind)
+    return whole if j >= cut else (in_front if j < before else behind)
 
 
 @gluon.jit
-def turn_of(C: gl.constexpr, work, m, schedule):
-    """How many blocks of keys add to block ``m`` of dQ before this one: the later ones that it sees."""
+def dq_order(C: gl.constexpr, work, m, schedule):
+    """With DETERMINISTIC: how many blocks of keys add to block ``m`` of dQ before this one, the later ones
+    that its rows see."""
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
     _, end, _, _ = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right, C.HAS_LEFT, C.HAS_RIGHT
-    )
+        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
+        C.HAS_RIGHT,
+    )  # fmt: skip
     return (end - 1) // C.BLOCK_N - work.place
 
 
 @gluon.jit
-def head_of_batch(C: gl.constexpr, work, g, heads):
-    """The query head ``g`` of those that share the key head, counted through the batch when dense."""
+def head_of_batch(C: gl.constexpr, work, g, num_heads):
+    """The query head ``g`` of those that share the key head. Heads count through a dense batch."""
     head = work.head * C.GROUP + g
     if not C.VARLEN:
-        head += work.sequence * (heads * C.GROUP)
+        head += work.sequence * (num_heads * C.GROUP)
     return head
 
 
 @gluon.jit
 def padded_row(C: gl.constexpr, work, row):
-    """Where ``row`` of a sequence lies among the padded rows of its head (``backward_prepare``)."""
+    """Where ``row`` of a sequence lies among the padded rows of its head (``common.preprocess``)."""
     if C.VARLEN:
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
     return row

@@ -1,4 +1,4 @@
-"""From products to probabilities in the Hopper backward, keys as rows: soft-cap, ALiBi, masks, roundings."""
+"""From raw products to probabilities in the Hopper backward, keys as rows: soft-cap, ALiBi, masks."""
 
 from typing import Any, NamedTuple
 
@@ -12,24 +12,29 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class Numbers(NamedTuple):
-    """Of the scores: softmax_scale, the same times log2(e), then 2 softmax_scale / softcap and softcap, both
-    times log2(e); and a zero that the compiler does not know to be one."""
+    """Floats of the launch, for scores in log2 units."""
 
     scale: Any
+    """softmax_scale."""
     scale_log2: Any
+    """softmax_scale * log2(e)."""
     softcap_rate: Any
+    """2 * softmax_scale / softcap * log2(e)."""
     softcap_log2: Any
+    """softcap * log2(e)."""
     zero: Any
+    """0.0, which the compiler must not know."""
 
 
 @gluon.jit
 def row_of(vector, layout: gl.constexpr):
+    """A number for each query row, in shared memory, to [1, rows] in registers."""
     return gl.expand_dims(vector.load(gl.SliceLayout(0, layout)), 0)
 
 
 @gluon.jit
 def slope_of(C: gl.constexpr, work, g, pointers, schedule):
-    """ALiBi's, of query head ``g`` of the key head, in log2 units."""
+    """ALiBi's slope of query head ``g`` of the key head, in log2 units; 0.0 without ALiBi."""
     slope = 0.0
     if C.ALIBI:
         head = work.head * C.GROUP + g
@@ -39,7 +44,7 @@ def slope_of(C: gl.constexpr, work, g, pointers, schedule):
 
 @gluon.jit
 def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr):
-    """Of this warpgroup's keys, and of the rows of block ``m`` among the keys."""
+    """(keys of this warpgroup [keys, 1], where rows of block ``m`` stand among the keys [1, rows])"""
     keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     rows = gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, s_layout))
     keys += work.place * C.BLOCK_N + W * WARPGROUP_ROWS
@@ -48,35 +53,35 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 
 @gluon.jit
 def soft_cap(C: gl.constexpr, s, numbers):
-    """(raw products, soft-capped, in log2 units; d capped / d scaled)."""
-    slack = 1.0
+    """(scores in log2 units, softcap_grad: d capped / d scaled) from raw products."""
+    softcap_grad = 1.0
     if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
         capped = 1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate))
         s = capped * numbers.softcap_log2
-        slack = 1 - capped * capped
+        softcap_grad = 1 - capped * capped
     else:
         s = s * numbers.scale_log2
-    return s, slack
+    return s, softcap_grad
 
 
 @gluon.jit
-def bend(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr):
-    """(scores in log2 units, d bent / d scaled) from raw products, with soft-cap and ALiBi."""
-    s, slack = soft_cap(C, s, numbers)
+def apply_score_mod(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr):
+    """(scores in log2 units, softcap_grad) from raw products: soft-cap, then ALiBi."""
+    s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
         keys, rows = positions(C, W, m, work, s_layout)
         s = s - slope * gl.abs(rows - keys).to(gl.float32)
-    return s, slack
+    return s, softcap_grad
 
 
 @gluon.jit
 def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.constexpr):
-    """Zero for keys that a row does not see."""
+    """P, but 0 for keys that a row does not see."""
     keys, rows = positions(C, W, m, work, s_layout)
     if not C.EVEN_N:
         p = gl.where(keys < work.seqlen_k, p, 0.0)
     if C.HAS_RIGHT:
-        p = gl.where(keys <= rows + schedule.right, p, 0.0)
+        p = gl.where(keys <= rows + schedule.window_right, p, 0.0)
     if C.HAS_LEFT:
-        p = gl.where(keys >= rows - schedule.left, p, 0.0)
+        p = gl.where(keys >= rows - schedule.window_left, p, 0.0)
     return p

@@ -1,13 +1,13 @@
 """Attention backward for Hopper, head sizes over 128: dK and dV, in Gluon.
 
-After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2), without dQ, which ``backward_wide_dq``
-computes on its own. One kernel of five products has room for tiles of 64 x 64 only, and in it dQ, added up in
-memory in fp32, moves as many bytes as q and dO together. Two kernels multiply seven times instead of five,
-but move three quarters of the bytes, and they add nothing up in memory: all runs are equal bit by bit.
+After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2), without dQ, which ``wide_dq``
+computes on its own. One kernel of five products has room for tiles of 64 x 64 only, and in it ``dq_accum``
+moves as many bytes as q and dO together. Two kernels multiply seven times instead of five, but move three
+quarters of the bytes. They add nothing up in memory, so that all runs are equal bit by bit.
 
-A program owns 64 keys of a key head and walks the query rows that see them, of every query head that shares
-the key head, 64 at a time. Two *consumer* warpgroups have a gradient each, of which 64 x 256 in fp32 are half
-of their registers:
+A work tile is 64 keys of a key head. Its program walks the query rows that see them, of every query head that
+shares the key head, 64 at a time. Two *consumer* warpgroups have a gradient each, of which 64 x 256 in fp32
+are half of their registers:
 
     values:  S^T = K Q^T     P^T = exp2(S^T - lse)       dV += P^T dO
     keys:    dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
@@ -28,12 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper import config
+from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.backward.kernel import store_gradient
 from flashtile.backends.hopper.backward.schedule import (
     Pointers,
     Schedule,
-    find_keys,
+    find_work_tile,
     head_of_batch,
     load_keys,
     load_rows,
@@ -42,29 +42,28 @@ from flashtile.backends.hopper.backward.schedule import (
 )
 from flashtile.backends.hopper.backward.scores import (
     Numbers,
-    bend,
+    apply_score_mod,
     mask,
     row_of,
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load
-from flashtile.backends.hopper.forward.queue import make_queue
-from flashtile.backends.hopper.forward.schedule import item_count
-from flashtile.backends.hopper.opaque import narrow, widen
+from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
+from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
 
 class Statistics(NamedTuple):
-    """``shift`` and ``dp_shift`` (``backward_prepare``) of the rows in each slot of q and of dO."""
+    """Two numbers a row (``common.preprocess``): -lse of those in each slot of q, -delta of those of dO."""
 
-    shift: Any
-    dp_shift: Any
+    neg_lse: Any
+    neg_delta: Any
 
 
 class Gradients(NamedTuple):
-    """Where dK and dV leave from, and where to."""
+    """Shared memory that dK and dV leave through, and their descriptors."""
 
     dk: Any
     dv: Any
@@ -74,7 +73,7 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def in_chunks(x):
-    """[64, 64] as [4, 1024]: 16 bytes of each of 128 threads, and again, so that no two meet in a bank.
+    """[64, 64] as [4, 1024]: four times 16 bytes of each of 128 threads, without bank conflicts.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
     (w, r, t).
@@ -91,57 +90,58 @@ def from_chunks(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
-    """Block ``m`` of q or dO of query head ``g`` of the group, and its rows' numbers."""
+    """TMA loads, use ``i`` of the ring: block ``m`` of q or dO of query head ``g`` of the group, and its
+    statistics."""
     row = m * C.BLOCK_M
     slot = ring.acquire(i)
     full = ring.full.index(slot)
     mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
     load_rows(C, desc, work, row, work.head * C.GROUP + g, full, ring.tiles.index(slot))
-    where = [head_of_batch(C, work, g, schedule.heads), padded_row(C, work, row)]
+    where = [head_of_batch(C, work, g, schedule.num_heads), padded_row(C, work, row)]
     async_load(statistics_desc, where, full, statistics.index(slot))
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, turn, work, desc, ring):
-    """The program's block of k or v, for its ``turn``."""
-    slot = ring.acquire(turn)
+def load_resident(C: gl.constexpr, t, work, desc, ring):
+    """TMA load of the block of k or v of the program's work tile number ``t``."""
+    slot = ring.acquire(t)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_keys(C, desc, work, ring.full.index(slot), ring.tiles.index(slot))
 
 
 @gluon.jit
 def producer(
-    C: gl.constexpr, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, shift_desc,
-    dp_shift_desc, pointers, schedule,
+    C: gl.constexpr, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, neg_lse_desc,
+    neg_delta_desc, pointers, schedule,
 ):  # fmt: skip
-    """Takes items and loads their tiles."""
-    items = item_count(C, pointers, schedule)
+    """Takes work tiles from the work queue and loads what they need."""
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
-    turn = 0
-    item = gl.atomic_add(pointers.next_item, 1)
-    while item < items:
-        queue.give(turn, item)
-        work = find_keys(C, item, pointers, schedule)
-        begin, end, _, _ = row_blocks(C, work, schedule.left, schedule.right)
+    t = 0
+    tile_index = gl.atomic_add(pointers.next_tile, 1)
+    while tile_index < num_tiles:
+        work_queue.put(queue, t, tile_index)
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        begin, end, _, _ = row_blocks(C, work, schedule.window_left, schedule.window_right)
         if begin < end:
             # The first rows may come before the tiles of keys are free.
-            load_step(C, i, begin, 0, work, q_desc, shift_desc, q, statistics.shift, schedule)
-            load_resident(C, turn, work, k_desc, k)
-            load_step(C, i, begin, 0, work, do_desc, dp_shift_desc, do, statistics.dp_shift, schedule)
-            load_resident(C, turn, work, v_desc, v)
+            load_step(C, i, begin, 0, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
+            load_resident(C, t, work, k_desc, k)
+            load_step(C, i, begin, 0, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
+            load_resident(C, t, work, v_desc, v)
             i += 1
             count = end - begin
             for j in range(1, count * C.GROUP):
                 m, g = begin + j % count, j // count
-                load_step(C, i, m, g, work, q_desc, shift_desc, q, statistics.shift, schedule)
-                load_step(C, i, m, g, work, do_desc, dp_shift_desc, do, statistics.dp_shift, schedule)
+                load_step(C, i, m, g, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
+                load_step(C, i, m, g, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
                 i += 1
         else:
-            mbarrier.arrive(k.full.index(k.acquire(turn)), count=1)
-            mbarrier.arrive(v.full.index(v.acquire(turn)), count=1)
-        turn += 1
-        item = gl.atomic_add(pointers.next_item, 1)
-    queue.give(turn, item)
+            mbarrier.arrive(k.full.index(k.acquire(t)), count=1)
+            mbarrier.arrive(v.full.index(v.acquire(t)), count=1)
+        t += 1
+        tile_index = gl.atomic_add(pointers.next_tile, 1)
+    work_queue.put(queue, t, tile_index)
 
 
 @gluon.jit
@@ -156,16 +156,16 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, s
     s = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    s, slack = bend(C, 0, s, m, work, slope, numbers, s_layout)
-    p = gl.exp2(s + row_of(statistics.shift.index(slot).reshape([C.BLOCK_M]), s_layout))
+    s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout)
+    p = gl.exp2(s + row_of(statistics.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
     q.release(i)
     if C.MASKED and cut:
         p = mask(C, 0, p, m, work, schedule, s_layout)
-    # What dS is of dP: P itself but under a soft-cap.
+    # dS / dP: P, times the soft-cap's derivative.
     slot = weights.acquire(i)
-    weights.tiles.index(slot).store(in_chunks(narrow(p * slack, dtype)))
+    weights.tiles.index(slot).store(in_chunks(to_16_bit(p * softcap_grad, dtype)))
     mbarrier.arrive(weights.full.index(slot), count=1)
-    p = gl.convert_layout(narrow(p, dtype), p_operand)
+    p = gl.convert_layout(to_16_bit(p, dtype), p_operand)
     do_tile = do.tiles.index(do.wait(i)).reshape([C.BLOCK_M, C.BLOCK_DV])
     dv = warpgroup_mma(p, do_tile, dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=[dv])
@@ -185,13 +185,13 @@ def key_step(C: gl.constexpr, i, dk, q, do, v, weights, statistics):
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     dp = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), dp, use_acc=False, is_async=True)
-    dp_shift = row_of(statistics.dp_shift.index(slot).reshape([C.BLOCK_M]), s_layout)
+    neg_delta = row_of(statistics.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout)
     dp = warpgroup_mma_wait(0, deps=[dp])
     do.release(i)
     slot = weights.wait(i)
     p = from_chunks(weights.tiles.index(slot).load(chunks), s_layout)
     weights.release(i)
-    ds = gl.convert_layout(narrow(widen(p) * (dp + dp_shift), dtype), ds_operand)
+    ds = gl.convert_layout(to_16_bit(to_fp32(p) * (dp + neg_delta), dtype), ds_operand)
     q_tile = q.tiles.index(q.wait(i)).reshape([C.BLOCK_M, C.BLOCK_D])
     dk = warpgroup_mma(ds, q_tile, dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=[dk])
@@ -205,14 +205,14 @@ def value_consumer(
 ):
     """The warpgroup that computes P and dV."""
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    items = item_count(C, pointers, schedule)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
-    turn = 0
-    item = queue.take(turn, 4)
-    while item < items:
-        work = find_keys(C, item, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.left, schedule.right)
-        k.wait(turn)
+    t = 0
+    tile_index = work_queue.take(queue, t, 4)
+    while tile_index < num_tiles:
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        k.wait(t)
         dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
         count = end - begin
         for j in range(count * C.GROUP):
@@ -221,11 +221,11 @@ def value_consumer(
             cut = (m < full_begin) | (m >= full_end)
             dv = value_step(C, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers)
             i += 1
-        store_gradient(C, 0, gradients.dv_desc, work, gradients.dv, dv, 0, schedule)
+        store_gradient(C, 0, gradients.dv_desc, work, gradients.dv, dv, schedule)
         tma.store_wait(0)
-        k.release(turn)
-        turn += 1
-        item = queue.take(turn, 4)
+        k.release(t)
+        t += 1
+        tile_index = work_queue.take(queue, t, 4)
 
 
 @gluon.jit
@@ -234,33 +234,33 @@ def key_consumer(
 ):
     """The warpgroup that computes dS and dK."""
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    items = item_count(C, pointers, schedule)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
-    turn = 0
-    item = queue.take(turn, 4)
-    while item < items:
-        work = find_keys(C, item, pointers, schedule)
-        begin, end, _, _ = row_blocks(C, work, schedule.left, schedule.right)
-        v.wait(turn)
+    t = 0
+    tile_index = work_queue.take(queue, t, 4)
+    while tile_index < num_tiles:
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        begin, end, _, _ = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        v.wait(t)
         dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
         for _ in range((end - begin) * C.GROUP):
             dk = key_step(C, i, dk, q, do, v, weights, statistics)
             i += 1
-        store_gradient(C, 0, gradients.dk_desc, work, gradients.dk, dk * numbers.scale, 0, schedule)
+        store_gradient(C, 0, gradients.dk_desc, work, gradients.dk, dk * numbers.scale, schedule)
         tma.store_wait(0)
-        v.release(turn)
-        turn += 1
-        item = queue.take(turn, 4)
+        v.release(t)
+        t += 1
+        tile_index = work_queue.take(queue, t, 4)
 
 
 @gluon_kernel(do_not_specialize=Schedule._fields)
 def dkv_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc, dk_desc, dv_desc,
-    table, seqused_k, alibi_slopes, next_item,
-    items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride,
-    scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc,
+    table, seqused_k, alibi_slopes, next_tile,
+    num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
+    alibi_stride, scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most, which take blocks of keys one by one."""
+    """Grid: one program for each multiprocessor at most, which take work tiles as they come free."""
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
@@ -268,9 +268,11 @@ def dkv_kernel(
     v = make_channel(v_desc, 1, 1, 1)
     chunks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     weights = make_ring(gl.allocate_shared_memory(dtype, [2, 4, 1024], chunks), 2, 1)
-    shift = gl.allocate_shared_memory(gl.float32, [C.STAGES] + shift_desc.block_type.shape, shift_desc.layout)
-    dp_shift = gl.allocate_shared_memory(
-        gl.float32, [C.STAGES] + dp_shift_desc.block_type.shape, dp_shift_desc.layout
+    neg_lse = gl.allocate_shared_memory(
+        gl.float32, [C.STAGES] + neg_lse_desc.block_type.shape, neg_lse_desc.layout
+    )
+    neg_delta = gl.allocate_shared_memory(
+        gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
     # A warpgroup that is done with its block of keys stores through it.
     dv = k.tiles.index(0)
@@ -278,11 +280,14 @@ def dkv_kernel(
     if C.BLOCK_D != C.BLOCK_DV:
         dk = gl.allocate_shared_memory(dtype, dk_desc.block_type.shape, dk_desc.layout)
         dv = gl.allocate_shared_memory(dtype, dv_desc.block_type.shape, dv_desc.layout)
-    queue = make_queue(2)
-    statistics = Statistics(shift, dp_shift)
+    queue = work_queue.make_work_queue(2)
+    statistics = Statistics(neg_lse, neg_delta)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
-    pointers = Pointers(table, seqused_k, alibi_slopes, next_item)
-    schedule = Schedule(items, blocks, heads, seqlen_q, seqlen_k, rows_k, left, right, alibi_stride, 1)
+    pointers = Pointers(table, seqused_k, alibi_slopes, next_tile)
+    schedule = Schedule(
+        num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
+        alibi_stride, 1,
+    )  # fmt: skip
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(
         [
@@ -293,8 +298,8 @@ def dkv_kernel(
                 C, queue, q, do, v, weights, statistics, gradients, pointers, schedule, numbers
             )),
             (producer, (
-                C, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, shift_desc, dp_shift_desc,
-                pointers, schedule,
+                C, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, neg_lse_desc,
+                neg_delta_desc, pointers, schedule,
             )),
         ],
         [4, 1],

@@ -1,8 +1,8 @@
 """Attention backward for Hopper, head sizes over 128: dQ, in Gluon.
 
-The other half of ``backward_wide_dkv``, with the forward's schedule: a program owns 128 query rows of a head
-and walks the blocks of keys that they see. Two *consumer* warpgroups have 64 rows each, whose q and dO stay
-in shared memory and whose dQ takes half of their registers:
+The other half of ``wide_dkv``, with the forward's tile scheduler: a work tile is one or two blocks of 128
+query rows of a head. Its program walks the blocks of keys that they see. Two *consumer* warpgroups have 64
+rows each, whose q and dO stay in shared memory and whose dQ takes half of their registers:
 
     S = Q K^T     P = exp2(S - lse)     dP = dO V^T     dS = P (dP - delta)     dQ += dS K
 
@@ -36,41 +36,40 @@ from flashtile.backends.hopper.forward.kernel import (
 from flashtile.backends.hopper.forward.schedule import (
     Pointers,
     Schedule,
-    block_count,
-    block_of,
-    blocks_of,
-    find_work,
-    item_count,
-    key_range,
-    turns_of,
-    work_item,
+    block_of_part,
+    find_work_tile,
+    num_own_tiles,
+    num_parts,
+    query_blocks,
+    snake_order,
 )
-from flashtile.backends.hopper.opaque import narrow
+from flashtile.backends.hopper.inline_asm import to_16_bit
+from flashtile.backends.hopper.work_tiles import key_range, num_work_tiles
 
 ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
 
 @gluon.jit
 def statistics_row(C: gl.constexpr, work, schedule, padded_rows):
-    """Where the first row of the work's sequence and head lies in ``shift`` and ``dp_shift``."""
+    """Where the first row of the work's sequence and head lies in ``neg_lse`` and ``neg_delta``."""
     head = work.head.to(gl.int64)
     if not C.VARLEN:
-        head += work.sequence * schedule.heads
+        head += work.sequence * schedule.num_heads
     return head * padded_rows + padded_row(C, work, 0)
 
 
 @gluon.jit
-def bend(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """(scores in log2 units, d bent / d scaled) from the raw products of block ``n``."""
-    s, slack = soft_cap(C, s, numbers)
+def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
+    """(scores in log2 units, softcap_grad) from the raw products of block ``n``."""
+    s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
         keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
         s = s - rows.slope * gl.abs(rows.positions[:, None] - keys[None, :]).to(gl.float32)
-    return s, slack
+    return s, softcap_grad
 
 
 @gluon.jit
-def step(C: gl.constexpr, i, n, cut, rows, shift, dp_shift, dq, W: gl.constexpr, q, do, k, v, numbers):
+def step(C: gl.constexpr, i, n, cut, rows, neg_lse, neg_delta, dq, W: gl.constexpr, q, do, k, v, numbers):
     """What the keys of block ``n`` add to dQ."""
     dtype: gl.constexpr = q.tiles.dtype
     q_tile = q.tiles.index(W + (i >> 30)).reshape([ROWS, C.BLOCK_D])
@@ -83,14 +82,14 @@ def step(C: gl.constexpr, i, n, cut, rows, shift, dp_shift, dq, W: gl.constexpr,
     v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    s, slack = bend(C, s, n, rows, numbers, s_layout)
-    s += shift[:, None]
+    s, softcap_grad = apply_score_mod(C, s, n, rows, numbers, s_layout)
+    s += neg_lse[:, None]
     if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N) and cut:
         s = mask(C, s, n, rows, s_layout)
-    p = gl.exp2(s) * slack
+    p = gl.exp2(s) * softcap_grad
     dp = warpgroup_mma_wait(0, deps=[dp])
     v.release(i)
-    ds = gl.convert_layout(narrow(p * (dp + dp_shift[:, None]), dtype), operand)
+    ds = gl.convert_layout(to_16_bit(p * (dp + neg_delta[:, None]), dtype), operand)
     dq = warpgroup_mma(ds, k_tile, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
     k.release(i)
@@ -98,8 +97,8 @@ def step(C: gl.constexpr, i, n, cut, rows, shift, dp_shift, dq, W: gl.constexpr,
 
 
 @gluon.jit
-def hand_back(count, i, k, v):
-    """Blocks that the other warpgroup's rows meet, but none of this one's."""
+def skip_blocks(count, i, k, v):
+    """Release ``count`` blocks of the tile that none of this warpgroup's rows sees."""
     for _ in range(count):
         k.wait(i)
         k.release(i)
@@ -111,20 +110,27 @@ def hand_back(count, i, k, v):
 
 @gluon.jit
 def differentiate_tile(
-    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, do, k, v, dq_desc, shift_start, dp_shift_start,
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, do, k, v, dq_desc, neg_lse_start, neg_delta_start,
     padded_rows, pointers, schedule, numbers,
 ):  # fmt: skip
     """64 rows of block ``block`` of ``work``, from q, dO and the statistics to dQ.
 
-    ``i`` counts the blocks of keys that the program has met, ``j`` those of rows; returns the new ``i``.
+    ``i`` counts the program's blocks of keys, ``j`` its blocks of rows; returns the new ``i``.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = block * C.BLOCK_M + W * ROWS
     last = min(first + ROWS, work.seqlen_q) - 1
     begin, end, full_begin, full_end = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right, C.HAS_LEFT, C.HAS_RIGHT
+        first,
+        last,
+        work.seqlen_q,
+        work.seqlen_k,
+        schedule.window_left,
+        schedule.window_right,
+        C.HAS_LEFT,
+        C.HAS_RIGHT,
     )
     some = (first <= last) & (begin < end)
     my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end
@@ -134,24 +140,24 @@ def differentiate_tile(
 
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     where = statistics_row(C, work, schedule, padded_rows) + row
-    shift = gl.load(shift_start + where)
-    dp_shift = gl.load(dp_shift_start + where)
+    neg_lse = gl.load(neg_lse_start + where)
+    neg_delta = gl.load(neg_delta_start + where)
     slope = 0.0
     if C.ALIBI:
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + work.head) * LOG2_E
     rows = mask_rows(C, work, row, slope, schedule)
 
     dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dq_layout)
-    i = hand_back(n_end - my_end, i, k, v)
+    i = skip_blocks(n_end - my_end, i, k, v)
     q.wait(2 * j + W)
     do.wait(2 * j + W)
     q_tile = q.tiles.index(W).reshape([ROWS, C.BLOCK_D])
     for n in range(my_end - 1, my_begin - 1, -1):
         cut = (n < full_begin) | (n >= full_end)
-        dq = step(C, i, n, cut, rows, shift, dp_shift, dq, W, q, do, k, v, numbers)
+        dq = step(C, i, n, cut, rows, neg_lse, neg_delta, dq, W, q, do, k, v, numbers)
         i += 1
     do.release(2 * j + W)
-    i = hand_back(my_begin - n_begin, i, k, v)
+    i = skip_blocks(my_begin - n_begin, i, k, v)
     q_tile.store((dq * numbers.scale).to(dq_desc.dtype))
     fence_async_shared()
     store_rows(C, dq_desc, work, first, q.tiles.index(W))
@@ -162,20 +168,20 @@ def differentiate_tile(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers, schedule,
-    numbers,
+    C: gl.constexpr, W: gl.constexpr, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers,
+    schedule, numbers,
 ):  # fmt: skip
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     j = 0
-    for turn in range(turns_of(program, programs, item_count(C, pointers, schedule))):
-        work = find_work(C, work_item(turn, program, programs), pointers, schedule)
-        blocks = block_count(C, work, schedule)
-        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-            block = block_of(blocks, work.place, part, C.PAIRED)
+    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
+        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
+        num_blocks = query_blocks(C, work, schedule)
+        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
             i = differentiate_tile(
-                C, W, work, block, i, j, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers,
+                C, W, work, block, i, j, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers,
                 schedule, numbers,
             )  # fmt: skip
             j += 1
@@ -183,7 +189,7 @@ def consumer(
 
 @gluon.jit
 def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
-    """The rows of warpgroup W of q or dO."""
+    """TMA load of warpgroup W's rows of q or dO, of the program's block of rows number ``j``."""
     slot = ring.acquire(2 * j + W)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
@@ -191,6 +197,7 @@ def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
 
 @gluon.jit
 def load_block(C: gl.constexpr, work, n, i, ring, desc):
+    """TMA load of block ``n`` of k or v, as use ``i`` of its ring."""
     slot = ring.acquire(i)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
@@ -202,12 +209,12 @@ def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, poin
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     j = 0
-    for turn in range(turns_of(program, programs, item_count(C, pointers, schedule))):
-        work = find_work(C, work_item(turn, program, programs), pointers, schedule)
-        blocks = block_count(C, work, schedule)
-        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-            block = block_of(blocks, work.place, part, C.PAIRED)
-            n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
+        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
+        num_blocks = query_blocks(C, work, schedule)
+        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
+            n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
             for n in range(n_end - 1, n_begin - 1, -1):
                 load_block(C, work, n, i, k, k_desc)
                 if n == n_end - 1:  # the first keys may come before the tiles of rows are free
@@ -223,11 +230,11 @@ def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, poin
 
 @gluon_kernel(do_not_specialize=(*Schedule._fields, "padded_rows"))
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, shift, dp_shift, table, seqused_k, alibi_slopes, padded_rows,
-    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
-    scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, neg_lse, neg_delta, table, seqused_k, alibi_slopes, padded_rows,
+    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+    window_right, alibi_stride, scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; blocks of rows are dealt out by ``work_item``."""
+    """Grid: one program for each multiprocessor at most; work tiles are dealt out in ``snake_order``."""
     # Use 2 j + W of q and of dO: warpgroup W's rows of the program's block number j.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
@@ -235,18 +242,19 @@ def dq_kernel(
     # Beside 128 rows of q and dO, 256 and 256 wide, three blocks of keys fit: only k's are needed for long.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
-    pointers = Pointers(shift, table, seqused_k, alibi_slopes, shift)
+    pointers = Pointers(neg_lse, table, seqused_k, alibi_slopes, neg_lse)
     schedule = Schedule(
-        items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride
-    )
+        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+        window_right, alibi_stride,
+    )  # fmt: skip
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(
         [
             (consumer, (
-                C, 0, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers, schedule, numbers
+                C, 0, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers, schedule, numbers
             )),
             (consumer, (
-                C, 1, q, do, k, v, dq_desc, shift, dp_shift, padded_rows, pointers, schedule, numbers
+                C, 1, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers, schedule, numbers
             )),
             (producer, (C, q, do, k, v, q_desc, k_desc, v_desc, do_desc, pointers, schedule)),
         ],

@@ -1,50 +1,48 @@
-"""From tensors to the kernels of the Hopper backward for head sizes over 128: prepare, dK and dV, dQ."""
+"""From tensors to the backward's kernels for head sizes over 128: preprocess, dK and dV, dQ."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import contiguous_strides, stride_of_two
-from flashtile.backends.common.preprocess import prepare_launch
-from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_apart
-from flashtile.backends.hopper.backward import launch as backward_launch
+from flashtile.backends.common.launch import contiguous_strides
+from flashtile.backends.common.tma import View, dense_view, ragged_view
+from flashtile.backends.hopper.backward import launch as backward
+from flashtile.backends.hopper.backward.config import BackwardVariant, WideBackwardConfig
+from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
-from flashtile.backends.hopper.config import (
-    LAUNCH_REGISTERS,
-    WARPGROUP_ROWS,
-    BackwardVariant,
-    ForwardConfig,
-    Variant,
-    WideBackwardConfig,
-    padded,
-)
-from flashtile.backends.hopper.forward import launch
-from flashtile.backends.hopper.forward.launch import (
-    num_programs,
-    schedule_scalars,
-    score_numbers,
-    table_items,
-    table_kernel,
-)
-from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
+from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.forward import launch as forward
+from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
+from flashtile.backends.hopper.launch import arguments_of, num_programs
+from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.problem import LOG2_E
 
 
-def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, Variant]:
-    """Of the kernel of dK and dV, and of that of dQ, which has the forward's schedule."""
-    dkv = replace(backward_launch.variant_of(problem, config), DETERMINISTIC=False)  # it always is
+def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, ForwardVariant]:
+    """Of the kernel of dK and dV, and of that of dQ, which has the forward's tile scheduler."""
+    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # it always is
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
-        launch.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
+        forward.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
     )
     return dkv, dq
+
+
+class Kernels(NamedTuple):
+    """The kernels of one signature, in the order of their launch."""
+
+    preprocess: Preprocess
+    fill_table_k: TileTable | None
+    fill_table_q: TileTable | None
+    dkv: KeptKernel
+    dq: KeptKernel
 
 
 class WideBackwardLaunch:
@@ -53,8 +51,7 @@ class WideBackwardLaunch:
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
         self._dkv, self._dq = variants(problem, config)
-        self._begin = backward_launch.Beginning(problem, counters=1)
-        self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+        self._kernels: Kernels | None = None
 
     def __call__(
         self,
@@ -68,81 +65,75 @@ class WideBackwardLaunch:
         extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
-        if self._kernels is None:
-            self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
-        prepare, compute_dkdv, compute_dq = self._kernels
+        kernels = self._kernels
+        if kernels is None:  # published once it is complete: other threads may be here, too
+            kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         device = q.device
-        dout, dq, dk, dv, dsink, _workspace, shift, dp_shift, next_item, _ = self._begin(
-            prepare, compute_dq, dout, dlse, q, k, v, out, lse, extras
+        # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
+        dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, next_tile, _ = kernels.preprocess(
+            kernels.dq, dout, dlse, q, k, v, out, lse, extras
         )
         table_k = table_q = lse
-        if self._problem.varlen:
-            table_k, table_q = (q.new_empty(*shape, dtype=torch.int32) for shape in self._table_shapes)
-            fill_k, fill_q = self._table_kernels
-            fill_k(device, table_k, cu_seqlens_k, cu_seqlens_q, lse)
-            fill_q(device, table_q, cu_seqlens_q, cu_seqlens_k, lse if seqused_k is None else seqused_k)
+        if kernels.fill_table_k is not None and kernels.fill_table_q is not None:
+            table_k = kernels.fill_table_k(cu_seqlens_k, cu_seqlens_q, None)
+            table_q = kernels.fill_table_q(cu_seqlens_q, cu_seqlens_k, seqused_k)
         used = lse if seqused_k is None else seqused_k
         slopes = lse if alibi_slopes is None else alibi_slopes
-        compute_dkdv(device, q, k, v, dout, shift, dp_shift, dk, dv, table_k, used, slopes, next_item)
-        compute_dq(device, q, k, v, dout, dq, shift, dp_shift, table_q, used, slopes)
+        kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, dk, dv, table_k, used, slopes, next_tile)
+        kernels.dq(device, q, k, v, dout, dq, neg_lse, neg_delta, table_q, used, slopes)
         return dq, dk, dv, dsink
 
     def _prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
-    ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
+    ) -> Kernels:
         problem, dkv, dq = self._problem, self._dkv, self._dq
-        of = views(problem, q, k, v, self._begin.statistics_shape)
-        inputs = (of["q"], of["k"], of["v"], of["do"])
-        blocks = math.ceil(problem.seqlen_k / dkv.BLOCK_N)
-        items = backward_launch.key_items(problem, dkv.BLOCK_N)
-        if problem.varlen:
-            self._table_shapes = (
-                (1 + items, TABLE_WIDTH.value),
-                (1 + table_items(problem, dq), TABLE_WIDTH.value),
-            )
-            fill_k = backward_launch.key_table_kernel(problem, dkv.BLOCK_N)
-            self._table_kernels = (fill_k, table_kernel(problem, dq))
-        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        slope_stride = stride_of_two(alibi_slopes)
-        numbers = (problem.softmax_scale, *score_numbers(problem))
-        options = {"maxnreg": LAUNCH_REGISTERS[2]}
-        lengths = (problem.seqlen_q, problem.seqlen_k, rows_apart(k))
-        scalars: tuple = (items * problem.num_heads_kv, blocks, problem.num_heads_kv, *lengths, left, right)
-        programs = num_programs(scalars, q.device)
-        compute_dkdv = KeptKernel(
+        of, numbers = views(problem, q, k, v), backward.numbers_of(problem)._asdict()
+        blocks_k = backward.schedule_of(problem, dkv.BLOCK_N, k, alibi_slopes)
+        blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
+        compute_dkv = KeptKernel(
             dkv_kernel,
-            programs,
-            (*scalars, slope_stride, *numbers),
+            num_programs(blocks_k.num_tiles, q.device),
+            arguments_of(dkv_kernel, blocks_k._asdict() | numbers),
             (dkv,),
             None,
-            (*inputs, of["statistics"], of["statistics"], of["dk"], of["dv"]),
-            **options,
+            arguments_of(dkv_kernel, of),
+            maxnreg=LAUNCH_REGISTERS[2],
         )
-        scalars = schedule_scalars(problem, dq, rows_apart(k))
-        programs = num_programs(scalars, q.device)
-        scalars = (self._begin.statistics_shape[1], *scalars, slope_stride, *numbers)
-        compute_dq = KeptKernel(dq_kernel, programs, scalars, (dq,), None, (*inputs, of["dq"]), **options)
-        return prepare_launch(problem, dlse is not None, LOG2_E, counters=1), compute_dkdv, compute_dq
+        padded_rows = {"padded_rows": statistics_shape(problem)[1]}
+        compute_dq = KeptKernel(
+            dq_kernel,
+            num_programs(blocks_q.num_tiles, q.device),
+            arguments_of(dq_kernel, padded_rows | blocks_q._asdict() | numbers),
+            (dq,),
+            None,
+            arguments_of(dq_kernel, of),
+            maxnreg=LAUNCH_REGISTERS[2],
+        )
+        return Kernels(
+            Preprocess(problem, dlse is not None, LOG2_E, counters=1),
+            backward.key_tile_table(problem, dkv.BLOCK_N),
+            forward.tile_table(problem, dq),
+            compute_dkv,
+            compute_dq,
+        )
 
 
-def views(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, statistics_shape: tuple[int, int]
-) -> dict[str, View]:
-    """Of each tensor that TMA moves: 64 rows of a head at a time, of the statistics those of 64 rows."""
+def views(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
+    """Of each tensor that TMA moves, by the kernels' parameters; 64 rows at a time."""
     rows, dtype = WARPGROUP_ROWS, problem.dtype
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
-    count, padded_row_count = statistics_shape
+    heads, padded_rows = statistics_shape(problem)
+    statistics = View([heads, padded_rows], [padded_rows, 1], [1, rows], torch.float32, swizzled=False)
     return {
-        "q": view_q(q.shape, q.stride(), rows, block_d, dtype),
-        "k": view_k(k.shape, k.stride(), rows, block_d, dtype),
-        "v": view_k(v.shape, v.stride(), rows, block_dv, dtype),
-        "do": view_q(problem.out_shape, contiguous_strides(problem.out_shape), rows, block_dv, dtype),
-        "statistics": View(
-            [count, padded_row_count], [padded_row_count, 1], [1, rows], torch.float32, swizzled=False
-        ),
-        "dq": view_q(q.shape, contiguous_strides(q.shape), rows, block_d, dtype),
-        "dk": view_k(k.shape, contiguous_strides(k.shape), rows, block_d, dtype),
-        "dv": view_k(v.shape, contiguous_strides(v.shape), rows, block_dv, dtype),
+        "q_desc": view_q(q.shape, q.stride(), rows, block_d, dtype),
+        "k_desc": view_k(k.shape, k.stride(), rows, block_d, dtype),
+        "v_desc": view_k(v.shape, v.stride(), rows, block_dv, dtype),
+        "do_desc": view_q(problem.out_shape, contiguous_strides(problem.out_shape), rows, block_dv, dtype),
+        "neg_lse_desc": statistics,
+        "neg_delta_desc": statistics,
+        "dq_desc": view_q(q.shape, contiguous_strides(q.shape), rows, block_d, dtype),
+        "dk_desc": view_k(k.shape, contiguous_strides(k.shape), rows, block_d, dtype),
+        "dv_desc": view_k(v.shape, contiguous_strides(v.shape), rows, block_dv, dtype),
     }

@@ -1,12 +1,12 @@
 """Attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3) in Gluon.
 
-A persistent block of 64-row *consumer* warpgroups and one *producer* warp. The producer moves tiles of q, k
-and v to shared memory by TMA; a consumer multiplies them on the tensor cores (wgmma) and keeps its rows'
-running maximum, sum and output in registers. Two overlaps hide the softmax:
+A persistent program has two or three *consumer* warpgroups of 64 query rows each and one *producer* warp. The
+producer moves tiles of q, k and v to shared memory by TMA. A consumer multiplies them on the tensor cores
+(wgmma) and keeps its rows' running maximum, sum and output in registers. Two overlaps hide the softmax:
 
 * within a warpgroup: the softmax of block j runs while the product P V of block j - 1 is in flight;
-* between warpgroups: they drift, or with PING_PONG take turns, so that one multiplies while another
-  exponentiates.
+* between warpgroups: one multiplies while another exponentiates. They drift apart by themselves, or PING_PONG
+  orders them.
 
 Key blocks are walked from the last to the first: those that the mask's right edge cuts, those that every row
 sees, those that the left edge cuts. Only cut blocks pay for a mask.
@@ -27,31 +27,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper import config
-from flashtile.backends.hopper.channels import make_channel, make_turn
+from flashtile.backends.hopper import config, work_queue
+from flashtile.backends.hopper.channels import make_channel, make_ping_pong
+from flashtile.backends.hopper.columns import column_parts, store_part
 from flashtile.backends.hopper.compat import async_load, async_store
-from flashtile.backends.hopper.forward.queue import make_queue
 from flashtile.backends.hopper.forward.schedule import (
     Numbers,
     Pointers,
     Schedule,
-    block_count,
-    block_of,
-    blocks_of,
-    find_work,
-    item_count,
+    block_of_part,
+    find_work_tile,
     key_blocks,
-    next_item,
+    next_tile,
+    num_own_tiles,
+    num_parts,
     own_blocks,
-    turns_of,
-    work_item,
+    query_blocks,
+    snake_order,
 )
-from flashtile.backends.hopper.opaque import pin, rescale, settle
+from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale
+from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LN_2 = gl.constexpr(0.6931471805599453)
-RAGGED_ROWS = gl.constexpr(config.RAGGED_ROWS)
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 LAG_LOG2 = gl.constexpr(8.0)
 """With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
 
@@ -124,21 +125,26 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 
 
 class Rows(NamedTuple):
-    """What a mask knows of a warpgroup's rows, one number each: their positions among the keys, the first and
-    the last key that they see, and the slope of their head in log2 units."""
+    """A warpgroup's rows as masks and ALiBi see them: 64 numbers each."""
 
     positions: Any
+    """Where a row stands among the keys."""
     first_key: Any
     last_key: Any
+    """The last key that a row sees."""
     slope: Any
+    """ALiBi's, of the row's head, in log2 units."""
 
 
 @gluon.jit
-def bend(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units, for calls with either."""
+def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
+    """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units.
+
+    Without HAS_SCORE_MOD products stay as they are, and the softmax scales them.
+    """
     if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
         s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
-    elif C.BENT:
+    elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
     if C.ALIBI:
         keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
@@ -166,14 +172,14 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     lse are the same.
     """
     top = gl.max(s, 1)
-    if not C.BENT:
+    if not C.HAS_SCORE_MOD:
         top = top * scale_log2
     if C.LAZY_RESCALE:
         m_new = gl.where(top > m + LAG_LOG2, top, m)
     else:
         m_new = gl.maximum(m, top)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
-    if C.BENT:
+    if C.HAS_SCORE_MOD:
         p = gl.exp2(s - shift[:, None])
     else:
         p = gl.exp2(s * scale_log2 - shift[:, None])
@@ -182,7 +188,8 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
 
 @gluon.jit
 def quad_sums(p):
-    """[rows, N] -> [rows, 4]: what each of the four threads that share a row holds, summed without a shuffle.
+    """[rows, N] -> [rows, 4]: sums of what each of the four threads that share a row holds, without a
+    shuffle.
 
     In wgmma's accumulator, column 8 a + 2 t + b belongs to thread t of the quad.
     """
@@ -199,18 +206,22 @@ def scale_rows(x, factor):
 
 @gluon.jit
 def attend_uncut(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, turn, rows, numbers,
+    C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, ping_pong, rows, numbers,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before."""
+    """Blocks n_from - 1 down to n_to, which no edge of the mask cuts: Q K^T of each beside P V of the last
+    one.
+
+    ``p`` is P of block n_from, ``i`` the use of the channels of k and v that block n_from - 1 is.
+    """
     for n in range(n_from - 1, n_to - 1, -1):
-        turn.take(W, i)
+        ping_pong.wait(W, i)
         s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
-        turn.give(W)
+        ping_pong.pass_on(W)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
-        s = bend(C, s, n, rows, numbers, s_layout)
+        s = apply_score_mod(C, s, n, rows, numbers, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         if C.PIN_WAIT:
@@ -219,7 +230,7 @@ def attend_uncut(
         v.release(i - 1)
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
         if C.LAZY_RESCALE:
-            p = settle(p)
+            p = copy_registers(p)
             o = rescale(o, alpha)
         else:
             o = scale_rows(o, alpha)
@@ -229,25 +240,25 @@ def attend_uncut(
 
 @gluon.jit
 def attend_cut(
-    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, q, q_head, k, v, turn,
-    rows, numbers, dtype: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, q, q_head, k, v,
+    ping_pong, rows, numbers, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to under an edge of the mask, of each its first ``WIDTH`` keys.
+    """Blocks n_from - 1 down to n_to under an edge of the mask, the first ``WIDTH`` keys of each.
 
-    One after the other: they are few, and a P that went from this loop to the next would be packed into
-    registers anew in every step of both.
+    Without overlap: they are few, and a P that went from this loop to the next would be packed into registers
+    anew in every step of both.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o.type.layout, k_width=2)
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows = rows_in(C, rows, row)
     for n in range(n_from - 1, n_to - 1, -1):
-        turn.take(W, i)
+        ping_pong.wait(W, i)
         s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
-        turn.give(W)
+        ping_pong.pass_on(W)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
-        s = bend(C, s, n, rows, numbers, s_layout)
+        s = apply_score_mod(C, s, n, rows, numbers, s_layout)
         s = mask(C, s, n, rows, s_layout)
         weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
         m = gl.convert_layout(m_new, m.type.layout)
@@ -262,7 +273,7 @@ def attend_cut(
 
 @gluon.jit
 def tile_blocks(C: gl.constexpr, work, block, left, right):
-    """Key blocks [n_begin, n_end) that a tile meets: the producer loads and every consumer releases them."""
+    """Key blocks [n_begin, n_end) of a tile: the producer loads them, every consumer releases them."""
     first = block * (C.BLOCK_M // C.PACK)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
     return key_blocks(
@@ -271,11 +282,11 @@ def tile_blocks(C: gl.constexpr, work, block, left, right):
 
 
 @gluon.jit
-def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
-    """Blocks that the tile meets, but none of this warpgroup's rows: only handed back."""
+def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr):
+    """Release ``count`` blocks of the tile that none of this warpgroup's rows sees."""
     for _ in range(count):
-        turn.take(W, i)
-        turn.give(W)
+        ping_pong.wait(W, i)
+        ping_pong.pass_on(W)
         k.wait(i)
         k.release(i)
         v.wait(i)
@@ -286,13 +297,13 @@ def skip_blocks(count, i, k, v, turn, W: gl.constexpr):
 
 @gluon.jit
 def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
-    """(first and last position of warpgroup W's rows, the tile's blocks, then ``own_blocks``)"""
-    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    """(first and last row of warpgroup W, ``tile_blocks``, then ``own_blocks``)"""
+    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
     my_begin, my_end, full_begin, full_end = own_blocks(
-        first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.left, schedule.right, C.HAS_LEFT,
-        C.HAS_RIGHT, C.BLOCK_N,
+        first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.window_left,
+        schedule.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
     return first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end
 
@@ -306,12 +317,12 @@ def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
 
 @gluon.jit
 def mask_rows(C: gl.constexpr, work, positions, slope, schedule):
-    """What a mask knows of rows at ``positions``."""
+    """The rows at ``positions`` of a sequence, as :class:`Rows`."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + schedule.right, last_key)
-    return Rows(in_keys, in_keys - schedule.left, last_key, slope)
+        last_key = gl.minimum(in_keys + schedule.window_right, last_key)
+    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope)
 
 
 @gluon.jit
@@ -330,51 +341,45 @@ def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
 
 @gluon.jit
 def whole_end(C: gl.constexpr, work, last, my_begin, my_end, schedule):
-    """``my_end``, less one if the diagonal ends in the first half of the last block: its second half would be
-    all mask."""
-    last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.right, work.seqlen_k - 1)
+    """``my_end``, or one less if only the first half of the last block is seen."""
+    last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
     half = last_key < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
     return my_end - 1 if half else my_end
 
 
 @gluon.jit
 def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
+    """Natural logarithm, a row's number each; rows behind the last query are not written."""
     if C.VARLEN:
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:
-        head_of_batch = work.sequence.to(gl.int64) * (schedule.heads * C.PACK) + head
+        head_of_batch = work.sequence.to(gl.int64) * (schedule.num_heads * C.PACK) + head
         rows = head_of_batch * schedule.seqlen_q + positions
     gl.store(pointers.lse + rows, lse, mask=positions < work.seqlen_q)
 
 
 @gluon.jit
-def store_parts(C: gl.constexpr, W: gl.constexpr, o, COLUMN: gl.constexpr, o_tiles, o_desc, work, row):
-    """Columns ``COLUMN`` and on of the output, as many at a time as ``o_desc`` has, through the warpgroup's
-    two tiles in turn."""
-    ROWS: gl.constexpr = o.shape[0]
-    WIDTH: gl.constexpr = o.shape[1]
+def store_parts(C: gl.constexpr, W: gl.constexpr, o, o_tiles, o_desc, work, row):
+    """TMA store of a warpgroup's rows, as many columns at a time as ``o_desc`` has, through two tiles in
+    alternation."""
     PART: gl.constexpr = o_desc.block_type.shape[-1]
-    if WIDTH > PART:
-        left, right = gl.split(o.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)))
-        store_parts(C, W, left, COLUMN, o_tiles, o_desc, work, row)
-        store_parts(C, W, right, COLUMN + WIDTH // 2, o_tiles, o_desc, work, row)
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-        tile = o_tiles.index(2 * W + COLUMN // PART % 2)
+    parts = column_parts(o, PART)
+    for n in gl.static_range(o.shape[1] // PART):
+        tile = o_tiles.index(2 * W + n % 2)
         tma.store_wait(1)  # of the part before the last
-        tile.reshape([ROWS, PART]).store(gl.convert_layout(o, layout, assert_trivial=True))
-        fence_async_shared()
-        store_rows(C, o_desc, work, row, tile, COLUMN)
+        store_part(parts[n], tile)
+        store_rows(C, o_desc, work, row, tile, n * PART)
 
 
 @gluon.jit
 def attend_tile(
-    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule,
-    numbers,
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers,
+    schedule, numbers,
 ):  # fmt: skip
     """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
 
-    ``i`` counts the blocks of keys that the program has met, ``j`` those of queries; returns the new ``i``.
+    ``i`` counts the program's blocks of keys, ``j`` its blocks of queries: the uses of their channels.
+    Returns the new ``i``.
     """
     dtype: gl.constexpr = o_desc.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
@@ -400,7 +405,7 @@ def attend_tile(
     if C.SINK:  # a key of weight 1 so far, shared out among the quad
         l += 0.25
 
-    i = skip_blocks(n_end - my_end, i, k, v, turn, W)
+    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
     q_part = q.wait(j) * C.WARPGROUPS + W
     q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
     q_head = q_tile
@@ -411,7 +416,7 @@ def attend_tile(
         whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
         o, l, m, i = attend_cut(
-            C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, turn,
+            C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, ping_pong,
             rows, numbers, dtype,
         )  # fmt: skip
         my_end = whole
@@ -419,17 +424,17 @@ def attend_tile(
     if C.HAS_RIGHT:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, turn,
+            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, ping_pong,
             rows, numbers, dtype,
         )  # fmt: skip
 
     # The first block of the pipeline, the only one of it that may be cut.
-    turn.take(W, i)
+    ping_pong.wait(W, i)
     s = qk_product(C, C.BLOCK_N, q_tile, q_head, k.tiles.index(k.wait(i)), s_layout)
-    turn.give(W)
+    ping_pong.pass_on(W)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
-    s = bend(C, s, n, rows, numbers, s_layout)
+    s = apply_score_mod(C, s, n, rows, numbers, s_layout)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:
         s = mask(C, s, n, rows, s_layout)
     weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
@@ -440,14 +445,14 @@ def attend_tile(
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, p, i = attend_uncut(
-        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, turn, rows, numbers, s_layout, p_layout
+        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, ping_pong, rows, numbers, s_layout, p_layout
     )
     o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
     if C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
         o, l, m, i = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, turn,
+            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, ping_pong,
             rows, numbers, dtype,
         )  # fmt: skip
     if not C.Q_HOLDS_O:
@@ -459,10 +464,10 @@ def attend_tile(
     if not C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
-    i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
+    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
     if C.O_IN_PARTS:
-        store_parts(C, W, o, 0, o_tiles, o_desc, work, first)
+        store_parts(C, W, o, o_tiles, o_desc, work, first)
     else:
         if C.Q_HOLDS_O:
             o_tile = q.tiles.index(q_part)
@@ -479,39 +484,46 @@ def attend_tile(
 
 
 @gluon.jit
-def attend_item(
-    C: gl.constexpr, W: gl.constexpr, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
-):
-    """The blocks of query rows of an item; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
-    work = find_work(C, item, pointers, schedule)
-    blocks = block_count(C, work, schedule)
-    for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-        block = block_of(blocks, work.place, part, C.PAIRED)
-        i = attend_tile(C, W, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+def attend_work_tile(
+    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers,
+    schedule, numbers,
+):  # fmt: skip
+    """The blocks of query rows of a work tile; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
+    work = find_work_tile(C, tile_index, pointers, schedule)
+    num_blocks = query_blocks(C, work, schedule)
+    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
+        i = attend_tile(
+            C, W, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+        )
         j += 1
     return i, j
 
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers
+    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
 ):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
-    items = item_count(C, pointers, schedule)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
     j = 0
     if C.QUEUED:
         t = 0
-        item = queue.take(t, 4)
-        while item < items:
-            i, j = attend_item(C, W, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+        tile_index = work_queue.take(queue, t, 4)
+        while tile_index < num_tiles:
+            i, j = attend_work_tile(
+                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+            )
             t += 1
-            item = queue.take(t, 4)
+            tile_index = work_queue.take(queue, t, 4)
     else:
         program, programs = gl.program_id(0), gl.num_programs(0)
-        for t in range(turns_of(program, programs, items)):
-            item = work_item(t, program, programs)
-            i, j = attend_item(C, W, item, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)
+        for t in range(num_own_tiles(program, programs, num_tiles)):
+            tile_index = snake_order(t, program, programs)
+            i, j = attend_work_tile(
+                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+            )
     tma.store_wait(0)
 
 
@@ -519,7 +531,7 @@ def consumer(
 def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule):
     """All that the consumers need for one block of query rows; returns the new ``i``."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
-    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     for n in range(n_end - 1, n_begin - 1, -1):
         slot = k.acquire(i)
         mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
@@ -538,12 +550,12 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
 
 
 @gluon.jit
-def load_item(C: gl.constexpr, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
-    """What :func:`attend_item` waits for."""
-    work = find_work(C, item, pointers, schedule)
-    blocks = block_count(C, work, schedule)
-    for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-        block = block_of(blocks, work.place, part, C.PAIRED)
+def load_work_tile(C: gl.constexpr, tile_index, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+    """What :func:`attend_work_tile` waits for."""
+    work = find_work_tile(C, tile_index, pointers, schedule)
+    num_blocks = query_blocks(C, work, schedule)
+    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
         i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule)
         j += 1
     return i, j
@@ -553,40 +565,41 @@ def load_item(C: gl.constexpr, item, i, j, q, k, v, q_desc, k_desc, v_desc, poin
 def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
     """One warp that keeps the tiles of q, k and v coming."""
     program, programs = gl.program_id(0), gl.num_programs(0)
-    items = item_count(C, pointers, schedule)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
     j = 0
     if C.QUEUED:
         t = 0
-        item = program
-        queue.give(t, item)
-        while item < items:
-            i, j = load_item(C, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+        tile_index = program
+        work_queue.put(queue, t, tile_index)
+        while tile_index < num_tiles:
+            i, j = load_work_tile(C, tile_index, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
             t += 1
-            item = next_item(pointers, programs)  # here, blocks of keys on their way hide that it takes time
-            queue.give(t, item)
+            # The atomic takes its time, while the consumers work on the tiles that are loaded.
+            tile_index = next_tile(pointers, programs)
+            work_queue.put(queue, t, tile_index)
     else:
-        for t in range(turns_of(program, programs, items)):
-            item = work_item(t, program, programs)
-            i, j = load_item(C, item, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+        for t in range(num_own_tiles(program, programs, num_tiles)):
+            tile_index = snake_order(t, program, programs)
+            i, j = load_work_tile(C, tile_index, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
 
 
 @gluon_kernel(do_not_specialize=Schedule._fields)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, alibi_slopes, sink,
-    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride,
-    scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+    window_right, alibi_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to what a call has not (a table, used lengths, slopes, a sink) are never followed.
+    """Grid: one program for each multiprocessor at most.
 
-    Grid: one program for each multiprocessor at most; the tiles are dealt out by ``work_item``, or taken
-    from a queue, whose counter lies in ``table``.
+    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
+    ``table``. A pointer to what a call has not (a table, used lengths, slopes, a sink) is never followed.
     """
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, 1)
-    turn = make_turn(C.WARPGROUPS if C.PING_PONG else 1)
-    queue = make_queue(C.WARPGROUPS) if C.QUEUED else 0
+    ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
+    queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:
         o_tiles = q.tiles
     else:
@@ -594,14 +607,15 @@ def forward_kernel(
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [O_TILES] + o_desc.block_type.shape, o_desc.layout)
     pointers = Pointers(lse, table, seqused_k, alibi_slopes, sink)
     schedule = Schedule(
-        items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, alibi_stride
-    )
+        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+        window_right, alibi_stride,
+    )  # fmt: skip
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 1, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
                 (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, 1],
@@ -610,9 +624,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 1, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 2, queue, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
+                (consumer, (C, 2, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
                 (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, 4, 1],

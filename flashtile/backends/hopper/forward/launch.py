@@ -1,35 +1,37 @@
-"""From tensors to the Hopper kernels' arguments, and compiled kernels kept after their first launch."""
+"""From tensors to the forward kernel's arguments; prepared once for each signature."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import bent, contiguous_strides, largest_divisor, stride_of_two
-from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_apart
+from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, stride_of_two
+from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
-    O_PART,
     PRODUCER_REGISTERS,
     WARPGROUP_ROWS,
-    ForwardConfig,
-    Variant,
     padded,
 )
-from flashtile.backends.hopper.forward import tile_table
+from flashtile.backends.hopper.forward.config import O_PART, ForwardConfig, ForwardVariant
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH, items_of
-from flashtile.problem import LOG2_E, UNLIMITED
+from flashtile.backends.hopper.forward.schedule import Numbers, Schedule, tiles_of_head
+from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.tile_table import TileTable
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.problem import UNLIMITED
 
-HEADS_IN_STEP = 8
-ITEMS_IN_STEP = 2816
-"""Items that fall in cost together: some 20 for each multiprocessor, so that they come out even, of few
-enough heads that their keys stay in the L2 cache."""
+SWIZZLE_HEADS = 8
+"""Heads that are interleaved where work tiles are pairs or come from the work queue."""
+SWIZZLE_TILES = 2816
+"""Work tiles that are interleaved where their costs fall: some 20 for each multiprocessor, so that programs
+end together, of few enough heads that their keys stay in the L2 cache."""
 
 
 def pack_of(problem: Problem, block_m: int) -> int:
@@ -42,13 +44,13 @@ def pack_of(problem: Problem, block_m: int) -> int:
     return group if together <= 0.75 * apart else 1
 
 
-def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) -> Variant:
-    """``has_queue``: of the kernel; without one, variable lengths are dealt out in pairs."""
+def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) -> ForwardVariant:
+    """``has_queue``: the kernel has a work queue. Without one, packed sequences have pairs."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     pack = pack_of(problem, config.BLOCK_M)
     short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
     one_edge = right != UNLIMITED and left == UNLIMITED
-    return Variant(
+    return ForwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
         HAS_LEFT=left != UNLIMITED,
@@ -61,7 +63,7 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         PAIRED=right != UNLIMITED and short,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
-        BENT=bent(problem),
+        HAS_SCORE_MOD=has_score_mod(problem),
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
         BLOCK_M=config.BLOCK_M,
@@ -80,20 +82,89 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
     )
 
 
-def section_of(problem: Problem, variant: Variant) -> int:
-    """Heads whose items are dealt out together: a divisor of all heads of the batch.
+def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
+    """Heads whose work tiles are interleaved: a divisor of all heads of the batch.
 
-    Programs at work at the same time should read the same keys in step. Without a right edge that are all
-    blocks of one key head. With pairs, those of one place in a few heads. With neither, costs fall from the
-    last block to the first, and programs come out even only if those of many heads do so together.
+    Programs at work at the same time should read the same keys. Without a right edge they do if they compute
+    the blocks of one key head; with pairs, those of one place in a few heads. With neither, costs fall from
+    the last block to the first, and programs end together only if the costs of many heads fall together.
     """
     heads = problem.batch * problem.num_heads_q // variant.PACK
     if variant.PAIRED or variant.QUEUED:
-        most = max(HEADS_IN_STEP, variant.KV_GROUP)
+        most = max(SWIZZLE_HEADS, variant.KV_GROUP)
+    elif variant.HAS_RIGHT:
+        most = max(SWIZZLE_TILES // query_blocks(problem, variant), variant.KV_GROUP)
     else:
-        blocks = math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
-        most = max(ITEMS_IN_STEP // blocks, variant.KV_GROUP) if variant.HAS_RIGHT else variant.KV_GROUP
+        most = variant.KV_GROUP
     return largest_divisor(heads, most)
+
+
+def query_blocks(problem: Problem, variant: ForwardVariant) -> int:
+    """Blocks of query rows of the longest sequence."""
+    return math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
+
+
+def tile_table(problem: Problem, variant: ForwardVariant) -> TileTable | None:
+    """For packed sequences."""
+    if not problem.varlen:
+        return None
+    return TileTable(
+        problem.batch,
+        problem.seqlen_q,
+        problem.total_q,
+        problem.total_k,
+        variant.BLOCK_M,
+        problem.seqused_k,
+        variant.PAIRED,
+    )
+
+
+def schedule_of(
+    problem: Problem, variant: ForwardVariant, k: Tensor, alibi_slopes: Tensor | None = None
+) -> Schedule:
+    """The integers of the launch."""
+    num_blocks = query_blocks(problem, variant)
+    num_heads = problem.num_heads_q // variant.PACK
+    table = tile_table(problem, variant)
+    tiles = problem.batch * tiles_of_head.fn(num_blocks, variant.PAIRED) if table is None else table.capacity
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return Schedule(
+        num_tiles=tiles * num_heads,
+        num_blocks=num_blocks,
+        num_heads=num_heads,
+        swizzle=l2_swizzle(problem, variant),
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        total_q=problem.total_q,
+        batch_rows_k=rows_between_sequences(k),
+        window_left=left,
+        window_right=right,
+        alibi_stride=stride_of_two(alibi_slopes),
+    )
+
+
+class Outputs:
+    """Allocates (out, lse) of one signature."""
+
+    def __init__(self, problem: Problem, out_dtype: torch.dtype) -> None:
+        self._varlen = problem.varlen
+        self._out_shape, self._out_dtype = problem.out_shape, out_dtype
+        self._lse_shape = problem.lse_shape
+
+    def __call__(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._varlen:  # shapes as single arguments: a tuple would take twice as long to read
+            out = q.new_empty(*self._out_shape, dtype=self._out_dtype)
+            return out, q.new_empty(*self._lse_shape, dtype=torch.float32)
+        # Tokens that belong to no sequence are written by no program.
+        out = q.new_zeros(self._out_shape, dtype=self._out_dtype)
+        return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+
+
+class Kernels(NamedTuple):
+    """The kernels of one signature, in the order of their launch."""
+
+    fill_table: TileTable | None
+    attend: KeptKernel
 
 
 class ForwardLaunch:
@@ -101,36 +172,23 @@ class ForwardLaunch:
 
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
-        self._config = config
         self._variant = variant_of(problem, config)
-        self._out_shape = problem.out_shape
-        self._lse_shape = problem.lse_shape
-        self._varlen = problem.varlen
-        self._kernel: KeptKernel | None = None
-        self._table_kernel: KeptKernel | None = None
+        self._allocate = Outputs(problem, problem.dtype)
+        self._kernels: Kernels | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
-        if not self._varlen:
-            out = q.new_empty(*self._out_shape)  # a tuple would take twice as long to read
-            lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # tokens that belong to no sequence are written by no program
-            out = q.new_zeros(self._out_shape)
-            lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-        if self._kernel is None:
-            self._prepare(q, k, v, alibi_slopes)
-        kernel = self._kernel
-        assert kernel is not None
-        device = q.device
+        out, lse = self._allocate(q)
+        kernels = self._kernels
+        if kernels is None:  # published once it is complete: other threads may be here, too
+            kernels = self._kernels = self._prepare(q, k, v, alibi_slopes)
         table = lse
-        if self._table_kernel is not None:
-            table = q.new_empty(*self._table_shape, dtype=torch.int32)
-            used = lse if seqused_k is None else seqused_k
-            self._table_kernel(device, table, cu_seqlens_q, cu_seqlens_k, used)
+        if kernels.fill_table is not None:
+            table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k)
         elif self._variant.QUEUED:
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
-        kernel(
-            device,
+        kernels.attend(
+            q.device,
             q,
             k,
             v,
@@ -143,38 +201,31 @@ class ForwardLaunch:
         )
         return out, lse
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> Kernels:
         problem, variant = self._problem, self._variant
-        if problem.varlen:
-            self._table_shape = (1 + table_items(problem, variant), TABLE_WIDTH.value)
-            self._table_kernel = table_kernel(problem, variant)
-        scalars = (
-            *schedule_scalars(problem, variant, rows_apart(k)),
-            stride_of_two(alibi_slopes),
-            *score_numbers(problem),
-        )
-        programs = num_programs(scalars, q.device)
-        registers = LAUNCH_REGISTERS[variant.WARPGROUPS]
-        self._kernel = KeptKernel(
+        schedule = schedule_of(problem, variant, k, alibi_slopes)
+        numbers = Numbers(**score_numbers(problem))
+        attend = KeptKernel(
             forward_kernel,
-            programs,
-            scalars,
+            num_programs(schedule.num_tiles, q.device),
+            arguments_of(forward_kernel, schedule._asdict() | numbers._asdict()),
             (variant,),
             None,
-            views(problem, variant, q, k, v),
-            maxnreg=registers,
+            arguments_of(forward_kernel, views(problem, variant, q, k, v)),
+            maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
         )
+        return Kernels(tile_table(problem, variant), attend)
 
 
 def views(
     problem: Problem,
-    variant: Variant,
+    variant: ForwardVariant,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out_dtype: torch.dtype | None = None,
-) -> tuple[View, View, View, View]:
-    """Of q, k, v and out, which is in the dtype of q if no other is given."""
+) -> dict[str, View]:
+    """Of q, k, v and out, by the kernel's parameters; out is in the dtype of q if no other is given."""
     out_dtype = problem.dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
@@ -189,54 +240,7 @@ def views(
     else:
         view_q = dense_view(q.shape, q.stride(), rows, d, dtype)
         view_o = dense_view(problem.out_shape, out_strides, rows, part, out_dtype)
-    if problem.varlen or problem.seqused_k:
-        view_k, view_v = (
-            ragged_view(t.shape, t.stride(), variant.BLOCK_N, block, dtype) for t, block in ((k, d), (v, dv))
-        )
-    else:
-        view_k = dense_view(k.shape, k.stride(), variant.BLOCK_N, d, dtype)
-        view_v = dense_view(v.shape, v.stride(), variant.BLOCK_N, dv, dtype)
-    return view_q, view_k, view_v, view_o
-
-
-def table_items(problem: Problem, variant: Variant) -> int:
-    """The most items of one head that a variable-length batch can have, whatever its lengths."""
-    return tile_table.capacity(problem.total_q, problem.batch, variant.BLOCK_M)
-
-
-def _blocks(problem: Problem, variant: Variant) -> int:
-    """Blocks of query rows of the longest sequence."""
-    return math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
-
-
-def table_kernel(problem: Problem, variant: Variant) -> KeptKernel:
-    """``tile_table_kernel`` for one signature."""
-    blocks, capacity = _blocks(problem, variant), table_items(problem, variant)
-    scalars = (problem.batch, blocks, problem.total_q, problem.total_k, capacity)
-    constants = (problem.seqused_k, variant.PAIRED, variant.BLOCK_M, TABLE_WIDTH.value, tile_table.CHUNK)
-    return KeptKernel(tile_table.tile_table_kernel, problem.batch, scalars, constants, None)
-
-
-def schedule_scalars(problem: Problem, variant: Variant, rows_apart_k: int) -> tuple[int, ...]:
-    """The fields of ``schedule.Schedule`` up to ``right``, in their order."""
-    blocks = _blocks(problem, variant)
-    heads = problem.num_heads_q // variant.PACK
-    if problem.varlen:
-        items = table_items(problem, variant)
-    else:
-        items = problem.batch * items_of.fn(blocks, variant.PAIRED)
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    section = section_of(problem, variant)
-    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, rows_apart_k)
-    return (items * heads, blocks, heads, section, *lengths, left, right)
-
-
-def score_numbers(problem: Problem) -> tuple[float, float, float]:
-    """The fields of :class:`~flashtile.backends.hopper.forward.schedule.Numbers`."""
-    scale, softcap = problem.softmax_scale * LOG2_E, problem.softcap
-    return scale, 2 * scale / softcap if softcap else 0.0, softcap * LOG2_E
-
-
-def num_programs(scalars: tuple, device: torch.device) -> int:
-    """One for each multiprocessor, but no more than items, the first of ``scalars``."""
-    return min(torch.cuda.get_device_properties(device).multi_processor_count, scalars[0])
+    view_keys = ragged_view if problem.varlen or problem.seqused_k else dense_view
+    view_k = view_keys(k.shape, k.stride(), variant.BLOCK_N, d, dtype)
+    view_v = view_keys(v.shape, v.stride(), variant.BLOCK_N, dv, dtype)
+    return {"q_desc": view_q, "k_desc": view_k, "v_desc": view_v, "o_desc": view_o}

@@ -6,33 +6,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from flashtile.backends.hopper import compile_cases as shared
+from flashtile.backends.hopper.compile_cases import HOPPER, attention_case, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
-from flashtile.backends.hopper.forward.compile_cases import HOPPER
-from flashtile.backends.hopper.forward.schedule import Numbers, Schedule
 from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
-from flashtile.backends.hopper.fp8.forward import ScaleArrays, forward_kernel
-from flashtile.backends.hopper.fp8.launch import fp8_variant_of, views
+from flashtile.backends.hopper.fp8.kernel import forward_kernel
+from flashtile.backends.hopper.fp8.launch import variant_of, views
 from flashtile.compile_report import CompileCase
 from flashtile.fp8.layout import KEY_BLOCK, num_blocks, num_blocks_varlen
-from flashtile.fp8.problem import Fp8Problem
+from flashtile.fp8.problem import Fp8Problem, Scales
 
 PLAIN = Fp8Problem(
-    batch=2,
-    seqlen_q=4096,
-    seqlen_k=4096,
-    total_q=8192,
-    total_k=8192,
-    num_heads_q=8,
-    num_heads_kv=2,
-    head_dim=64,
-    head_dim_v=64,
-    dtype=torch.float8_e4m3fn,
-    device=torch.device("meta"),
-    softmax_scale=1.0,
-    v_transposed=True,
-    block_scales=True,
+    **vars(shared.PLAIN) | {"dtype": torch.float8_e4m3fn}, v_transposed=True, block_scales=True
 )
+_SCALE = torch.empty(1, device="meta")
+ALL_SCALES = Scales(_SCALE, _SCALE, _SCALE)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -52,59 +42,43 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield _case(everything, config, config.features_spill_budget)
     square = replace(PLAIN, head_dim=128, head_dim_v=128)
     yield _case(replace(square, window_right=0, seqlen_q=4, total_q=8), Fp8Config(2, 128), 0)
+    unscaled = replace(square, v_transposed=False, block_scales=False)
+    yield _case(unscaled, Fp8Config(2, 128), 0, Scales())
 
 
-def _case(problem: Fp8Problem, config: Fp8Config, spill_budget: int) -> CompileCase:
-    variant = fp8_variant_of(problem, config)
-    descriptors = (view.type_name for view in views(problem, variant, *_tensors(problem)))
-    signature = dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), descriptors, strict=True))
-    signature |= dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32")
-    signature |= dict.fromkeys(("table", "seqused_k"), "*i32")
-    integers = (*Schedule._fields, *ScaleArrays._fields)
-    signature |= {name: "i32" for name in integers if name not in signature and name != "alibi_stride"}
-    signature |= dict.fromkeys(Numbers._fields, "fp32")
-    return CompileCase(
-        name=f"hopper fp8 forward {_name(problem, config)}",
-        kernel=forward_kernel,
-        signature=signature,
-        constants={"C": variant},
-        options={"maxnreg": LAUNCH_REGISTERS[variant.WARPGROUPS]},
-        spill_budget=spill_budget,
-    )
-
-
-def _tensors(problem: Fp8Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
-    keys = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
-    heads, head_dim_v = problem.num_heads_kv, problem.head_dim_v
-    shape_v: tuple[int, ...] = (*keys, heads, head_dim_v)
-    if problem.v_transposed and problem.varlen:
-        blocks = num_blocks_varlen(problem.total_k, problem.batch, KEY_BLOCK)
-        shape_v = (heads, head_dim_v, blocks * KEY_BLOCK)
-    elif problem.v_transposed:
-        shape_v = (problem.batch, heads, head_dim_v, num_blocks(problem.seqlen_k, KEY_BLOCK) * KEY_BLOCK)
-    q, k, v = (
-        torch.empty(shape, dtype=problem.dtype, device="meta")
-        for shape in (
-            (*rows, problem.num_heads_q, problem.head_dim),
-            (*keys, heads, problem.head_dim),
-            shape_v,
-        )
-    )
-    return q, k, v
-
-
-def _name(problem: Fp8Problem, config: Fp8Config) -> str:
+def _case(
+    problem: Fp8Problem, config: Fp8Config, spill_budget: int, scales: Scales = ALL_SCALES
+) -> CompileCase:
+    variant = variant_of(problem, config, scales)
+    q, k, v = shared.tensors(problem)
+    v = _transposed(problem) if problem.v_transposed else v
+    sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{config.BLOCK_M}x{config.BLOCK_N}"
     features = "features" if problem.softcap else "causal" if problem.window_right == 0 else "full"
-    more = [
-        word
-        for word, present in (
-            ("ping-pong", config.PING_PONG),
-            ("q in registers", config.Q_IN_REGISTERS),
-            ("packed", problem.seqlen_q < config.BLOCK_M),
-            ("v row by row", not problem.v_transposed),
-        )
-        if present
-    ]
-    sizes = f"{problem.head_dim}/{problem.head_dim_v}"
-    return " ".join((f"head_dim {sizes}", f"{config.BLOCK_M}x{config.BLOCK_N}", features, *more))
+    more = words(
+        {
+            "ping-pong": config.PING_PONG,
+            "q in registers": config.Q_IN_REGISTERS,
+            "packed": problem.seqlen_q < config.BLOCK_M,
+            "v row by row": not problem.v_transposed,
+            "without scales": scales == Scales(),
+        }
+    )
+    return attention_case(
+        " ".join((f"fp8 forward head_dim {sizes}", tile, features, *more)),
+        forward_kernel,
+        views(problem, variant, q, k, v),
+        variant,
+        LAUNCH_REGISTERS[variant.WARPGROUPS],
+        spill_budget,
+    )
+
+
+def _transposed(problem: Fp8Problem) -> Tensor:
+    """V^T of the problem's shape, without memory."""
+    heads, head_dim_v = problem.num_heads_kv, problem.head_dim_v
+    if problem.varlen:
+        columns = num_blocks_varlen(problem.total_k, problem.batch, KEY_BLOCK) * KEY_BLOCK
+        shape: tuple[int, ...] = (heads, head_dim_v, columns)
+    else:
+        shape = (problem.batch, heads, head_dim_v, num_blocks(problem.seqlen_k, KEY_BLOCK) * KEY_BLOCK)
+    return torch.empty(shape, dtype=problem.dtype, device="meta")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashtile.backends.hopper.config import ForwardConfig, Variant, padded
+from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
 from flashtile.fp8.problem import Fp8Problem
 from flashtile.problem import UNLIMITED
 
@@ -19,26 +20,30 @@ class Fp8Config(ForwardConfig):
 
 
 @dataclass(frozen=True)
-class Fp8Variant(Variant):
+class Fp8Variant(ForwardVariant):
     """Everything that the FP8 kernel is compiled for: one constant of the kernel."""
 
     V_TRANSPOSED: bool
     """V lies in memory as V^T, keys in the order of P's registers; otherwise the producer transposes it."""
     BLOCK_SCALES: bool
-    """Scales are of blocks, numbered through a variable-length batch; otherwise of heads."""
+    """Scales are of blocks, numbered through all packed sequences; otherwise of heads."""
+    HAS_Q_SCALE: bool
+    HAS_K_SCALE: bool
+    HAS_V_SCALE: bool
     Q_SCALE_GROUP: int
-    """Query heads to an entry of the scales of q."""
+    """Query heads that share a scale of q."""
     PRODUCER_WARPS: int
 
 
 PRODUCER_WARPS = {True: 1, False: 4}
-"""By whether v is transposed already."""
+"""By whether V lies in memory as V^T."""
 REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), (3, False): (160, 32)}
-"""(consumer's, producer's) of a thread, by number of consumer warpgroups and whether v is transposed."""
+"""(consumer's, producer's) of a thread, by number of consumer warpgroups and whether V lies in memory as
+V^T."""
 
 F = Fp8Config
-_NARROW = F(2, 64)
-_WIDE = F(2, 128)
+_64_KEYS = F(2, 64)
+_128_KEYS = F(2, 128)
 
 # (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; causal is a window.
 # H100, S = 4096 and 16384: docs/measured/fp8.md. Rows of head_dim 256, and of v in rows, have the tiles that
@@ -52,17 +57,17 @@ _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (128, True, True): F(2, 128, Q_IN_REGISTERS=128),
     (128, False, False): F(2, 128, spill_budget=4),
     (128, True, False): F(2, 128, features_spill_budget=4),
-    (256, False, True): _NARROW,
+    (256, False, True): _64_KEYS,
     (256, True, True): F(2, 64, features_spill_budget=52),
     (256, False, False): F(2, 64, spill_budget=20),
     (256, True, False): F(2, 64, features_spill_budget=36),
 }
 # (padded head_dim of q and k, of v) -> config: the tiles that fit; not timed.
 _UNEQUAL: dict[tuple[int, int], Fp8Config] = {
-    (64, 128): _WIDE,
-    (128, 64): _WIDE,
-    (64, 256): _NARROW,
-    (128, 256): _NARROW,
+    (64, 128): _128_KEYS,
+    (128, 64): _128_KEYS,
+    (64, 256): _64_KEYS,
+    (128, 256): _64_KEYS,
     (256, 64): F(2, 64, spill_budget=8),
     (256, 128): F(2, 64, spill_budget=8),
 }

@@ -1,17 +1,19 @@
-"""From e4m3 tensors and their scales to the FP8 kernel's arguments."""
+"""From e4m3 tensors and their scales to the FP8 kernel's arguments; prepared once for each signature."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras
 from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
-from flashtile.backends.hopper.forward import launch as hopper
-from flashtile.backends.hopper.forward.schedule import TABLE_WIDTH
+from flashtile.backends.hopper.forward import launch as forward
+from flashtile.backends.hopper.forward.launch import Kernels, Outputs, schedule_of, tile_table
+from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
-from flashtile.backends.hopper.fp8.forward import forward_kernel
+from flashtile.backends.hopper.fp8.kernel import ScaleStrides, forward_kernel
+from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
 from flashtile.fp8.problem import Fp8Problem, Scales
 
 
@@ -20,85 +22,88 @@ class ForwardLaunch:
 
     def __init__(self, problem: Fp8Problem, config: Fp8Config) -> None:
         self._problem = problem
-        self._variant = fp8_variant_of(problem, config)
-        self._out_shape = problem.out_shape
-        self._lse_shape = problem.lse_shape
-        self._kernel: KeptKernel | None = None
-        self._table_kernel: KeptKernel | None = None
+        self._config = config
+        self._allocate = Outputs(problem, problem.out_dtype)
+        self._kernels: Kernels | None = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
     ) -> tuple[Tensor, Tensor]:
-        problem = self._problem
-        if not problem.varlen:
-            out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
-            lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # tokens that belong to no sequence are written by no program
-            out = q.new_zeros(self._out_shape, dtype=problem.out_dtype)
-            lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-        if self._kernel is None:
-            self._prepare(q, k, v, scales)
-        assert self._kernel is not None
-        seqused_k = lse if extras.seqused_k is None else extras.seqused_k
+        cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = extras
+        out, lse = self._allocate(q)
+        kernels = self._kernels
+        if kernels is None:  # published once it is complete: other threads may be here, too
+            kernels = self._kernels = self._prepare(q, k, v, scales)
         table = lse
-        if self._table_kernel is not None:
-            table = q.new_empty(*self._table_shape, dtype=torch.int32)
-            self._table_kernel(q.device, table, extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
-        given = (self._one if scale is None else scale for scale in scales)
-        self._kernel(q.device, q, k, v, out, lse, table, seqused_k, *given)
+        if kernels.fill_table is not None:
+            table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        kernels.attend(
+            q.device,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            table,
+            lse if seqused_k is None else seqused_k,
+            lse if scales.q is None else scales.q,
+            lse if scales.k is None else scales.k,
+            lse if scales.v is None else scales.v,
+        )
         return out, lse
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> None:
-        problem, variant = self._problem, self._variant
-        self._one = torch.ones((), device=q.device)
-        if problem.varlen:
-            self._table_shape = (1 + hopper.table_items(problem, variant), TABLE_WIDTH.value)
-            self._table_kernel = hopper.table_kernel(problem, variant)
-        scalars = (
-            *hopper.schedule_scalars(problem, variant, hopper.rows_apart(k)),
-            *hopper.score_numbers(problem),
-            *(stride for scale in scales for stride in scale_strides(problem, scale)),
-        )
-        self._kernel = KeptKernel(
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> Kernels:
+        problem = self._problem
+        variant = variant_of(problem, self._config, scales)
+        schedule, numbers = schedule_of(problem, variant, k), Numbers(**score_numbers(problem))
+        scalars = schedule._asdict() | numbers._asdict() | scale_strides(problem, scales)._asdict()
+        attend = KeptKernel(
             forward_kernel,
-            hopper.num_programs(scalars, q.device),
-            scalars,
+            num_programs(schedule.num_tiles, q.device),
+            arguments_of(forward_kernel, scalars),
             (variant,),
             None,
-            views(problem, variant, q, k, v),
+            arguments_of(forward_kernel, views(problem, variant, q, k, v)),
             maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
         )
+        return Kernels(tile_table(problem, variant), attend)
 
 
-def fp8_variant_of(problem: Fp8Problem, config: Fp8Config) -> Fp8Variant:
-    common = vars(hopper.variant_of(problem, config, has_queue=False))
+def variant_of(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Variant:
+    """``scales``: which there are; None is 1 for all."""
+    common = vars(forward.variant_of(problem, config, has_queue=False))
     consumer, producer = REGISTERS[config.warpgroups, problem.v_transposed]
     return Fp8Variant(
         **common | {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer},
         V_TRANSPOSED=problem.v_transposed,
         BLOCK_SCALES=problem.block_scales,
+        HAS_Q_SCALE=scales.q is not None,
+        HAS_K_SCALE=scales.k is not None,
+        HAS_V_SCALE=scales.v is not None,
         Q_SCALE_GROUP=problem.q_scale_group,
         PRODUCER_WARPS=PRODUCER_WARPS[problem.v_transposed],
     )
 
 
-def scale_strides(problem: Fp8Problem, scale: Tensor | None) -> tuple[int, int, int]:
-    """From one sequence, head and block to the next; 0 where they share a scale."""
-    if scale is None:
-        return 0, 0, 0
-    if not problem.block_scales:
-        return scale.stride(0), scale.stride(1), 0
-    if problem.varlen:
-        return 0, scale.stride(0), scale.stride(1)
-    return scale.stride(0), scale.stride(1), scale.stride(2)
+def scale_strides(problem: Fp8Problem, scales: Scales) -> ScaleStrides:
+    """Of all three scales."""
+    strides: dict[str, int] = {}
+    for name, scale in scales._asdict().items():
+        batch = head = block = 0
+        if scale is not None and not problem.block_scales:
+            batch, head = scale.stride()
+        elif scale is not None and problem.varlen:
+            head, block = scale.stride()
+        elif scale is not None:
+            batch, head, block = scale.stride()
+        strides |= {f"{name}_scale_batch": batch, f"{name}_scale_head": head, f"{name}_scale_block": block}
+    return ScaleStrides(**strides)
 
 
-def views(
-    problem: Fp8Problem, variant: Fp8Variant, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[hopper.View, hopper.View, hopper.View, hopper.View]:
-    """Of q, k, v and out."""
+def views(problem: Fp8Problem, variant: Fp8Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
+    """Of q, k, v and out, by the kernel's parameters."""
     if not problem.v_transposed:
-        return hopper.views(problem, variant, q, k, v, problem.out_dtype)
-    view_q, view_k, _, view_o = hopper.views(problem, variant, q, k, k, problem.out_dtype)
+        return forward.views(problem, variant, q, k, v, problem.out_dtype)
+    of = forward.views(problem, variant, q, k, k, problem.out_dtype)
     block = [1] * (v.dim() - 2) + [variant.BLOCK_DV, variant.BLOCK_N]
-    return view_q, view_k, hopper.View(list(v.shape), list(v.stride()), block, problem.dtype), view_o
+    return of | {"v_desc": View(list(v.shape), list(v.stride()), block, problem.dtype)}

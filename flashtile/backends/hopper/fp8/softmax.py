@@ -88,19 +88,19 @@ def exponentials(C: gl.constexpr, s, m, scale, value_log2):
     """(P by its bytes, four numbers; its new row maximum; the factor for what was summed before).
 
     Args:
-        s: [rows, N], raw products, or if C.BENT scores in log2 units.
+        s: [rows, N], raw products, or if C.HAS_SCORE_MOD scores in log2 units.
         m: [rows], maximum so far of score plus the value scale's logarithm.
         scale: [rows], positive: raw products to log2 units.
         value_log2: log2 of the block's value scale. P holds it, so that O is in units of 1; it is part of
             the maximum, so that P of the block that matters most to O spreads over e4m3's range.
     """
     top = gl.max(s, 1)
-    if not C.BENT:
+    if not C.HAS_SCORE_MOD:
         top = top * scale
     m_new = gl.maximum(m, top + value_log2)
     known = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
     shift = known - (value_log2 + P_LOG2)
-    if C.BENT:
+    if C.HAS_SCORE_MOD:
         p = gl.exp2(s - shift[:, None])
     else:
         p = gl.exp2(s * scale[:, None] - shift[:, None])

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.config import family, precision_of
 from flashtile.decode.problem import DecodeProblem
@@ -133,10 +131,3 @@ def choose(problem: DecodeProblem) -> DecodeConfig:
     blocks = row_blocks(table_family, element_bytes, width)
     BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
     return row(table_family, element_bytes, BLOCK_M, width)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many there are; the interpreter gets a few programs, so that it splits what a GPU would."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,11 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.backends.common.device import capability, multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides, largest_divisor, padded, stride_of_two
 from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
-from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, multiprocessors
+from flashtile.backends.portable.decode.config import NARROW, DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.backends.portable.decode.steps import Features
 from flashtile.decode.problem import FP8, CombineProblem, DecodeProblem
@@ -47,20 +48,12 @@ MOST_KEYS = 256
 
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether the device knows programmatic dependent launch (compute capability 9.0 and up)."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    return capability(device) >= (9, 0)
 
 
 def converts_e4m3(device: torch.device) -> bool:
     """Whether the device converts e4m3 itself (compute capability 8.9 and up)."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    return capability(device) >= (8, 9)
 
 
 def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flashtile.backends.common.tiles import tile_index
 from flashtile.backends.portable.decode.e4m3 import decode_bits, split_pairs
-from flashtile.backends.portable.tiles import bend_scores, visible
+from flashtile.backends.portable.tiles import apply_score_mod, visible
 
 
 class Features(NamedTuple):
@@ -262,7 +262,7 @@ def score_keys(products, keys, seen, rows, shape, numbers, LAYOUT: tl.constexpr,
     scores = products
     distance = keys[None, :] - (tokens + offset)[:, None]
     if FEATURES.BENT:
-        scores, _ = bend_scores(
+        scores, _ = apply_score_mod(
             scores * k_scale, distance, slope, softmax_scale, softcap, FEATURES.HAS_SOFTCAP,
             FEATURES.HAS_ALIBI,
         )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.backends import portable
+from flashtile.backends.common.device import Target, capability
 from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
 
 NATIVE_CAPABILITY = (8, 9)
@@ -32,11 +33,9 @@ def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str
     return None
 
 
-def is_native(device: torch.device) -> bool:
+def is_native(device: torch.device | Target) -> bool:
     """Whether kernels for the device use FP8 instructions; the numbers are the same without."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= NATIVE_CAPABILITY
+    return capability(device) >= NATIVE_CAPABILITY
 
 
 def configure_fp8_quantize(problem: QuantizeProblem) -> bool:

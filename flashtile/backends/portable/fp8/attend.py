@@ -17,7 +17,7 @@ from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.forward import sink_step
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.tiles import (
-    bend_scores,
+    apply_score_mod,
     block_range,
     load_slope,
     result_bases,
@@ -167,7 +167,7 @@ def attend_blocks(
         distance = keys[None, :] - (row_start + tl.arange(0, BLOCK_M) + offset)[:, None]
         if HAS_SOFTCAP or HAS_ALIBI:
             scores = scores * row_scale[:, None]
-            scores, _ = bend_scores(scores, distance, slope, 1.0, softcap, HAS_SOFTCAP, HAS_ALIBI)
+            scores, _ = apply_score_mod(scores, distance, slope, 1.0, softcap, HAS_SOFTCAP, HAS_ALIBI)
         else:
             scores = scores * (row_scale * LOG2_E)[:, None]
         if MASKED:

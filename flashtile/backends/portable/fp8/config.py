@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile.backends.common.kept_kernel import KernelConfig
+from flashtile.backends.common.config import KernelConfig
 from flashtile.fp8.problem import Fp8Problem
 
 K = KernelConfig

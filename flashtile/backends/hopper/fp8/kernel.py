@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper.channels import make_channel, make_ring, make_turn
+from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.forward.kernel import (
     LN_2,
     WARPGROUP_ROWS,
-    bend,
+    apply_score_mod,
     load_keys,
     load_queries,
     mask,
@@ -48,13 +48,12 @@ from flashtile.backends.hopper.forward.schedule import (
     Numbers,
     Pointers,
     Schedule,
-    block_count,
-    block_of,
-    blocks_of,
-    find_work,
-    item_count,
-    turns_of,
-    work_item,
+    block_of_part,
+    find_work_tile,
+    num_own_tiles,
+    num_parts,
+    query_blocks,
+    snake_order,
 )
 from flashtile.backends.hopper.fp8.softmax import (
     LEAST,
@@ -67,19 +66,17 @@ from flashtile.backends.hopper.fp8.softmax import (
     sums_of,
 )
 from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_layout
-from flashtile.backends.hopper.opaque import rescale, settle
+from flashtile.backends.hopper.inline_asm import copy_registers, rescale
+from flashtile.backends.hopper.work_tiles import num_work_tiles
 from flashtile.fp8 import layout
 
 QUERY_BLOCK = gl.constexpr(layout.QUERY_BLOCK)
 KEY_BLOCK = gl.constexpr(layout.KEY_BLOCK)
 
 
-class ScaleArrays(NamedTuple):
-    """Pointers to the scales of q, k and v, and how far apart batches, heads and blocks lie (0: shared)."""
+class ScaleStrides(NamedTuple):
+    """Elements from the scale of one sequence, head and block to the next; 0 where they share a scale."""
 
-    q_scale: Any
-    k_scale: Any
-    v_scale: Any
     q_scale_batch: Any
     q_scale_head: Any
     q_scale_block: Any
@@ -91,11 +88,22 @@ class ScaleArrays(NamedTuple):
     v_scale_block: Any
 
 
+class ScaleArrays(NamedTuple):
+    """Memory of the scales, fp32, and their strides. What a call has not is never followed."""
+
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    strides: Any
+
+
 class TileScales(NamedTuple):
-    """Scales of one tile: of its scores without the keys' part, [rows], and where those of its keys lie."""
+    """Scales of one tile."""
 
     rows: Any
+    """[rows]: what raw products are multiplied by, but for the scale of their keys."""
     k: Any
+    """Pointer to the scale of the first block of keys; the next ones follow at ``k_block``."""
     v: Any
     k_block: Any
     v_block: Any
@@ -104,27 +112,31 @@ class TileScales(NamedTuple):
 @gluon.jit
 def tile_scales(C: gl.constexpr, work, positions, head, arrays, numbers):
     """Those of 64 rows at ``positions`` of query heads ``head`` ([rows] each)."""
-    q_place = work.sequence * arrays.q_scale_batch + head // C.Q_SCALE_GROUP * arrays.q_scale_head
+    strides = arrays.strides
+    q_place = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
     first_q = 0
     first_k = 0
     if C.VARLEN and C.BLOCK_SCALES:
         first_q = work.start_q // QUERY_BLOCK + work.sequence
         first_k = work.start_k // KEY_BLOCK + work.sequence
-    q_place += (first_q + positions // QUERY_BLOCK) * arrays.q_scale_block
-    q_scale = gl.load(arrays.q_scale + q_place, mask=positions < work.seqlen_q, other=1.0)
+    q_place += (first_q + positions // QUERY_BLOCK) * strides.q_scale_block
+    if C.HAS_Q_SCALE:
+        q_scale = gl.load(arrays.q_scale + q_place, mask=positions < work.seqlen_q, other=1.0)
+    else:
+        q_scale = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, positions.type.layout)
     if C.SOFTCAP:
         q_scale = q_scale * numbers.softcap_rate
     else:
         q_scale = q_scale * numbers.scale_log2
     head_kv = work.head // C.KV_GROUP
-    k_place = work.sequence * arrays.k_scale_batch + head_kv * arrays.k_scale_head
-    v_place = work.sequence * arrays.v_scale_batch + head_kv * arrays.v_scale_head
+    k_place = work.sequence * strides.k_scale_batch + head_kv * strides.k_scale_head
+    v_place = work.sequence * strides.v_scale_batch + head_kv * strides.v_scale_head
     return TileScales(
         q_scale,
-        arrays.k_scale + (k_place + first_k * arrays.k_scale_block),
-        arrays.v_scale + (v_place + first_k * arrays.v_scale_block),
-        arrays.k_scale_block,
-        arrays.v_scale_block,
+        arrays.k_scale + (k_place + first_k * strides.k_scale_block),
+        arrays.v_scale + (v_place + first_k * strides.v_scale_block),
+        strides.k_scale_block,
+        strides.v_scale_block,
     )
 
 
@@ -132,14 +144,19 @@ def tile_scales(C: gl.constexpr, work, positions, head, arrays, numbers):
 def load_scales(C: gl.constexpr, scales, n):
     """(k's, v's) scale of block ``n``, or of block 0 for one before it."""
     block = gl.maximum(n, 0) * C.BLOCK_N // KEY_BLOCK
-    return gl.load(scales.k + block * scales.k_block), gl.load(scales.v + block * scales.v_block)
+    k_scale, v_scale = gl.to_tensor(1.0), gl.to_tensor(1.0)
+    if C.HAS_K_SCALE:
+        k_scale = gl.load(scales.k + block * scales.k_block)
+    if C.HAS_V_SCALE:
+        v_scale = gl.load(scales.v + block * scales.v_block)
+    return k_scale, v_scale
 
 
 @gluon.jit
 def score_factor(C: gl.constexpr, scales, k_scale):
     """[rows]: what raw products are multiplied by. Kept positive and finite, or -inf would become NaN."""
     factor = scales.rows * k_scale
-    if not C.BENT:
+    if not C.HAS_SCORE_MOD:
         factor = gl.minimum(gl.maximum(factor, LEAST), 1 / LEAST)
     return factor
 
@@ -159,7 +176,7 @@ def fp8_softmax(C: gl.constexpr, s, n, m, l, scales, k_scale, v_scale, rows, num
     factor = gl.convert_layout(score_factor(C, scales, k_scale), row)
     value_log2, inverse = value_scale(v_scale)
     column = factor[:, None]
-    s = bend(C, s, n, rows, Numbers(column, column, numbers.softcap_log2), s_layout)
+    s = apply_score_mod(C, s, n, rows, Numbers(column, column, numbers.softcap_log2), s_layout)
     if MASK:
         s = mask(C, s, n, rows, s_layout)
     b0, b1, b2, b3, m, alpha = exponentials(C, s, m, factor, value_log2)
@@ -181,19 +198,20 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 @gluon.jit
 def attend_uncut(
     C: gl.constexpr, W: gl.constexpr, o, l, m, packed, i, n_from, n_to, k_scale, v_scale, scales, q, q_head,
-    k, v, turn, rows, numbers, s_layout: gl.constexpr,
+    k, v, ping_pong, rows, numbers, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to, which no edge cuts: Q K^T of each beside P V of the one before.
+    """Blocks n_from - 1 down to n_to, which no edge of the mask cuts: Q K^T of each beside P V of the last
+    one.
 
-    ``k_scale`` and ``v_scale`` are those of the first; returned are those of block n_to - 1.
+    ``k_scale`` and ``v_scale`` are those of block n_from - 1; returned are those of block n_to - 1.
     """
     o_layout: gl.constexpr = o.type.layout
     for n in range(n_from - 1, n_to - 1, -1):
         p = as_operand(packed, o_layout)  # here: between two products in flight, it would part them
-        turn.take(W, i)
+        ping_pong.wait(W, i)
         s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
-        turn.give(W)
+        ping_pong.pass_on(W)
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
@@ -201,7 +219,7 @@ def attend_uncut(
             C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, s_layout
         )
         o = warpgroup_mma_wait(0, deps=[o])
-        packed = settle(fresh)
+        packed = copy_registers(fresh)
         v.release(i - 1)
         o = rescale(o, alpha)
         k_scale, v_scale = next_scales
@@ -212,20 +230,20 @@ def attend_uncut(
 @gluon.jit
 def attend_cut(
     C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, k_scale, v_scale, scales,
-    q, q_head, k, v, turn, rows, numbers,
+    q, q_head, k, v, ping_pong, rows, numbers,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to under an edge of the mask, of each its first ``WIDTH`` keys.
+    """Blocks n_from - 1 down to n_to under an edge of the mask, the first ``WIDTH`` keys of each.
 
-    One after the other, as in the 16-bit kernel. Scales as in :func:`attend_uncut`.
+    Without overlap, as in the 16-bit kernel. Scales as in :func:`attend_uncut`.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     o_layout: gl.constexpr = o.type.layout
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows = rows_in(C, rows, row)
     for n in range(n_from - 1, n_to - 1, -1):
-        turn.take(W, i)
+        ping_pong.wait(W, i)
         s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
-        turn.give(W)
+        ping_pong.pass_on(W)
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
@@ -243,12 +261,13 @@ def attend_cut(
 
 @gluon.jit
 def attend_tile(
-    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule,
-    numbers, arrays,
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers,
+    schedule, numbers, arrays,
 ):  # fmt: skip
     """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
 
-    ``i`` counts the blocks of keys that the program has met, ``j`` those of queries; returns the new ``i``.
+    ``i`` counts the program's blocks of keys, ``j`` its blocks of queries: the uses of their channels.
+    Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
@@ -269,7 +288,7 @@ def attend_tile(
     z0, z1, z2, z3 = by_byte(zeros)
     l = sums_of(z0, z1, z2, z3)
 
-    i = skip_blocks(n_end - my_end, i, k, v, turn, W)
+    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
     q_part = q.wait(j) * C.WARPGROUPS + W
     q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
     q_head = q_tile
@@ -280,22 +299,22 @@ def attend_tile(
         whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
         o, l, m, i, k_scale, v_scale = attend_cut(
-            C, W, HALF, o, l, m, i, my_end, whole, k_scale, v_scale, scales, q_tile, q_head, k, v, turn,
-            rows, numbers,
+            C, W, HALF, o, l, m, i, my_end, whole, k_scale, v_scale, scales, q_tile, q_head, k, v,
+            ping_pong, rows, numbers,
         )  # fmt: skip
         my_end = whole
     n = my_end - 1
     if C.HAS_RIGHT:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i, k_scale, v_scale = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, k_scale, v_scale, scales, q_tile, q_head, k, v, turn,
-            rows, numbers,
+            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, k_scale, v_scale, scales, q_tile, q_head, k, v,
+            ping_pong, rows, numbers,
         )  # fmt: skip
 
     # The first block of the pipeline, the only one of it that may be cut.
-    turn.take(W, i)
+    ping_pong.wait(W, i)
     s = qk_product(C, C.BLOCK_N, q_tile, q_head, k.tiles.index(k.wait(i)), s_layout)
-    turn.give(W)
+    ping_pong.pass_on(W)
     next_scales = load_scales(C, scales, n - 1)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
@@ -307,8 +326,8 @@ def attend_tile(
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, packed, i, k_scale, v_scale = attend_uncut(
-        C, W, o, l, m, packed, i, n, full_begin, k_scale, v_scale, scales, q_tile, q_head, k, v, turn, rows,
-        numbers, s_layout,
+        C, W, o, l, m, packed, i, n, full_begin, k_scale, v_scale, scales, q_tile, q_head, k, v, ping_pong,
+        rows, numbers, s_layout,
     )  # fmt: skip
     o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i - 1)), o)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -316,14 +335,14 @@ def attend_tile(
     if C.HAS_LEFT:
         o, l, m, i, k_scale, v_scale = attend_cut(
             C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, k_scale, v_scale, scales, q_tile, q_head, k, v,
-            turn, rows, numbers,
+            ping_pong, rows, numbers,
         )  # fmt: skip
     q.release(j)
 
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, pointers, schedule)
-    i = skip_blocks(my_begin - n_begin, i, k, v, turn, W)
+    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
     # A row without keys met what lies behind the last one, which may be NaN.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))
@@ -338,19 +357,34 @@ def attend_tile(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers, arrays
+    C: gl.constexpr, W: gl.constexpr, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays
 ):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     j = 0
-    for turn_number in range(turns_of(program, programs, item_count(C, pointers, schedule))):
-        work = find_work(C, work_item(turn_number, program, programs), pointers, schedule)
-        blocks = block_count(C, work, schedule)
-        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-            block = block_of(blocks, work.place, part, C.PAIRED)
+    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
+        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
+        num_blocks = query_blocks(C, work, schedule)
+        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
             i = attend_tile(
-                C, W, work, block, i, j, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers, arrays
+                C,
+                W,
+                work,
+                block,
+                i,
+                j,
+                q,
+                k,
+                v,
+                ping_pong,
+                o_tiles,
+                o_desc,
+                pointers,
+                schedule,
+                numbers,
+                arrays,
             )
             j += 1
     tma.store_wait(0)
@@ -381,7 +415,7 @@ def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
 
 
 @gluon.jit
-def pass_on(C: gl.constexpr, i, v, v_rows):
+def transpose_values(C: gl.constexpr, i, v, v_rows):
     """Use ``i`` of v from rows to columns, for the consumers."""
     rows = v_rows.tiles.index(v_rows.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     slot = v.acquire(i)
@@ -397,7 +431,7 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, v_rows, q_desc, k_de
     What is to be transposed follows one block behind what is loaded.
     """
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
-    n_begin, n_end = tile_blocks(C, work, block, schedule.left, schedule.right)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     for n in range(n_end - 1, n_begin - 1, -1):
         slot = k.acquire(i)
         mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
@@ -405,7 +439,7 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, v_rows, q_desc, k_de
         if not C.V_TRANSPOSED:
             load_values(C, v_desc, work, n, i, v, v_rows)
             if i > 0:  # before q, whose tile is free only after the last block of the tile before
-                pass_on(C, i - 1, v, v_rows)
+                transpose_values(C, i - 1, v, v_rows)
         if n == n_end - 1:  # the first keys may come before q's tile is free
             slot = q.acquire(j)
             mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
@@ -424,28 +458,28 @@ def producer(C: gl.constexpr, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers,
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     j = 0
-    for turn_number in range(turns_of(program, programs, item_count(C, pointers, schedule))):
-        work = find_work(C, work_item(turn_number, program, programs), pointers, schedule)
-        blocks = block_count(C, work, schedule)
-        for part in range(blocks_of(blocks, work.place, C.PAIRED)):
-            block = block_of(blocks, work.place, part, C.PAIRED)
+    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
+        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
+        num_blocks = query_blocks(C, work, schedule)
+        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
             i = load_block(C, work, block, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, schedule)
             j += 1
     if not C.V_TRANSPOSED and i > 0:
-        pass_on(C, i - 1, v, v_rows)
+        transpose_values(C, i - 1, v, v_rows)
 
 
-@gluon_kernel(do_not_specialize=(*Schedule._fields, *ScaleArrays._fields[3:]))
+@gluon_kernel(do_not_specialize=(*Schedule._fields, *ScaleStrides._fields))
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, q_scale, k_scale, v_scale,
-    items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right,
-    scale_log2, softcap_rate, softcap_log2,
+    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+    window_right, scale_log2, softcap_rate, softcap_log2,
     q_scale_batch, q_scale_head, q_scale_block, k_scale_batch, k_scale_head, k_scale_block,
     v_scale_batch, v_scale_head, v_scale_block, C: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to what a call has not (a table, used lengths) are never followed.
+    """Grid: one program for each multiprocessor at most; work tiles are dealt out in ``snake_order``.
 
-    Grid: one program for each multiprocessor at most; the tiles are dealt out by ``work_item``.
+    A pointer to what a call has not (a table, used lengths, a scale) is never followed.
     """
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
@@ -455,20 +489,24 @@ def forward_kernel(
         v_layout: gl.constexpr = transposed_layout(C.BLOCK_N)
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)
         v = make_ring(v_tiles, C.STAGES, C.WARPGROUPS)
-    turn = make_turn(C.WARPGROUPS if C.PING_PONG else 1)
+    ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
     o_tiles = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     pointers = Pointers(lse, table, seqused_k, lse, lse)
-    schedule = Schedule(items, blocks, heads, section, seqlen_q, seqlen_k, total_q, rows_k, left, right, 0)
-    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
-    arrays = ScaleArrays(
-        q_scale, k_scale, v_scale, q_scale_batch, q_scale_head, q_scale_block, k_scale_batch, k_scale_head,
-        k_scale_block, v_scale_batch, v_scale_head, v_scale_block,
+    schedule = Schedule(
+        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+        window_right, 0,
     )  # fmt: skip
+    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
+    strides = ScaleStrides(
+        q_scale_batch, q_scale_head, q_scale_block, k_scale_batch, k_scale_head, k_scale_block, v_scale_batch,
+        v_scale_head, v_scale_block,
+    )  # fmt: skip
+    arrays = ScaleArrays(q_scale, k_scale, v_scale, strides)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (consumer, (C, 1, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
+                (consumer, (C, 0, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
+                (consumer, (C, 1, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
                 (producer, (C, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, C.PRODUCER_WARPS],
@@ -477,9 +515,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (consumer, (C, 1, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (consumer, (C, 2, q, k, v, turn, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
+                (consumer, (C, 0, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
+                (consumer, (C, 1, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
+                (consumer, (C, 2, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
                 (producer, (C, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, 4, C.PRODUCER_WARPS],

@@ -1,9 +1,9 @@
-"""What waiting for turns costs a deterministic backward: a model of the Hopper kernel's schedule.
+"""What the fixed order of additions costs a deterministic backward: a model of the Hopper kernel's schedule.
 
-    python benchmarks/deterministic_turns.py
+    python benchmarks/deterministic_order.py
 
-It needs no GPU. Programs take items, blocks of keys of a head, from one queue. A step adds to one block of dQ
-when the blocks of keys behind it have; the next one sees that ``SEEN`` steps later. Time is in steps.
+It needs no GPU. Programs take work tiles, blocks of keys of a head, from one queue. A step adds to one block
+of dQ when the blocks of keys behind it have; the next one sees that ``SEEN`` steps later. Time is in steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rich.table import Table
 
 PROGRAMS = 132
 HIDDEN = 1.5
-"""Of an item's start and end, in steps."""
+"""Of a work tile's start and end, in steps."""
 SEEN = 1.45
-"""A turn is passed on one step late, and then takes its way through the L2 cache."""
+"""An addition is signalled one step late, and the signal passes through the L2 cache."""
 JITTER = 0.1
 TOKENS, WIDTH, BLOCK_N = 16384, 2048, 128
 BLOCK_M = {64: 128, 128: 64}
@@ -27,7 +27,7 @@ BLOCK_M = {64: 128, 128: 64}
 
 @dataclass
 class Program:
-    """What a program is at."""
+    """Where a program is in its work tile."""
 
     head: int
     place: int
@@ -36,9 +36,9 @@ class Program:
 
 
 def share_without_waiting(
-    head_dim: int, seqlen: int, causal: bool, section: int, seen: float = SEEN
+    head_dim: int, seqlen: int, causal: bool, swizzle: int, seen: float = SEEN
 ) -> float:
-    """Steps of all programs over the time that they take."""
+    """Steps of all programs over the time that they take, with ``swizzle`` heads interleaved."""
     blocks, row_blocks = seqlen // BLOCK_N, seqlen // BLOCK_M[head_dim]
     heads = TOKENS // seqlen * WIDTH // head_dim
     noise = random.Random(0)
@@ -49,9 +49,9 @@ def share_without_waiting(
     queue = iter(
         [
             (head, place)
-            for first in range(0, heads, section)
+            for first in range(0, heads, swizzle)
             for place in reversed(range(blocks))
-            for head in range(first, min(first + section, heads))
+            for head in range(first, min(first + swizzle, heads))
         ]
     )
     last_seen = {m: max(n for n in range(blocks) if first_row_block(n) <= m) for m in range(row_blocks)}
@@ -94,13 +94,13 @@ def share_without_waiting(
 
 
 def main() -> None:
-    sections = (1, 2, 4, 8, 16, 32)
-    table = Table("head_dim", "S", *map(str, sections), title="blocks of so many heads in turn")
+    swizzles = (1, 2, 4, 8, 16, 32)
+    table = Table("head_dim", "S", *map(str, swizzles), title="blocks of so many heads interleaved")
     for head_dim in (64, 128):
         for causal in (False, True):
             for seqlen in (512, 1024, 2048, 4096, 16384):
                 alone = share_without_waiting(head_dim, seqlen, causal, 1, seen=0.0)
-                shares = [share_without_waiting(head_dim, seqlen, causal, n) / alone for n in sections]
+                shares = [share_without_waiting(head_dim, seqlen, causal, n) / alone for n in swizzles]
                 name = f"{head_dim}{' causal' if causal else ''}"
                 table.add_row(name, str(seqlen), *(f"{share:.2f}" for share in shares))
     Console().print(table)

@@ -1,4 +1,4 @@
-"""Steps between products in inline assembly, because the compiler would move or rewrite them."""
+"""What runs between the products in inline assembly, because the compiler would move or rewrite it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,10 +6,12 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def pin(x):
-    """x [rows], or the [rows, 4] of sums: computed here, and what is computed of it not earlier.
+    """A scheduling barrier: x ([rows], or the [rows, 4] of sums) is computed before it, what needs x after
+    it.
 
-    The assembler moves arithmetic over waits and over products that it does not depend on, so that they would
-    follow one another. It moves nothing over an instruction that may sleep; this one never does for x >= 0.
+    The assembler moves arithmetic over waits and over products that it does not depend on, and what should
+    overlap then runs one after the other. It moves nothing over an instruction that may sleep; this one
+    never does for x >= 0.
     """
     return gl.inline_asm_elementwise(
         """
@@ -32,8 +34,8 @@ def pin(x):
 
 
 @gluon.jit
-def narrow(x, dtype: gl.constexpr):
-    """fp32 to fp16 or bf16, two at a time whatever the compiler makes of the uses."""
+def to_16_bit(x, dtype: gl.constexpr):
+    """fp32 to fp16 or bf16, always two numbers with one instruction."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -45,8 +47,8 @@ def narrow(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def widen(x):
-    """fp16 or bf16 to fp32."""
+def to_fp32(x):
+    """fp16 or bf16 to fp32, bf16 by shifts and masks of register pairs."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
@@ -57,8 +59,8 @@ def widen(x):
 
 
 @gluon.jit
-def pin_halves(p):
-    """p in 16 bits, 16 numbers or more a thread: all computed here, as :func:`pin` does it for p >= 0."""
+def pin_16_bit(p):
+    """:func:`pin` for p >= 0 in 16 bits, 16 numbers or more a thread."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;
@@ -74,8 +76,8 @@ def pin_halves(p):
 
 
 @gluon.jit
-def settle(p):
-    """P, in 16 or 32 bits, copied to the registers that the product before has read until now."""
+def copy_registers(p):
+    """P, in 16 or 32 bits, copied here to registers that the product before has read until now."""
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=IN_REGISTER
@@ -103,8 +105,8 @@ def rescale_constraints(count):
 def rescale(o, alpha):
     """o [rows, n] times alpha [rows], skipped by each warp whose rows all have a factor of 1.
 
-    That is most of them once some blocks of keys are done: 1 row in j finds a new maximum in block j. P has
-    to be settled before, or the assembler moves its packing behind the branches.
+    After some blocks of keys most warps skip it: in block j, 1 row in j finds a new maximum. P has to be in
+    its registers before (:func:`copy_registers`), or the assembler moves its packing behind the branches.
     """
     changed = gl.inline_asm_elementwise(
         """

@@ -1,0 +1,55 @@
+"""What kernels are chosen by: compute capability and multiprocessors, of a GPU here or a named one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+INTERPRETER_MULTIPROCESSORS = 2
+"""What Triton's interpreter stands for: enough that work is split as on a GPU."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that need not be here. As the ``device`` of a problem it asks what a call would get on it.
+
+    Args:
+        name: as people call it, such as "H100".
+        capability: CUDA's compute capability, (major, minor).
+        multiprocessors: how many it has.
+        hip: whether it is an AMD GPU, which has no compute capability.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    type: str = "cuda"
+    hip: bool = False
+
+    def __str__(self) -> str:
+        article = "an" if self.name[:1] in "AEFHILMNORSX" else "a"  # as the letter is spelt out
+        major, minor = self.capability
+        return f"{article} {self.name}" if self.hip else f"{article} {self.name} (sm_{major}{minor})"
+
+
+def is_nvidia(device: torch.device | Target) -> bool:
+    """Whether it is a GPU with a compute capability."""
+    hip = device.hip if isinstance(device, Target) else torch.version.hip is not None
+    return device.type == "cuda" and not hip
+
+
+def capability(device: torch.device | Target) -> tuple[int, int]:
+    """CUDA's compute capability, (major, minor); (0, 0) for what is no NVIDIA GPU."""
+    if not is_nvidia(device):
+        return 0, 0
+    return device.capability if isinstance(device, Target) else torch.cuda.get_device_capability(device)
+
+
+def multiprocessors(device: torch.device | Target) -> int:
+    """How many a GPU has; :data:`INTERPRETER_MULTIPROCESSORS` for a CPU."""
+    if isinstance(device, Target):
+        return device.multiprocessors
+    if device.type != "cuda":
+        return INTERPRETER_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

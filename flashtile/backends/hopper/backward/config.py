@@ -1,0 +1,129 @@
+"""Configurations of the Hopper backward: data, chosen by head sizes. Nothing is tuned at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+
+POSTPROCESS_WARPS = 2
+"""Warps that make dQ of ``dq_accum``, beside the producer and the warp that adds to it."""
+POSTPROCESS_CHUNK = 1024
+"""Floats of ``dq_accum`` that they convert at a time."""
+POSTPROCESS_STAGES = 3
+"""Such chunks on their way to shared memory."""
+GRADIENT_PART = 64
+"""Columns of dK and dV that leave together."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tile and pipeline of the backward kernel: two consumers of 64 keys each.
+
+    Args:
+        BLOCK_M: query rows of a step, 64 or 128.
+        STAGES: blocks of queries and output gradients in shared memory.
+        spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
+            and
+            accepted: without a mask, causal, with every feature at once.
+    """
+
+    BLOCK_M: int
+    STAGES: int = 2
+    spill_budget: int = 0
+    causal_spill_budget: int = 0
+    features_spill_budget: int = 0
+
+    @property
+    def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernel
+        return 2 * WARPGROUP_ROWS
+
+
+@dataclass(frozen=True)
+class WideBackwardConfig(BackwardConfig):
+    """Tile and pipeline of the two kernels for head sizes over 128.
+
+    That of dK and dV has 64 keys, and a consumer for each gradient; that of dQ two consumers of 64 rows.
+
+    Args:
+        paired_below: of the kernel of dQ, as in
+            :class:`~flashtile.backends.hopper.forward.config.ForwardConfig`.
+    """
+
+    BLOCK_M: int = WARPGROUP_ROWS
+    causal_spill_budget: int = 88
+    features_spill_budget: int = 480
+    paired_below: int = 8192
+
+    @property
+    def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernels
+        return WARPGROUP_ROWS
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """Everything that the backward kernel is compiled for: one constant of the kernel."""
+
+    VARLEN: bool
+    SEQUSED: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    HAS_SCORE_MOD: bool
+    """Scores are more than raw products times a positive scale: soft-cap, ALiBi, a scale of nearly 0 or
+    less."""
+    EVEN_N: bool
+    """All sequences end with a whole block of keys."""
+    MASKED: bool
+    """Some block has a row and a key that it does not see."""
+    DETERMINISTIC: bool
+    """Blocks of keys add to ``dq_accum`` in a fixed order."""
+    GROUP: int
+    """Query heads to a key head."""
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+
+_BACKWARD: dict[tuple[int, int], BackwardConfig] = {
+    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=40, features_spill_budget=1824),
+    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=48, features_spill_budget=200),
+    (64, 128): BackwardConfig(64, features_spill_budget=48),
+    (128, 64): BackwardConfig(64, features_spill_budget=88),
+}
+
+
+def choose(problem: Problem) -> BackwardConfig:
+    """:class:`WideBackwardConfig` where either head size is over 128."""
+    return _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)), WideBackwardConfig())
+
+
+def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
+    """Shared memory of the tiles of the kernel of five products, in bytes (barriers take a few dozen
+    more)."""
+    both = block_d + block_dv
+    tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
+    ds = 2 * config.BLOCK_N * config.BLOCK_M
+    gradients = config.BLOCK_N * GRADIENT_PART
+    statistics = 2 * config.STAGES * config.BLOCK_M
+    dq = config.BLOCK_M * block_d
+    chunks = POSTPROCESS_CHUNK * (POSTPROCESS_STAGES + 1)
+    return 2 * (tiles + ds + gradients) + 4 * (statistics + dq + chunks)
+
+
+def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
+    """The same of the two kernels for head sizes over 128: of dK and dV, and of dQ."""
+    both = block_d + block_dv
+    rows = config.STAGES * config.BLOCK_M
+    weights = 2 * config.BLOCK_M * config.BLOCK_N
+    gradients = 0 if block_d == block_dv else config.BLOCK_N * both
+    dkv = 2 * ((rows + config.BLOCK_N) * both + weights + gradients) + 4 * 2 * rows
+    v_stages = 1 if block_d == block_dv else 2
+    dq = 2 * (2 * WARPGROUP_ROWS * both + config.BLOCK_N * (config.STAGES * block_d + v_stages * block_dv))
+    return dkv, dq

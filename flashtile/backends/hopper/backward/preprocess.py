@@ -1,0 +1,112 @@
+"""The first part of every backward: the tensors of the gradients, two floats for each row, zeroed
+counters."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.problem import Extras, Problem
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+
+LINE = 32
+"""Floats of a line of the L2 cache; each part of the workspace begins with a line."""
+
+
+class Preprocessed(NamedTuple):
+    """What a call's kernels are given, beside its tensors. ``workspace`` is the memory of the last four."""
+
+    dout: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsink: Tensor | None
+    workspace: Tensor
+    neg_lse: Tensor | int
+    neg_delta: Tensor | int
+    counters: Tensor | int
+    dq_accum: Tensor | int | None
+
+
+class Preprocess:
+    """One launch of the preprocess kernel, and all that it writes to.
+
+    What it leaves to later kernels is one allocation: with one for each part, and views of them, a call took
+    a fifth longer on the host.
+
+    Args:
+        has_dlse: whether there is a gradient into lse.
+        lse_factor: what lse is multiplied by: log2(e), or 1 / softmax_scale for raw products.
+        counters: int32 counters of the programs, 0 at the start.
+        resident_heads, columns: key heads and columns of ``dq_accum``; 0 without one.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        has_dlse: bool,
+        lse_factor: float,
+        counters: int,
+        resident_heads: int = 0,
+        columns: int = 0,
+    ) -> None:
+        resident = resident_heads * problem.group_size
+        self._kernel = preprocess_launch(problem, has_dlse, lse_factor, counters, columns, resident)
+        self._some_unwritten = problem.varlen or problem.seqused_k
+        count = math.prod(statistics_shape(problem))
+        accum = resident * statistics_shape(problem)[1] * columns
+        self._sizes = [count, count, math.ceil(counters / LINE) * LINE, accum]
+        self._offsets = [4 * offset for offset in accumulate(self._sizes, initial=0)]
+
+    def __call__(
+        self,
+        last: KeptKernel,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        extras: Extras,
+    ) -> Preprocessed:
+        """``last``: the last of the kernels that follow; once it is compiled, all take addresses."""
+        if dout.data_ptr() % 16:
+            dout = dout.clone()
+        # Tokens that no sequence has or uses are written by no program.
+        allocate = q.new_zeros if self._some_unwritten else q.new_empty
+        dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
+        workspace = q.new_empty(self._offsets[-1] // 4, dtype=torch.float32)
+        parts = self._addresses(workspace) if last.takes_addresses else self._tensors(workspace)
+        neg_lse, neg_delta, counters, dq_accum = parts
+        dsink = preprocess_rows(
+            self._kernel, neg_lse, neg_delta, out, dout, lse, dlse, extras, dq_accum, counters
+        )
+        return Preprocessed(dout, dq, dk, dv, dsink, workspace, *parts)
+
+    def _addresses(self, workspace: Tensor) -> tuple[int, int, int, int | None]:
+        start = workspace.data_ptr()
+        neg_lse, neg_delta, counters, dq_accum, end = self._offsets
+        accum = start + dq_accum if dq_accum < end else None
+        return start + neg_lse, start + neg_delta, start + counters, accum
+
+    def _tensors(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The first call compiles, for which Triton wants tensors."""
+        neg_lse, neg_delta, counters, dq_accum = workspace.split_with_sizes(self._sizes)
+        return neg_lse, neg_delta, counters.view(torch.int32), dq_accum if dq_accum.numel() else None
+
+
+def dense_batch(problem: Problem) -> int:
+    """Sequences along the first dimension of dense tensors; 1 for packed ones."""
+    return 1 if problem.varlen else problem.batch
+
+
+def statistics_shape(problem: Problem) -> tuple[int, int]:
+    """(query heads, counted through a dense batch; padded rows of each) of ``neg_lse`` and ``neg_delta``."""
+    rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+    return dense_batch(problem) * problem.num_heads_q, rows

@@ -1,0 +1,32 @@
+"""What the launches of all Hopper kernels are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.common.device import Target, multiprocessors
+from flashtile.problem import LOG2_E
+
+
+def num_programs(num_tiles: int, device: torch.device | Target) -> int:
+    """Of a persistent kernel: one for each multiprocessor, but no more than there are work tiles."""
+    return min(multiprocessors(device), num_tiles)
+
+
+def score_numbers(problem: Problem) -> dict[str, float]:
+    """The fields of both passes' ``Numbers`` that lead from raw products to scores in log2 units."""
+    scale, softcap = problem.softmax_scale * LOG2_E, problem.softcap
+    return {
+        "scale_log2": scale,
+        "softcap_rate": 2 * scale / softcap if softcap else 0.0,
+        "softcap_log2": softcap * LOG2_E,
+    }
+
+
+def arguments_of(kernel: Any, fields: Mapping[str, Any]) -> tuple:
+    """Those ``fields`` that ``kernel`` has as parameters, in its order."""
+    return tuple(fields[name] for name in kernel.arg_names if name in fields)

@@ -1,0 +1,141 @@
+"""The tile table of packed sequences: their work tiles, longest first, found on the device.
+
+The host never reads the lengths, so that a CUDA graph serves all of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+
+CHUNK = 256
+"""Sequences that a program compares its own with at a time."""
+
+
+@triton.jit
+def lengths(cu_seqlens, sequence, total, mask):
+    """(first row, rows) of sequences, clamped to the ``total`` rows that there are."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence, mask=mask, other=0), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1, mask=mask, other=0), start), total)
+    return start, end - start
+
+
+@triton.jit
+def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.constexpr):
+    """The same of keys, of which ``seqused_k`` may leave fewer."""
+    start, length = lengths(cu_seqlens_k, sequence, total_k, mask)
+    if SEQUSED:
+        used = tl.load(seqused_k + sequence, mask=mask, other=0)
+        length = tl.minimum(tl.maximum(used, 0), length)
+    return start, length
+
+
+@triton.jit
+def num_tiles(seqlen_q, num_blocks, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Work tiles of one head of sequences, as ``schedule.tiles_of_head`` counts them."""
+    count = tl.minimum(tl.cdiv(seqlen_q, BLOCK_M), num_blocks)
+    if PAIRED:
+        count = (count + 1) // 2
+    return count
+
+
+@kernel(do_not_specialize=("batch", "num_blocks", "total_q", "total_k", "capacity"))
+def tile_table_kernel(
+    table,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    batch,
+    num_blocks,
+    total_q,
+    total_k,
+    capacity,
+    SEQUSED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Row 1 + rank of ``table``: sequence, place, start_q, start_k, seqlen_q, seqlen_k. Row 0: how many such
+    rows there are, and 0 for the work tiles that were taken from the work queue.
+
+    One program for each of ``batch`` sequences. Sequences with more keys come first.
+    """
+    b = tl.program_id(0)
+    start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)
+    start_k, seqlen_k = key_lengths(cu_seqlens_k, seqused_k, b, total_k, True, SEQUSED)
+    rank = 0
+    total = 0
+    for first in range(0, batch, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        inside = j < batch
+        _, others_q = lengths(cu_seqlens_q, j, total_q, inside)
+        _, others_k = key_lengths(cu_seqlens_k, seqused_k, j, total_k, inside, SEQUSED)
+        counts = tl.where(inside, num_tiles(others_q, num_blocks, PAIRED, BLOCK_M), 0)
+        before = (others_k > seqlen_k) | ((others_k == seqlen_k) & (j < b))
+        rank += tl.sum(tl.where(before, counts, 0))
+        total += tl.sum(counts)
+    if b == 0:
+        tl.store(table, tl.minimum(total, capacity))
+        tl.store(table + 1, 0)
+    count = tl.minimum(num_tiles(seqlen_q, num_blocks, PAIRED, BLOCK_M), capacity - rank)
+    for first in range(0, count, CHUNK):
+        place = first + tl.arange(0, CHUNK)
+        row = table + (1 + rank + place) * WIDTH
+        inside = place < count
+        tl.store(row, b, mask=inside)
+        tl.store(row + 1, place, mask=inside)
+        tl.store(row + 2, start_q, mask=inside)
+        tl.store(row + 3, start_k, mask=inside)
+        tl.store(row + 4, seqlen_q, mask=inside)
+        tl.store(row + 5, seqlen_k, mask=inside)
+
+
+class TileTable:
+    """Allocates and fills the table of one signature.
+
+    Args:
+        batch: sequences.
+        seqlen: rows of the longest sequence, in blocks of ``block`` rows of which the work tiles are.
+        total: rows of all sequences.
+        total_others: rows of the other side: keys where the blocks are of queries, and the reverse.
+        seqused: of the other side, each sequence has a number of rows in use.
+        paired: a work tile is a pair of blocks.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        seqlen: int,
+        total: int,
+        total_others: int,
+        block: int,
+        seqused: bool = False,
+        paired: bool = False,
+    ) -> None:
+        self.capacity = capacity(total, batch, block)
+        """The most work tiles of one head that there can be."""
+        scalars = (batch, triton.cdiv(seqlen, block), total, total_others, self.capacity)
+        constants = (seqused, paired, block, TABLE_WIDTH.value, CHUNK)
+        self._fill = KeptKernel(tile_table_kernel, batch, scalars, constants, None)
+
+    def __call__(
+        self, cu_seqlens: Tensor | None, cu_seqlens_others: Tensor | None, seqused: Tensor | None
+    ) -> Tensor:
+        """(1 + capacity, TABLE_WIDTH), int32, on the device of ``cu_seqlens``."""
+        assert cu_seqlens is not None
+        table = cu_seqlens.new_empty(1 + self.capacity, TABLE_WIDTH.value)
+        self._fill(
+            cu_seqlens.device, table, cu_seqlens, cu_seqlens_others, table if seqused is None else seqused
+        )
+        return table
+
+
+def capacity(total: int, batch: int, block: int) -> int:
+    """The most blocks that ``batch`` sequences of together ``total`` rows can have."""
+    return total // block + batch

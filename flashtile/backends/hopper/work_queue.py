@@ -1,0 +1,53 @@
+"""The work queue: programs take work tiles one by one from a counter in memory, as they come free.
+
+Whatever the work tiles cost, programs end together, give or take the last one (FlashAttention-3's dynamic
+persistent scheduler). The producer takes a tile for its program and hands its index to the other partitions,
+through a :class:`~flashtile.backends.hopper.channels.Channel` of two slots. ``t`` counts the program's work
+tiles.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashtile.backends.hopper.channels import make_ring
+
+SLOTS = gl.constexpr(2)
+
+
+@gluon.jit
+def make_work_queue(READERS: gl.constexpr):
+    """From the producer to READERS other partitions."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return make_ring(gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout), SLOTS, READERS)
+
+
+@gluon.jit
+def put(queue, t, tile_index):
+    """Producer, one warp: ``tile_index`` is the program's work tile number ``t``."""
+    slot = queue.acquire(t)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    queue.tiles.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile_index)
+    mbarrier.arrive(queue.full.index(slot), count=1)
+
+
+@gluon.jit
+def peek(queue, t, WARPS: gl.constexpr):
+    """Reader of WARPS warps: the index of work tile ``t``, once it is there. Its slot stays taken."""
+    queue.wait(t)
+    return read(queue, t, WARPS)
+
+
+@gluon.jit
+def read(queue, t, WARPS: gl.constexpr):
+    """The same again, without a wait, so that nothing derived from it has to stay in registers."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(queue.tiles.index(t % SLOTS).load(layout), 0)
+
+
+@gluon.jit
+def take(queue, t, WARPS: gl.constexpr):
+    """:func:`peek`, and the slot is free."""
+    tile_index = peek(queue, t, WARPS)
+    queue.release(t)
+    return tile_index

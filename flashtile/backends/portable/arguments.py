@@ -1,0 +1,88 @@
+"""What the attention kernels take, forward and backward, and what their step functions hand to one another.
+
+Triton specialises every integer of a tuple argument, whatever ``do_not_specialize`` says. So a kernel takes
+the fields one by one, in this order, and makes the tuples of them first.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for, its one constant. What a call does not use costs it nothing."""
+
+    VARLEN: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    HAS_SCORE_MOD: bool
+    """Scores are more than raw products times a positive scale."""
+    EVEN_M: bool
+    """All sequences have whole blocks of rows."""
+    EVEN_N: bool
+    """All sequences have whole blocks of keys."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    """Columns of a tile of q or k: HEAD_DIM padded to a power of two."""
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    WIDE: bool
+    """A tile's own extent in memory does not fit 32 bits."""
+    PRECISION: str
+    """Of the products, in Triton's terms (``input_precision``)."""
+
+
+class Strides(NamedTuple):
+    """Of q, k or v: elements from one sequence, token and head to the next. Packed sequences have batch 0."""
+
+    batch: Any
+    token: Any
+    head: Any
+
+
+class Lengths(NamedTuple):
+    """Integers of a call. Their values lead to no new compilation."""
+
+    alibi_stride: Any
+    """From the slopes of one sequence to the next; 0 if all share them."""
+    num_heads_q: Any
+    group_size: Any
+    """Query heads to a key/value head."""
+    seqlen_q: Any
+    """The longest sequence's."""
+    seqlen_k: Any
+    total_q: Any
+    total_k: Any
+    window_left: Any
+    window_right: Any
+
+
+class Numbers(NamedTuple):
+    """Of the scores."""
+
+    softmax_scale: Any
+    scale_log2: Any
+    """softmax_scale * log2(e)."""
+    softcap: Any
+
+
+class Sequence(NamedTuple):
+    """One of the batch: its number, and its first tokens in memory and lengths."""
+
+    b: Any
+    start_q: Any
+    start_k: Any
+    len_q: Any
+    len_k: Any
+
+
+class Block(NamedTuple):
+    """A program's rows or keys: the first, ``offset`` (row i stands at key i + offset), the ALiBi slope."""
+
+    start: Any
+    offset: Any
+    slope: Any

@@ -1,0 +1,87 @@
+"""What a call would get on a GPU that is not here: chosen without a look at any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtile.attn.problem import Problem
+from flashtile.backends import hopper, portable
+from flashtile.backends.common.device import Target, capability, is_nvidia, multiprocessors
+from flashtile.backends.hopper import fp8 as hopper_fp8
+from flashtile.backends.portable import decode as portable_decode
+from flashtile.backends.portable import fp8 as portable_fp8
+from flashtile.fp8.problem import Fp8Problem
+
+H100 = Target("H100", (9, 0), 132)
+A100 = Target("A100", (8, 0), 108)
+T4 = Target("T4", (7, 5), 40)
+MI300X = Target("MI300X", (9, 4), 304, hip=True)
+PROBLEM = Problem(
+    batch=2,
+    seqlen_q=512,
+    seqlen_k=512,
+    total_q=1024,
+    total_k=1024,
+    num_heads_q=8,
+    num_heads_kv=8,
+    head_dim=128,
+    head_dim_v=128,
+    dtype=torch.bfloat16,
+    device=torch.device("meta"),
+    softmax_scale=1.0,
+)
+FP8_PROBLEM = Fp8Problem(
+    **vars(PROBLEM) | {"dtype": torch.float8_e4m3fn}, v_transposed=True, block_scales=True
+)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*_: object) -> None:
+        raise AssertionError("a device was asked")
+
+    for name in ("get_device_capability", "get_device_properties", "current_device", "is_available"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+
+
+def test_what_is_asked_of_a_device() -> None:
+    cpu = torch.device("cpu")
+    assert [capability(d) for d in (H100, T4, MI300X, cpu)] == [(9, 0), (7, 5), (0, 0), (0, 0)]
+    assert [is_nvidia(d) for d in (H100, MI300X, cpu)] == [True, False, False]
+    assert [multiprocessors(d) for d in (H100, MI300X, cpu)] == [132, 304, 2]
+    assert [str(d) for d in (H100, T4, MI300X)] == ["an H100 (sm_90)", "a T4 (sm_75)", "an MI300X"]
+
+
+@pytest.mark.parametrize(
+    ("card", "reason"),
+    [(H100, None), (A100, "an A100 (sm_80) has 8.0"), (MI300X, "not on an MI300X")],
+)
+def test_hopper_on_a_named_card(card: Target, reason: str | None) -> None:
+    pytest.importorskip("triton")
+    for backend, problem in ((hopper, PROBLEM), (hopper_fp8, FP8_PROBLEM)):
+        said = backend.reason_against(replace(problem, device=card), False)
+        assert said is None if reason is None else reason in str(said)
+
+
+def test_hopper_configurations_of_a_named_card() -> None:
+    pytest.importorskip("triton")
+    problem = replace(PROBLEM, device=H100)
+    assert hopper.configure_forward(problem).BLOCK_M == 128
+    assert hopper.configure_backward(problem).BLOCK_M == 64
+    assert hopper_fp8.configure_fp8_attend(replace(FP8_PROBLEM, device=H100)).BLOCK_M == 128
+
+
+def test_portable_on_a_named_card() -> None:
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.config import family
+
+    assert [family(target) for target in (H100, A100, T4, MI300X)] == ["hopper", "ampere", "other", "other"]
+    assert [portable_fp8.is_native(target) for target in (H100, A100, MI300X)] == [True, False, False]
+    for target in (H100, A100, MI300X):
+        assert portable.reason_against(replace(PROBLEM, device=target), False) is None
+        assert portable_decode.reason_against(replace(PROBLEM, device=target), False) is None
+    said = portable.reason_against(replace(PROBLEM, device=T4), False)
+    assert said == "bfloat16 needs compute capability 8.0, a T4 (sm_75) has 7.5"

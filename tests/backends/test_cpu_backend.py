@@ -28,7 +28,7 @@ def using(**configs: Fused | Tiled):
     def attention(q, k, v, *, return_lse, alibi_slopes=None, window_size=(-1, -1), **options):
         options = Options(**options, window_left=window_size[0], window_right=window_size[1])
         problem = Problem.from_tensors(q, k, v, Extras(alibi_slopes=alibi_slopes), options)
-        config = dataclasses.replace(cpu.configure(problem), **configs)
+        config = dataclasses.replace(cpu.configure_forward(problem), **configs)
         return _WithConfig.apply(q, k, v, alibi_slopes, problem, config)
 
     return attention
@@ -61,7 +61,7 @@ def tensors(batch=1, seqlen_q=64, seqlen_k=64, heads_q=2, heads_kv=2, head_dim=1
 
 def configuration(q, k, v, alibi_slopes=None, **options) -> Config:
     extras = Extras(alibi_slopes=alibi_slopes)
-    return cpu.configure(Problem.from_tensors(q, k, v, extras, Options(**options)))
+    return cpu.configure_forward(Problem.from_tensors(q, k, v, extras, Options(**options)))
 
 
 class TestBlocks:

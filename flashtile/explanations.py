@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashtile.attn.functional import attention
 from flashtile.attn.operators import BACKWARD, FORWARD
+from flashtile.backends.common.device import Target
 from flashtile.op.operation import describing
 from flashtile.op.selection import Choice, choose
+
+if TYPE_CHECKING:
+    from flashtile.io_model.cards import Card
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Explanation:
         return "\n\n".join(f"{choice.operation}\n{choice}" for choice in self.choices)
 
 
-def explain(*arguments: Any, card: Any = None, **keywords: Any) -> Explanation:
+def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
     """Say which backend and configuration a call would get, and why not the others.
 
     ``explain(q, k, v, causal=True)`` is about :func:`flashtile.attention`, forward and backward. For any
@@ -66,8 +70,8 @@ def explain(*arguments: Any, card: Any = None, **keywords: Any) -> Explanation:
 
     Args:
         arguments, keywords: those of the call, behind its function.
-        card: a :class:`flashtile.backends.common.device.Target`, to say what the call would get there instead
-            of on the device of its tensors.
+        card: one of :data:`flashtile.io_model.CARDS`, to say what the call would get there instead of on the
+            device of its tensors, from memory that is laid out well.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call, for arguments that no backend could take.
@@ -90,14 +94,14 @@ def explain(*arguments: Any, card: Any = None, **keywords: Any) -> Explanation:
     choices = []
     for operation, problem, backend in described:
         if card is not None:
-            problem = _on_card(problem, card)
+            problem = _on_card(problem, Target(card.name, card.capability, card.sm_count))
         choices.append(choose(operation, problem, backend))
         if operation is FORWARD:
             choices.append(choose(BACKWARD, problem, backend))
     return Explanation(tuple(choices))
 
 
-def _on_card(problem: Any, card: Any) -> Any:
+def _on_card(problem: Any, target: Target) -> Any:
     """The same call on another device, from memory that its tensor memory accelerator can address."""
-    moved = {"device": card} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
+    moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
     return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)

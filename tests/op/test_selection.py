@@ -12,6 +12,7 @@ import flashtile
 from flashtile.attn.operators import BACKWARD, FORWARD
 from flashtile.attn.problem import Options, Problem
 from flashtile.caches import BoundedCache
+from flashtile.io_model import find_card
 from flashtile.op import operation, selection
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.op.selection import Selection
@@ -250,6 +251,40 @@ def test_explain_varlen():
     assert problem.varlen
     assert (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q) == (2, 7, 8, 10)
     assert problem.lse_shape == (4, 10)
+
+
+def test_explain_shows_every_operation_of_a_decoding_call(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q, k = torch.zeros(2, 1, 4, 16), torch.zeros(2, 1, 2, 16)
+    k_cache, v_cache = torch.zeros(2, 2, 9, 2, 16).unbind()
+    call = (flashtile.flash_attn_with_kvcache, q, k_cache, v_cache)
+    explanation = flashtile.explain(*call, k, k, cache_seqlens=3, num_splits=2)
+    assert explanation.operations == ("append_kvcache", "decode")
+    assert explanation.main is explanation["decode"]
+    assert explanation.backend == "cpu"
+    assert explanation["append_kvcache"].problem.seqlen_new == 1
+    assert explanation.problem.num_splits == 2
+    assert explanation.reasons_against["hopper"] == "it has no kernels for decode"
+    assert not k_cache.any()
+    with pytest.raises(ValueError, match="block_table must have shape"):
+        flashtile.explain(*call, block_table=torch.zeros(3, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("card", "backend"), [("h100", "hopper"), ("a100", "portable"), ("v100", None)])
+def test_explain_for_a_card_that_is_not_here(card, backend):
+    """What the card would choose, and nothing of where the tensors happen to be."""
+    pytest.importorskip("triton")
+    q, k_cache = (torch.zeros(2, n, 4, 64, dtype=torch.bfloat16)[..., ::1] for n in (1, 9))
+    card = find_card(card)
+    odd = torch.zeros(2 * 5 * 4 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 5, 4, 64)  # no place for TMA
+    explanation = flashtile.explain(odd, odd, odd, card=card)
+    assert explanation["forward"].backend == explanation["backward"].backend == backend
+    assert "TMA" not in str(explanation.reasons_against)
+    decoding = flashtile.explain(flashtile.flash_attn_with_kvcache, q, k_cache, k_cache, card=card)
+    assert decoding.backend == ("portable" if backend else None)
+    if backend:
+        assert decoding.config is not None
+        assert explanation["backward"].config != explanation["forward"].config or backend == "portable"
 
 
 def test_float64_is_for_the_cpu(tensors, monkeypatch):

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import padded, stride_of_two
-from flashtile.backends.portable.decode.append import Features, append_kernel
+from flashtile.backends.portable.decode import copy_blocks
+from flashtile.backends.portable.decode.append import Lengths, Strides, Variant, append_kernel
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
 from flashtile.backends.portable.decode.launch import converts_e4m3
 from flashtile.decode.problem import FP8, AppendProblem, CopyProblem
@@ -52,7 +53,7 @@ class AppendLaunch:
     ) -> KeptKernel:
         problem = self._problem
         (cache_seqlens, _, _, block_table, _, _, _, _, k_descale, v_descale, q, _, _) = tensors
-        features = Features(
+        variant = Variant(
             HAS_SLOTS=problem.slots,
             HAS_LENGTHS=cache_seqlens is not None,
             HAS_BATCH_IDX=problem.batch_idx,
@@ -73,19 +74,30 @@ class AppendLaunch:
             BLOCK_DV=padded(problem.head_dim_v),
             ROWS=self._rows,
         )
-        strides = (
-            *k_cache.stride()[:-1], *v_cache.stride()[:-1], *_row_strides(k), *_row_strides(v),
+        strides = Strides(
+            *k_cache.stride()[:-1],
+            *v_cache.stride()[:-1],
+            *_row_strides(k),
+            *_row_strides(v),
             *((0, 0, 0) if q is None else _row_strides(q)),
             0 if block_table is None else block_table.stride(0),
-            stride_of_two(k_descale), stride_of_two(v_descale),
-        )  # fmt: skip
-        sizes = (
-            problem.seqlen_new, problem.total_new, problem.num_heads_kv, problem.seqlen_q, problem.total_q,
-            problem.num_heads_q, problem.capacity, problem.num_blocks, problem.rotary_rows, self._programs,
-        )  # fmt: skip
-        return KeptKernel(
-            append_kernel, self._programs + self._programs_q, (*strides, *sizes), (features,), None
+            stride_of_two(k_descale),
+            stride_of_two(v_descale),
         )
+        lengths = Lengths(
+            seqlen_new=problem.seqlen_new,
+            total_new=problem.total_new,
+            num_heads_kv=problem.num_heads_kv,
+            seqlen_q=problem.seqlen_q,
+            total_q=problem.total_q,
+            num_heads_q=problem.num_heads_q,
+            capacity=problem.capacity,
+            num_blocks=problem.num_blocks,
+            rotary_rows=problem.rotary_rows,
+            new_programs=self._programs,
+        )
+        programs = self._programs + self._programs_q
+        return KeptKernel(append_kernel, programs, (*strides, *lengths), (variant,), None)
 
 
 class CopyLaunch:
@@ -128,21 +140,25 @@ class CopyLaunch:
         rows = page_size * heads
         block = min(triton.next_power_of_2(rows), max(1, COPY_TILE // padded(max(head_dim, head_dim_v))))
         parts = triton.cdiv(rows, block)
-        strides = (
-            *k_cache.stride()[:-1], *v_cache.stride()[:-1], *block_pairs.stride(),
+        strides = copy_blocks.Strides(
+            *k_cache.stride()[:-1],
+            *v_cache.stride()[:-1],
+            *block_pairs.stride(),
             *((0, 0) if k_descale is None else k_descale.stride()[:2]),
             *((0, 0) if v_descale is None else v_descale.stride()[:2]),
-        )  # fmt: skip
-        return KeptKernel(
-            copy_kernel,
-            parts * problem.num_layers * problem.num_pairs,
-            (*strides, problem.num_layers, num_blocks, page_size, heads, parts),
-            (
-                problem.descales, head_dim, head_dim_v, padded(head_dim), padded(head_dim_v),
-                triton.next_power_of_2(heads), block,
-            ),
-            None,
-        )  # fmt: skip
+        )
+        lengths = copy_blocks.Lengths(problem.num_layers, num_blocks, page_size, heads, parts)
+        variant = copy_blocks.Variant(
+            HAS_DESCALES=problem.descales,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
+            BLOCK_D=padded(head_dim),
+            BLOCK_DV=padded(head_dim_v),
+            BLOCK_HEADS=triton.next_power_of_2(heads),
+            BLOCK=block,
+        )
+        programs = parts * problem.num_layers * problem.num_pairs
+        return KeptKernel(copy_kernel, programs, (*strides, *lengths), (variant,), None)
 
 
 def _row_strides(tensor: Tensor) -> tuple[int, int, int]:

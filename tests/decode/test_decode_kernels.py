@@ -180,7 +180,7 @@ def test_combine(num_splits):
     lse[0, 0], out[0, 0] = torch.inf, torch.nan
     lse[:, 1, 2] = -torch.inf
     problem = CombineProblem(num_splits, 2, 3, 2, 24, FP32, FP32, torch.device("cpu"))
-    got, got_lse = prepare_combine(problem, None)(out, lse, None)
+    got, got_lse = prepare_combine(problem, None)(out, lse)
     exact = lse.double().masked_fill(lse == torch.inf, -torch.inf)
     weights = torch.softmax(exact, 0).nan_to_num(0.0)[..., None]
     expected = (out.double().nan_to_num(0.0) * weights).sum(0)

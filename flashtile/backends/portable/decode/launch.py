@@ -29,7 +29,7 @@ from flashtile.backends.portable.decode.config import NARROW, DecodeConfig
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
 from flashtile.backends.portable.decode.steps import Numbers, Strides, Variant
-from flashtile.decode.problem import FP8, CombineProblem, DecodeProblem
+from flashtile.decode.problem import FP8, CacheTensors, CombineProblem, DecodeProblem
 from flashtile.problem import LOG2_E, UNLIMITED
 
 MAX_SCAN_BLOCK = 1024
@@ -236,7 +236,7 @@ def combine_variant(
 
 
 class DecodeLaunch:
-    """``(q, k_cache, v_cache, *CacheTensors, return_lse=True) -> (out, lse)`` for one signature."""
+    """``(q, k_cache, v_cache, tensors) -> (out, lse or None)`` for tensors of one signature."""
 
     def __init__(self, problem: DecodeProblem, config: DecodeConfig) -> None:
         self._problem = problem
@@ -249,6 +249,7 @@ class DecodeLaunch:
         self._lse_size = math.prod(problem.lse_shape)
         self._device = problem.device
         self._varlen = problem.varlen
+        self._return_lse = problem.return_lse
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Floats of partial results, rounded up to keep what follows them aligned."""
@@ -258,35 +259,16 @@ class DecodeLaunch:
         self._combine: KeptKernel | None = None
 
     def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        cache_seqlens: Tensor | None,
-        cache_leftpad: Tensor | None,
-        cache_batch_idx: Tensor | None,
-        block_table: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k_new: Tensor | None,
-        alibi_slopes: Tensor | None,
-        sink: Tensor | None,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
-        tree_mask: Tensor | None,
-        prior_out: Tensor | None,
-        prior_lse: Tensor | None,
-        *,
-        return_lse: bool = True,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
             return self._cleared(q)
         attend, combine, device = self._attend, self._combine, self._device
+        return_lse = self._return_lse
         if attend is None:
             k_cache, v_cache = as_operands(k_cache, v_cache, self._config)
-            attend, combine = self._prepare(
-                q, k_cache, v_cache, block_table, alibi_slopes, k_descale, v_descale, tree_mask
-            )
-            return_lse = True  # the first call compiles, for which Triton wants tensors
+            attend, combine = self._prepare(q, k_cache, v_cache, tensors)
+            return_lse = True  # the first call compiles, for which Triton needs tensors
             self._out_is_as_q = (q.shape, q.stride(), q.dtype) == (
                 self._out_shape, self._out_strides, self._out_dtype
             )  # fmt: skip
@@ -307,15 +289,11 @@ class DecodeLaunch:
             lse_to = scratch.data_ptr() + 4 * self._partials
         elif self._partials:
             scratch = q.new_empty_strided((self._partials,), (1,), dtype=torch.float32)
-        attend(
-            device, q, k_cache, v_cache, out, lse_to, scratch, cache_seqlens, cache_leftpad, cache_batch_idx,
-            block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, k_descale, v_descale, tree_mask,
-            prior_out, prior_lse,
-        )  # fmt: skip
+        attend(device, q, k_cache, v_cache, out, lse_to, scratch, *tensors)
         if combine is not None:
             combine(
-                device, scratch, out, lse_to, sink, prior_out, prior_lse, cache_seqlens, cache_leftpad,
-                cu_seqlens_q, cu_seqlens_k_new,
+                device, scratch, out, lse_to, tensors.sink, tensors.prior_out, tensors.prior_lse,
+                tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q, tensors.cu_seqlens_k_new,
             )  # fmt: skip
         if self._attend is None and attend.takes_addresses:
             self._attend, self._combine = attend, combine
@@ -327,15 +305,7 @@ class DecodeLaunch:
         return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
 
     def _prepare(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor | None,
-        alibi_slopes: Tensor | None,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
-        tree_mask: Tensor | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
     ) -> tuple[KeptKernel, KeptKernel | None]:
         """The attention kernel and, if it leaves parts, the one that combines them."""
         problem, config, device = self._problem, self._config, self._device
@@ -383,15 +353,15 @@ class DecodeLaunch:
             window_left=left,
             window_right=right,
         )
+        tree_mask = tensors.tree_mask
         strides = Strides(
-            0 if problem.varlen else q.stride(0),
-            *q.stride()[-3:-1],
-            *k_cache.stride()[:-1],
-            *v_cache.stride()[:-1],
-            0 if block_table is None else block_table.stride(0),
-            stride_of_two(alibi_slopes),
-            stride_of_two(k_descale),
-            stride_of_two(v_descale),
+            *row_strides(q),
+            *row_strides(k_cache),
+            *row_strides(v_cache),
+            0 if tensors.block_table is None else tensors.block_table.stride(0),
+            stride_of_two(tensors.alibi_slopes),
+            stride_of_two(tensors.k_descale),
+            stride_of_two(tensors.v_descale),
             0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
         )
         scale = problem.softmax_scale
@@ -426,7 +396,9 @@ class CombineLaunch:
         self._problem = problem
         self._kernel: KeptKernel | None = None
 
-    def __call__(self, out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
+    ) -> tuple[Tensor, Tensor]:
         problem = self._problem
         shape = (problem.batch, problem.seqlen, problem.num_heads, problem.head_dim)
         out = torch.empty(shape, dtype=problem.out_dtype, device=problem.device)
@@ -453,6 +425,11 @@ class CombineLaunch:
 
 def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def row_strides(tensor: Tensor) -> tuple[int, int, int]:
+    """(sequence, token, head) strides of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
+    return tensor.stride(0) if tensor.dim() == 4 else 0, tensor.stride(-3), tensor.stride(-2)
 
 
 def is_aligned(cache: Tensor) -> bool:

@@ -6,12 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.attn.problem import Extras
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
 from flashtile.backends.portable.fp8.attend import Lengths, Numbers, Strides, Variant, attend_kernel
 from flashtile.backends.portable.fp8.config import AttendConfig, padded
-from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.fp8.problem import AttendTensors, Fp8Problem
 from flashtile.problem import UNLIMITED
 
 
@@ -36,7 +35,7 @@ def variant_of(problem: Fp8Problem, config: AttendConfig) -> Variant:
 
 
 class AttendLaunch:
-    """``(q, k, v, scales, extras) -> (out, lse)`` for tensors of one signature."""
+    """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
         self._problem = problem
@@ -45,9 +44,7 @@ class AttendLaunch:
         self._lse_shape = problem.lse_shape
         self._kernel: KeptKernel | None = None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
         out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
         lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
@@ -59,26 +56,26 @@ class AttendLaunch:
         if out.numel() == 0 or programs == 0:
             return out, lse
         if self._kernel is None:
-            self._kernel = self._prepare(programs, q, k, v, scales, extras)
+            self._kernel = self._prepare(programs, q, k, v, tensors)
         if not self._config.native:
             q, k, v = (t.view(torch.uint8) for t in (q, k, v))
-        self._kernel(q.device, q, k, v, out, lse, *scales, *extras)
+        self._kernel(q.device, q, k, v, out, lse, *tensors)
         return out, lse
 
     def _prepare(
-        self, programs: int, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
+        self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
     ) -> KeptKernel:
-        problem, slopes = self._problem, extras.alibi_slopes
+        problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         strides = Strides(
             *self._strides(q),
             *self._strides(k),
             *self._strides_of_v(v),
-            *(stride for scale in scales for stride in self._strides_of_scale(scale)),
+            *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale)),
         )
         lengths = Lengths(
             q_scale_group=problem.q_scale_group,
-            alibi_stride_b=stride_of_two(slopes),
+            alibi_stride_b=stride_of_two(tensors.alibi_slopes),
             num_heads_q=problem.num_heads_q,
             group_size=problem.group_size,
             seqlen_q=problem.seqlen_q,

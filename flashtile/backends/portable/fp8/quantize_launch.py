@@ -70,7 +70,7 @@ def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
 
 
 class QuantizeLaunch:
-    """``(x, tensors, seed) -> (values, scales)`` for tensors of one signature."""
+    """``(x, tensors) -> (values, scales)`` for tensors of one signature."""
 
     def __init__(self, problem: QuantizeProblem, native: bool) -> None:
         self._problem = problem
@@ -79,7 +79,7 @@ class QuantizeLaunch:
         self._programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
         self._kernels: list[KeptKernel] = []
 
-    def __call__(self, x: Tensor, tensors: QuantizeTensors, seed: int | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
         # Scales and columns of no sequence, and rows behind the last, are written by no program.
         allocate = x.new_zeros if problem.varlen else x.new_empty
@@ -88,14 +88,14 @@ class QuantizeLaunch:
         if self._programs == 0:
             return values, scales.fill_(SMALLEST_LARGEST / E4M3_MAX)
         if not self._kernels:
-            self._kernels = self._prepare(x, tensors, seed)
+            self._kernels = self._prepare(x, tensors)
         stored = values if self._native else values.view(torch.uint8)
         largest = None if problem.method == "block" else torch.zeros_like(scales)
         for kernel in self._kernels:
             kernel(x.device, x, stored, scales, largest, *tensors)
         return values, scales
 
-    def _prepare(self, x: Tensor, tensors: QuantizeTensors, seed: int | None) -> list[KeptKernel]:
+    def _prepare(self, x: Tensor, tensors: QuantizeTensors) -> list[KeptKernel]:
         problem = self._problem
         heads, blocks = problem.num_heads, problem.blocks
         scale_strides = {
@@ -111,7 +111,7 @@ class QuantizeLaunch:
         )
         lengths = Lengths(heads, problem.seqlen, problem.total)
         numbers = Numbers(
-            seed=seed or 0,
+            seed=problem.seed or 0,
             rotary_offset=problem.rotary_offset,
             rotary_rows=1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
             normalizer=normalizer(problem.stored_head_dim) if problem.transformed else 1.0,

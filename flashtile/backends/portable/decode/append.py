@@ -111,7 +111,7 @@ class Lengths(NamedTuple):
 
 @triton.jit
 def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C: tl.constexpr):
-    """[ROWS, BLOCK_D] float32: rows of a tensor, their first ROTARY_DIM columns turned by their positions."""
+    """[ROWS, BLOCK_D] float32: rows of a tensor, their first ROTARY_DIM columns rotated by position."""
     HALF: tl.constexpr = C.ROTARY_DIM // 2
     columns = tl.arange(0, C.BLOCK_D)
     inside = exists[:, None] & (columns < C.HEAD_DIM)[None, :]

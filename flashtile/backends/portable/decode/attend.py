@@ -79,9 +79,12 @@ def cache_of(
     b, _ = sequence_of(work.m_block, lengths, C)
     b = b.to(tl.int64)
     row = b
+    fault = work.sequence.fault
     if C.HAS_BATCH_IDX:
-        row = tl.load(pointers.cache_batch_idx + b, cache_modifier=".cg" if EARLY else "").to(tl.int64)
-        row = in_cache(row, num_blocks)
+        given = tl.load(pointers.cache_batch_idx + b, cache_modifier=".cg" if EARLY else "")
+        row = in_cache(given, num_blocks)
+        fault = fault | (given ^ row)
+        row = row.to(tl.int64)
     # Tuples that go through a loop hold no None: an absent tensor is some number.
     block_table = b
     pages = (b, b)
@@ -99,7 +102,7 @@ def cache_of(
     head64 = work.head_kv.to(tl.int64)
     k = pointers.k_ptr + head64 * strides.k_stride_h
     v = pointers.v_ptr + head64 * strides.v_stride_h
-    return Cache(k, v, row, block_table, pages, k_descale, v_descale, num_blocks)
+    return Cache(k, v, row, block_table, pages, k_descale, v_descale, num_blocks, fault)
 
 
 @triton.jit

@@ -79,8 +79,11 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
 
 
 def has_pairs(cache: Tensor) -> bool:
-    """Whether each row of an FP8 cache is a row of aligned pairs."""
-    return not (cache.data_ptr() % 2 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
+    """Whether each row of an FP8 cache is a row of aligned pairs.
+
+    Of its address a signature knows only whether 16 divides it, so the launch must ask for no less.
+    """
+    return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
 
 
 def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
@@ -349,7 +352,7 @@ class DecodeLaunch:
             seqlen_q=problem.seqlen_q,
             seqlen_new=problem.seqlen_new,
             total_q=problem.total_q,
-            capacity=problem.capacity,
+            capacity=problem.capacity if problem.num_blocks else 0,
             window_left=left,
             window_right=right,
         )
@@ -366,7 +369,7 @@ class DecodeLaunch:
         )
         scale = problem.softmax_scale
         numbers = Numbers(scale, scale * LOG2_E, problem.softcap)
-        scalars = (*strides, *lengths, *numbers, problem.num_blocks, *splits)
+        scalars = (*strides, *lengths, *numbers, max(problem.num_blocks, 1), *splits)
         # With it, a kernel may start before the one that it follows has ended, and waits for that end itself.
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
         attend = KeptKernel(decode_kernel, programs, scalars, (variant,), tile, **options)

@@ -89,6 +89,8 @@ class Sequence(NamedTuple):
     len_q: Any
     len_k: Any
     leftpad: Any
+    fault: Any
+    """int32, 0 if its lengths are within the capacity."""
 
 
 class KeyRange(NamedTuple):
@@ -136,12 +138,13 @@ def heads_of_rows(row, head_kv, lengths, C: tl.constexpr):
 def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
     """The :class:`Sequence` numbered ``b``, a number or a vector; len_q is 0 where not ``exists``.
 
-    Within the tensors whatever the lengths say. EARLY: an earlier kernel may still be writing them, so
-    nothing of them must stay in the L1 cache.
+    Within the tensors whatever the lengths say; lengths that are not leave a fault. EARLY: an earlier kernel
+    may still be writing them, so nothing of them must stay in the L1 cache.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     start_q = b * 0
     leftpad = b * 0
+    fault = b * 0
     len_q = tl.where(exists, lengths.seqlen_q, 0)
     len_k = b * 0 + lengths.capacity
     if C.VARLEN:
@@ -160,11 +163,14 @@ def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.cons
         len_k += tl.load(cu_seqlens_k_new + 1, mask=exists, other=0, cache_modifier=CACHE)
         len_k -= tl.load(cu_seqlens_k_new, mask=exists, other=0, cache_modifier=CACHE)
     if C.HAS_LENGTHS or C.VARLEN_NEW:
-        len_k = tl.minimum(tl.maximum(len_k, 0), lengths.capacity)
+        given = len_k
+        len_k = tl.minimum(tl.maximum(given, 0), lengths.capacity)
+        fault = given ^ len_k
     if C.HAS_LEFTPAD:
-        leftpad = tl.load(sequences.cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
-        leftpad = tl.minimum(tl.maximum(leftpad, 0), lengths.capacity)
-    return Sequence(start_q, len_q, len_k, leftpad)
+        given = tl.load(sequences.cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
+        leftpad = tl.minimum(tl.maximum(given, 0), lengths.capacity)
+        fault = fault | (given ^ leftpad)
+    return Sequence(start_q, len_q, len_k, leftpad, fault)
 
 
 @triton.jit

@@ -100,6 +100,8 @@ class Cache(NamedTuple):
     v_descale: Any
     num_blocks: Any
     """Pages, or rows of a dense cache."""
+    fault: Any
+    """int32, 0 if the sequence lies within the cache, as far as that is known before its pages are."""
 
 
 class NextWork(NamedTuple):
@@ -150,8 +152,12 @@ def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = Fals
 
 @triton.jit
 def in_cache(pages, num_blocks):
-    """A page outside of the cache is the caller's mistake; it must not become a fault."""
-    return tl.minimum(tl.maximum(pages, 0), num_blocks - 1)
+    """A page outside of the cache is the caller's mistake: the last stands for it, which is not its own.
+
+    One comparison: a negative number is a large one without a sign.
+    """
+    last = (num_blocks - 1).to(tl.uint32, bitcast=True)
+    return tl.minimum(pages.to(tl.uint32, bitcast=True), last).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -360,7 +366,7 @@ def attend_n_blocks(
     C: tl.constexpr,
 ):  # fmt: skip
     """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over those of ``keys`` in n_blocks ``first`` to
-    ``last`` (exclusive).
+    ``last`` (exclusive). Sums are NaN if one of their pages, or the sequence, is not in the cache.
 
     ``dtype``, that of the call's queries, is what values scaled by their page are rounded to.
     """
@@ -389,8 +395,11 @@ def attend_n_blocks(
     # Entries are on their way while the keys of two n_blocks are: n_blocks then follow each other without a
     # chain of two latencies.
     current, upcoming = cache.pages
+    fault = cache.fault
     if PAGE_SIZE != 0:
-        current = in_cache(current, cache.num_blocks)
+        given = current
+        current = in_cache(given, cache.num_blocks)
+        fault = fault | (given ^ current)
     for n in range(first, last):
         if C.PREFETCH != 0:
             i = n - tl.maximum(first, last - C.PREFETCH)
@@ -411,6 +420,7 @@ def attend_n_blocks(
         if PAGE_SIZE != 0:
             page = page_of_keys(current, C)
             current = in_cache(upcoming, cache.num_blocks)
+            fault = fault | (upcoming ^ current)
             upcoming = load_pages(cache.block_table, n + 2, keys, C)
         k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
@@ -436,4 +446,6 @@ def attend_n_blocks(
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
     if SUM_LATE:
         row_sum = tl.sum(row_sum, 1)
-    return acc, row_max, row_sum
+    if PAGE_SIZE != 0 and not ONE_PAGE:
+        fault = tl.max((fault != 0).to(tl.int32), 0)
+    return acc, row_max, tl.where(fault == 0, row_sum, float("nan"))

@@ -47,10 +47,10 @@ class Variant:
 class Pointers(NamedTuple):
     """Tensors of the kernel; None for each that a call does not have."""
 
-    k_cache_ptr: Any
-    v_cache_ptr: Any
-    k_ptr: Any
-    v_ptr: Any
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
     cache_seqlens: Any
     slot_mapping: Any
     cache_batch_idx: Any
@@ -61,9 +61,9 @@ class Pointers(NamedTuple):
     rotary_seqlens: Any
     k_descale: Any
     v_descale: Any
-    q_in_ptr: Any
+    q_in: Any
     cu_seqlens_q: Any
-    q_out_ptr: Any
+    q_out: Any
 
 
 class Strides(NamedTuple):
@@ -218,21 +218,21 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     head64 = head.to(tl.int64)
     rows = first + tokens
     k_rows = b64 * strides.k_stride_b + rows * strides.k_stride_s + head64 * strides.k_stride_h
-    k = load_rotated(pointers.k_ptr, k_rows, exists, rotary_positions, pointers, lengths.rotary_rows, C)
+    k = load_rotated(pointers.k, k_rows, exists, rotary_positions, pointers, lengths.rotary_rows, C)
     k_places = (
         page * strides.k_cache_stride_b + place * strides.k_cache_stride_s + head64 * strides.k_cache_stride_h
     )
-    k = as_cached(k, pointers.k_ptr.dtype.element_ty, k_scale, C)
-    store_rows(pointers.k_cache_ptr, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
+    k = as_cached(k, pointers.k.dtype.element_ty, k_scale, C)
+    store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
     columns = tl.arange(0, C.BLOCK_DV)
     v_rows = b64 * strides.v_stride_b + rows * strides.v_stride_s + head64 * strides.v_stride_h
     inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
-    v = tl.load(pointers.v_ptr + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    v = tl.load(pointers.v + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
     v_places = (
         page * strides.v_cache_stride_b + place * strides.v_cache_stride_s + head64 * strides.v_cache_stride_h
     )
-    v = as_cached(v, pointers.v_ptr.dtype.element_ty, v_scale, C)
-    store_rows(pointers.v_cache_ptr, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
+    v = as_cached(v, pointers.v.dtype.element_ty, v_scale, C)
+    store_rows(pointers.v_cache, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
 
 
 @triton.jit
@@ -256,10 +256,10 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
     rows = first + tokens
     b64 = b.to(tl.int64)
     q_rows = b64 * strides.q_stride_b + rows * strides.q_stride_s + head.to(tl.int64) * strides.q_stride_h
-    q = load_rotated(pointers.q_in_ptr, q_rows, exists, positions, pointers, lengths.rotary_rows, C)
+    q = load_rotated(pointers.q_in, q_rows, exists, positions, pointers, lengths.rotary_rows, C)
     out_rows = rows if C.VARLEN_Q else b64 * lengths.seqlen_q + tokens
     offsets = (out_rows * lengths.num_heads_q + head) * C.HEAD_DIM
-    store_rows(pointers.q_out_ptr, offsets, exists, q, C.HEAD_DIM, C.BLOCK_D)
+    store_rows(pointers.q_out, offsets, exists, q, C.HEAD_DIM, C.BLOCK_D)
 
 
 @kernel(do_not_specialize=(*Lengths._fields, "table_stride", "k_descale_stride", "v_descale_stride"))

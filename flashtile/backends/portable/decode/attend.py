@@ -54,16 +54,16 @@ from flashtile.backends.portable.decode.steps import (
 class Pointers(NamedTuple):
     """Tensors of the kernel beside :class:`schedule.Sequences`; None for each that a call does not have."""
 
-    q_ptr: Any
-    k_ptr: Any
-    v_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    partial_ptr: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    partial: Any
     cache_batch_idx: Any
     block_table: Any
     alibi_slopes: Any
-    sink_ptr: Any
+    sink: Any
     k_descale: Any
     v_descale: Any
     tree_mask: Any
@@ -100,8 +100,8 @@ def cache_of(
         k_descale = pointers.k_descale + work.head_kv
         v_descale = pointers.v_descale + work.head_kv
     head64 = work.head_kv.to(tl.int64)
-    k = pointers.k_ptr + head64 * strides.k_stride_h
-    v = pointers.v_ptr + head64 * strides.v_stride_h
+    k = pointers.k + head64 * strides.k_stride_h
+    v = pointers.v + head64 * strides.v_stride_h
     return Cache(k, v, row, block_table, pages, k_descale, v_descale, num_blocks, fault)
 
 
@@ -126,7 +126,7 @@ def attend_work_tile(
     columns = tl.arange(0, C.BLOCK_D)
     q_rows = b * strides.q_stride_b + tokens64 * strides.q_stride_s + heads.to(tl.int64) * strides.q_stride_h
     q = tl.load(
-        pointers.q_ptr + q_rows[:, None] + columns[None, :],
+        pointers.q + q_rows[:, None] + columns[None, :],
         mask=exists[:, None] & (columns < C.HEAD_DIM)[None, :],
         other=0.0,
     )
@@ -149,7 +149,7 @@ def attend_work_tile(
     # All that a work tile begins with is on its way together: no load moves across a barrier, but each would
     # move down to where it is used, and one latency would follow another.
     tl.debug_barrier()
-    IN_FLOAT16: tl.constexpr = C.E4M3 and pointers.q_ptr.dtype.element_ty != tl.float32
+    IN_FLOAT16: tl.constexpr = C.E4M3 and pointers.q.dtype.element_ty != tl.float32
     if IN_FLOAT16:
         q, q_scale = as_float16(q)
         k_scale = (k_scale * q_scale)[:, None]
@@ -158,7 +158,7 @@ def attend_work_tile(
         q, first, first + count, work.keys, cache,
         NextWork(next_cache, next_first, next_work_tile.keys, more),
         ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q), lengths, strides, numbers,
-        pointers.q_ptr.dtype.element_ty, C,
+        pointers.q.dtype.element_ty, C,
     )  # fmt: skip
 
     if C.DESCALE == "head":
@@ -172,17 +172,17 @@ def attend_work_tile(
             )
     if C.HAS_SINK:  # noqa: SIM102
         if whole:
-            sink = tl.load(pointers.sink_ptr + heads, mask=exists, other=0.0)
+            sink = tl.load(pointers.sink + heads, mask=exists, other=0.0)
             acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
     out, lse = normalised(acc, row_max, row_sum)
     if whole:
-        store_results(pointers.out_ptr, pointers.lse_ptr, out, lse, rows, lengths, C)
+        store_results(pointers.out, pointers.lse, out, lse, rows, lengths, C)
     elif C.SPLIT:
         partial_row = slot.to(tl.int64) * splits.partial_rows + index
         offsets = partial_row * C.HEAD_DIM_V
-        store_rows(pointers.partial_ptr, offsets, exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
+        store_rows(pointers.partial, offsets, exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
         partial_lse = (
-            pointers.partial_ptr + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
+            pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
         )
         tl.store(partial_lse + partial_row, lse, mask=exists)
 

@@ -62,14 +62,14 @@ class Variant:
 class Pointers(NamedTuple):
     """Tensors of the kernel; None for each that a call does not have."""
 
-    q_ptr: Any
-    k_ptr: Any
-    v_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    q_scale_ptr: Any
-    k_scale_ptr: Any
-    v_scale_ptr: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     seqused_k: Any
@@ -325,11 +325,11 @@ def attend_kernel(
 
     b64 = b.to(tl.int64)
     head64 = head_kv.to(tl.int64)
-    q_base = pointers.q_ptr + b64 * strides.q_stride_b + start_q * strides.q_stride_s
+    q_base = pointers.q + b64 * strides.q_stride_b + start_q * strides.q_stride_s
     q_base += head.to(tl.int64) * strides.q_stride_h
-    k_base = pointers.k_ptr + b64 * strides.k_stride_b + start_k * strides.k_stride_s
+    k_base = pointers.k + b64 * strides.k_stride_b + start_k * strides.k_stride_s
     k_base += head64 * strides.k_stride_h
-    v_base = pointers.v_ptr + b64 * strides.v_stride_b + head64 * strides.v_stride_h
+    v_base = pointers.v + b64 * strides.v_stride_b + head64 * strides.v_stride_h
     # The numbers of a sequence's first blocks, where sequences share one numbering.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
@@ -342,16 +342,16 @@ def attend_kernel(
         v_base += start_k * strides.v_stride_s
 
     rows = row_start + tl.arange(0, BLOCK_M)
-    q_scale_base = pointers.q_scale_ptr
-    k_scale_base = pointers.k_scale_ptr
-    v_scale_base = pointers.v_scale_ptr
-    if pointers.q_scale_ptr is not None:
+    q_scale_base = pointers.q_scale
+    k_scale_base = pointers.k_scale
+    v_scale_base = pointers.v_scale
+    if pointers.q_scale is not None:
         first_scale = b64 * strides.q_scale_stride_b
         first_scale += (head // lengths.q_scale_group) * strides.q_scale_stride_h
         q_scale_base += first_scale
-    if pointers.k_scale_ptr is not None:
+    if pointers.k_scale is not None:
         k_scale_base += b64 * strides.k_scale_stride_b + head_kv * strides.k_scale_stride_h
-    if pointers.v_scale_ptr is not None:
+    if pointers.v_scale is not None:
         v_scale_base += b64 * strides.v_scale_stride_b + head_kv * strides.v_scale_stride_h
     if C.BLOCK_SCALES:
         k_scale_base += first_k
@@ -397,7 +397,7 @@ def attend_kernel(
     out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
     lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
     out_base, lse_base = result_bases(
-        pointers.out_ptr, pointers.lse_ptr, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
+        pointers.out, pointers.lse, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
         lengths.total_q, C.HEAD_DIM_V, C.VARLEN,
     )  # fmt: skip
     store_tile(

@@ -51,14 +51,14 @@ class Variant:
 class Pointers(NamedTuple):
     """Tensors of the kernel; None for each that a call does not have."""
 
-    x_ptr: Any
-    values_ptr: Any
-    scales_ptr: Any
-    largest_ptr: Any
+    x: Any
+    values: Any
+    scales: Any
+    largest: Any
     cu_seqlens: Any
     seqused: Any
-    cos_ptr: Any
-    sin_ptr: Any
+    cos: Any
+    sin: Any
     rotary_offsets: Any
 
 
@@ -231,9 +231,9 @@ def quantize_kernel(
     head64 = head.to(tl.int64)
     scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
     if C.PASS == LARGEST_GIVEN:
-        largest = tl.maximum(tl.load(pointers.largest_ptr + scale_at), SMALLEST_LARGEST)
+        largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
         if block == 0:  # a sequence without rows has a scale, too
-            tl.store(pointers.scales_ptr + scale_at, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
+            tl.store(pointers.scales + scale_at, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
     if block * C.BLOCK_M >= length:
         return
 
@@ -241,14 +241,14 @@ def quantize_kernel(
     if C.TRANSPOSED:
         row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
     column = tl.arange(0, C.BLOCK_D)
-    x_base = pointers.x_ptr + b64 * strides.x_stride_b + start * strides.x_stride_s
+    x_base = pointers.x + b64 * strides.x_stride_b + start * strides.x_stride_s
     x_base += head64 * strides.x_stride_h
     x_ptrs = x_base + row.to(tl.int64)[:, None] * strides.x_stride_s + column[None, :]
     inside = (row < used)[:, None]
     if C.HEAD_DIM < C.BLOCK_D:
         inside = inside & (column < C.HEAD_DIM)[None, :]
     x = tl.load(x_ptrs, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
-    if pointers.cos_ptr is not None:
+    if pointers.cos is not None:
         offset = numbers.rotary_offset
         if pointers.rotary_offsets is not None:
             offset += tl.load(pointers.rotary_offsets + b)
@@ -257,10 +257,10 @@ def quantize_kernel(
         HALF: tl.constexpr = C.ROTARY_DIM // 2
         if C.INTERLEAVED:
             x = x.to(tl.float32)
-            x = rotate_neighbours(x, position, in_use, pointers.cos_ptr, pointers.sin_ptr, HALF)
+            x = rotate_neighbours(x, position, in_use, pointers.cos, pointers.sin, HALF)
         else:
             x = rotate_halves(
-                x, x_ptrs, position, in_use, column, pointers.cos_ptr, pointers.sin_ptr, HALF
+                x, x_ptrs, position, in_use, column, pointers.cos, pointers.sin, HALF
             )
     if C.TRANSFORM_STAGES > 0:
         signs = sign_of_column(column, numbers.seed) * HEADROOM
@@ -275,13 +275,13 @@ def quantize_kernel(
             x = finite_or_nan(x)
             largest = largest_magnitude(tl.where(x == x, x, 0.0))
         if C.PASS == LARGEST_ONLY:
-            tl.atomic_max(pointers.largest_ptr + scale_at, largest)
+            tl.atomic_max(pointers.largest + scale_at, largest)
             return
         largest = tl.maximum(largest, SMALLEST_LARGEST)
         number = block
         if C.VARLEN:
             number += (start // C.BLOCK_M).to(tl.int32) + b
-        tl.store(pointers.scales_ptr + scale_at + number, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
+        tl.store(pointers.scales + scale_at + number, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
     scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
     values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
 
@@ -291,12 +291,12 @@ def quantize_kernel(
             place += (start // C.BLOCK_M).to(tl.int32) + b
         place = place.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
         first = head64 if C.VARLEN else b64 * lengths.num_heads + head
-        out = pointers.values_ptr + first * C.HEAD_DIM * strides.columns
+        out = pointers.values + first * C.HEAD_DIM * strides.columns
         out += column.to(tl.int64)[:, None] * strides.columns
         tl.store(out + place[None, :], tl.trans(values), mask=(column < C.HEAD_DIM)[:, None])
     else:
         first = b64 * lengths.seqlen * (not C.VARLEN) + start
-        out = pointers.values_ptr + (first * lengths.num_heads + head) * C.STORED_HEAD_DIM
+        out = pointers.values + (first * lengths.num_heads + head) * C.STORED_HEAD_DIM
         out += row.to(tl.int64)[:, None] * (lengths.num_heads * C.STORED_HEAD_DIM) + column[None, :]
         inside = (row < length)[:, None]
         if C.STORED_HEAD_DIM < C.BLOCK_D:

@@ -25,7 +25,7 @@ from flashtile.decode.problem import (
     DecodeOptions,
     DecodeProblem,
 )
-from flashtile.launches import signatures
+from flashtile.op.operation import signatures
 
 pytestmark = pytest.mark.interpreter
 

@@ -165,7 +165,7 @@ def variant_of(
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if pairs:  # halves of a row are still as wide as a product must be
         block_d, block_dv = max(block_d, LEAST_PAIRED_WIDTH), max(block_dv, LEAST_PAIRED_WIDTH)
-    if not aligned:  # as in flashtile.backends.portable.launch.constants
+    if not aligned:  # as in flashtile.backends.portable.launch
         block_d = block_dv = max(block_d, block_dv)
     return Variant(
         **layout(problem, config),

@@ -52,7 +52,7 @@ class Pointers(NamedTuple):
     """Tensors of the kernel; None for each that a call does not have."""
 
     x: Any
-    values: Any
+    quantized: Any
     scales: Any
     largest: Any
     cu_seqlens: Any
@@ -291,12 +291,12 @@ def quantize_kernel(
             place += (start // C.BLOCK_M).to(tl.int32) + b
         place = place.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
         first = head64 if C.VARLEN else b64 * lengths.num_heads + head
-        out = pointers.values + first * C.HEAD_DIM * strides.columns
+        out = pointers.quantized + first * C.HEAD_DIM * strides.columns
         out += column.to(tl.int64)[:, None] * strides.columns
         tl.store(out + place[None, :], tl.trans(values), mask=(column < C.HEAD_DIM)[:, None])
     else:
         first = b64 * lengths.seqlen * (not C.VARLEN) + start
-        out = pointers.values + (first * lengths.num_heads + head) * C.STORED_HEAD_DIM
+        out = pointers.quantized + (first * lengths.num_heads + head) * C.STORED_HEAD_DIM
         out += row.to(tl.int64)[:, None] * (lengths.num_heads * C.STORED_HEAD_DIM) + column[None, :]
         inside = (row < length)[:, None]
         if C.STORED_HEAD_DIM < C.BLOCK_D:

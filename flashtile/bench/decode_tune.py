@@ -64,7 +64,7 @@ def time_candidate(
 
     def call(table: Tensor | None) -> Tensor:
         given = tensors._replace(block_table=table)
-        return launch(inputs.q, inputs.k_cache, inputs.v_cache, *given)[0]
+        return launch(inputs.q, inputs.k_cache, inputs.v_cache, given)[0]
 
     tables: list[Tensor | None] = list(inputs.block_tables) or [None]
     try:

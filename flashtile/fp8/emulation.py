@@ -30,14 +30,12 @@ class _Sequence(NamedTuple):
         return magnitude.masked_fill(~magnitude.isfinite(), 0.0).amax((-1, -2))
 
 
-def quantize(
-    problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors, seed: int | None
-) -> tuple[Tensor, Tensor]:
+def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
     """(values, scales) in the shapes of the problem; zeros where no sequence has anything."""
     values = x.new_zeros(problem.values_shape, dtype=E4M3)
     scales = x.new_zeros(problem.scales_shape, dtype=torch.float32)
     sequences = [
-        _prepare(problem, rows, b, start, tensors, seed) for b, start, rows in _rows(problem, x, tensors)
+        _prepare(problem, rows, b, start, tensors) for b, start, rows in _rows(problem, x, tensors)
     ]
     normalizer = hadamard.normalizer(problem.stored_head_dim) if problem.transformed else 1.0
     if problem.method == "block":
@@ -69,7 +67,7 @@ def _rows(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> Iter
 
 
 def _prepare(
-    problem: QuantizeProblem, rows: Tensor, b: int, start: int, tensors: QuantizeTensors, seed: int | None
+    problem: QuantizeProblem, rows: Tensor, b: int, start: int, tensors: QuantizeTensors
 ) -> _Sequence:
     length = rows.shape[0]
     used = length if tensors.seqused is None else int(tensors.seqused[b])
@@ -85,8 +83,8 @@ def _prepare(
     num_blocks = layout.num_blocks(length, problem.rows)
     blocks = y.new_zeros((num_blocks * problem.rows, problem.num_heads, problem.stored_head_dim))
     blocks[:used, :, : problem.head_dim] = y
-    if seed is not None:
-        blocks = hadamard.transform(blocks, seed)
+    if problem.seed is not None:
+        blocks = hadamard.transform(blocks, problem.seed)
     return _Sequence(b, start, length, blocks.movedim(1, 0).unflatten(1, (num_blocks, problem.rows)))
 
 

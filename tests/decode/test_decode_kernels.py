@@ -17,7 +17,7 @@ from cases import FP16, FP32
 from decode_cases import CASES, build
 from flashtile.backends.portable.decode import prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
-from flashtile.backends.portable.decode.schedule import Layout, balanced_start
+from flashtile.backends.portable.decode.schedule import Layout, Lengths, Sequences, balanced_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
 from flashtile.decode import testing
@@ -45,23 +45,23 @@ def test_float16(name):
 
 @triton.jit
 def _starts_kernel(
-    cache_seqlens, out, num_pairs, num_heads_kv, seqlen_q, capacity, window_left, LAYOUT: tl.constexpr
+    cache_seqlens, out, m_blocks, num_heads_kv, seqlen_q, capacity, window_left, C: tl.constexpr
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    lengths = (cache_seqlens, None, None, None)
-    shape = (num_pairs, 1, num_heads_kv, 1, seqlen_q, 0, 0, capacity, window_left, 0)
-    total, position, pair, pair_start = balanced_start(program, programs, lengths, shape, LAYOUT)
+    sequences = Sequences(cache_seqlens, None, None, None)
+    lengths = Lengths(m_blocks, 1, num_heads_kv, 1, seqlen_q, 0, 0, capacity, window_left, 0)
+    total, position, m_block, m_block_start = balanced_start(program, programs, sequences, lengths, C)
     tl.store(out + 4 * program, total)
     tl.store(out + 4 * program + 1, position)
-    tl.store(out + 4 * program + 2, pair)
-    tl.store(out + 4 * program + 3, pair_start)
+    tl.store(out + 4 * program + 2, m_block)
+    tl.store(out + 4 * program + 3, m_block_start)
 
 
-@pytest.mark.parametrize("in_step", [1, 3])
-@pytest.mark.parametrize("block_pairs", [1, 4, 16])
+@pytest.mark.parametrize("team_heads", [1, 3])
+@pytest.mark.parametrize("scan_block", [1, 4, 16])
 @pytest.mark.parametrize("window_left", [-1, 30])
 @pytest.mark.parametrize("lengths", [(7, 0, 100, 33, 1), (0, 0), (500,), (16,) * 9], ids=str)
-def test_teams_share_all_tiles(lengths, window_left, block_pairs, in_step):
+def test_teams_share_all_n_blocks(lengths, window_left, scan_block, team_heads):
     """Shares are equal but for one tile, and each team finds the sequence that its share begins in."""
     heads, teams, block_n = 3, 7, 16
     layout = Layout(
@@ -73,12 +73,12 @@ def test_teams_share_all_tiles(lengths, window_left, block_pairs, in_step):
         HAS_RIGHT=False,
         BLOCK_M=16,
         BLOCK_N=block_n,
-        BLOCK_PAIRS=block_pairs,
-        ONE_BLOCK=len(lengths) <= block_pairs,
-        ONE_ROW_BLOCK=True,
+        SCAN_BLOCK=scan_block,
+        ONE_SCAN=len(lengths) <= scan_block,
+        ONE_M_BLOCK=True,
         ONE_TOKEN=True,
-        HEADS_IN_STEP=in_step,
-        ONE_HEAD_BLOCK=in_step == heads,
+        HEADS_PER_TEAM=team_heads,
+        ONE_TEAM=team_heads == heads,
     )
     out = torch.zeros(teams, 4, dtype=torch.int32)
     given = torch.tensor(lengths, dtype=torch.int32)
@@ -86,7 +86,7 @@ def test_teams_share_all_tiles(lengths, window_left, block_pairs, in_step):
 
     starts = [max(0, n - 1 - window_left) if window_left >= 0 else 0 for n in lengths]
     tiles = [max(1, -(-n // block_n) - s // block_n) for n, s in zip(lengths, starts, strict=True)]
-    ends = torch.tensor(tiles).mul(heads // in_step).cumsum(0)
+    ends = torch.tensor(tiles).mul(heads // team_heads).cumsum(0)
     total = int(ends[-1])
     shares = [total // teams + (t < total % teams) for t in range(teams)]
     for team, (found_total, position, pair, pair_start) in enumerate(out.tolist()):
@@ -96,7 +96,7 @@ def test_teams_share_all_tiles(lengths, window_left, block_pairs, in_step):
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 7, 8, 100, 1000])
-def test_every_tile_has_one_team(total):
+def test_every_n_block_has_one_team(total):
     teams = 7
     for team in range(teams):
         first, end = share_start(team, teams, total), share_start(team + 1, teams, total)
@@ -180,7 +180,7 @@ def test_combine(num_splits):
     lse[0, 0], out[0, 0] = torch.inf, torch.nan
     lse[:, 1, 2] = -torch.inf
     problem = CombineProblem(num_splits, 2, 3, 2, 24, FP32, FP32, torch.device("cpu"))
-    got, got_lse = prepare_combine(problem, None)(out, lse, None)
+    got, got_lse = prepare_combine(problem, None)(out, lse)
     exact = lse.double().masked_fill(lse == torch.inf, -torch.inf)
     weights = torch.softmax(exact, 0).nan_to_num(0.0)[..., None]
     expected = (out.double().nan_to_num(0.0) * weights).sum(0)

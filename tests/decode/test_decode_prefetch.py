@@ -1,4 +1,4 @@
-"""What a decoding program asks for ahead of its turn, in Triton's interpreter: what its items begin with."""
+"""What a decoding program prefetches, in Triton's interpreter: what its work tiles begin with."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flashtile.backends.portable.decode import attend, launch, steps
 pytestmark = pytest.mark.interpreter
 
 D = 32
-TILES = 2
-"""Of an item, asked for ahead."""
+N_BLOCKS = 2
+"""n_blocks of a work tile, asked for ahead."""
 
 
 @pytest.fixture
@@ -31,20 +31,20 @@ def events(monkeypatch):
         rows = (base + offsets).handle.data[seen.handle.data].tolist()
         seen_so_far.append((interpreter_builder.grid_idx[0], what, rows))
 
-    load_rows, attend_tiles = steps.load_rows, attend.attend_tiles
+    load_rows, attend_n_blocks = steps.load_rows, attend.attend_n_blocks
 
     def noted_load(base, offsets, seen, *widths):
         note("load", base, offsets, seen)
         return load_rows(base, offsets, seen, *widths)
 
-    def noted_item(*arguments):
-        seen_so_far.append((interpreter_builder.grid_idx[0], "item", []))
-        return attend_tiles(*arguments)
+    def noted_work_tile(*arguments):
+        seen_so_far.append((interpreter_builder.grid_idx[0], "work tile", []))
+        return attend_n_blocks(*arguments)
 
     monkeypatch.setattr(steps, "load_rows", noted_load)
     monkeypatch.setattr(steps, "prefetch_rows", lambda base, at, seen, *_: note("ask", base, at, seen))
-    monkeypatch.setattr(steps, "here", lambda number: number)
-    monkeypatch.setattr(attend, "attend_tiles", noted_item)
+    monkeypatch.setattr(steps, "not_hoisted", lambda number: number)
+    monkeypatch.setattr(attend, "attend_n_blocks", noted_work_tile)
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(tl.extra.cuda, name, lambda name=name: seen_so_far.append(
             (interpreter_builder.grid_idx[0], name, [])
@@ -61,7 +61,7 @@ RAGGED = (10, 300, 0, 129, 64, 5, 500)
     [((700,), 16, 2), (RAGGED, 0, 2), (RAGGED, 3, 2), (RAGGED, 16, 2), (RAGGED, 128, 2), (RAGGED, 16, 9)],
     ids=str,
 )
-def test_items_begin_with_what_was_asked_for(events, lengths, page_size, heads_kv):
+def test_work_tiles_begin_with_what_was_asked_for(events, lengths, page_size, heads_kv):
     batch, capacity = len(lengths), 768
     torch.manual_seed(0)
     q = torch.randn(batch, 1, heads_kv, D, dtype=torch.float16)
@@ -80,18 +80,18 @@ def test_items_begin_with_what_was_asked_for(events, lengths, page_size, heads_k
         mine = [(what, rows) for p, what, rows in events if p == program]
         names = [what for what, _ in mine]
         assert set(names[: names.index("gdc_wait")]) <= {"ask"}
-        starts = [i for i, what in enumerate(names) if what == "item"]
+        starts = [i for i, what in enumerate(names) if what == "work tile"]
         if not starts:
             continue
-        tiles, begun_with = TILES, set()
+        n_blocks, begun_with = N_BLOCKS, set()
         for start, end in itertools.pairwise([*starts, len(mine)]):
             asked = {row for what, rows in mine[:start] if what == "ask" for row in rows}
             loads = [rows for what, rows in mine[start:end] if what == "load"]
-            # A tile of keys and one of values; each tile of the item before asks for one.
-            first = {row for rows in loads[: 2 * min(tiles, TILES)] for row in rows}
+            # A tile of keys and one of values; each n_block of the work tile before asks for one.
+            first = {row for rows in loads[: 2 * min(n_blocks, N_BLOCKS)] for row in rows}
             assert first <= asked
             begun_with |= first
-            tiles = len(loads) // 2
+            n_blocks = len(loads) // 2
         assert {row for what, rows in mine if what == "ask" for row in rows} == begun_with
         assert "gdc_launch_dependents" in names[starts[-1] :]
         assert "gdc_launch_dependents" not in names[: starts[-1]]

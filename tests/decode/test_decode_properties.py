@@ -156,7 +156,7 @@ def test_memory_does_not_grow_with_the_scores(paged):
         k_cache, tensors = k_cache.view(1, length, 1, 16), CacheTensors()
     problem = DecodeProblem.from_tensors(q, k_cache, k_cache, tensors, DecodeOptions(causal=True))
     with Largest(k_cache) as largest:
-        attend(problem, q, k_cache, k_cache, *tensors)
+        attend(problem, q, k_cache, k_cache, tensors)
     assert 4 * TILE_ELEMENTS / 2 < largest.nbytes <= 8 * TILE_ELEMENTS
 
 

@@ -234,13 +234,50 @@ def test_no_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_blocks_outside_of_the_cache_are_no_fault() -> None:
-    """The result is undefined, but nothing outside of the cache is read."""
-    tensors, arguments = paged([300, 40])
-    arguments["block_table"][0, 2] = 2**31 - 1
-    arguments["block_table"][1, 0] = -5
+@pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 3}], ids=str)
+@pytest.mark.parametrize("page_size", [16, 48, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_sequences_that_leave_the_cache_are_nan(
+    seqlen_q: int, page_size: int, splits: dict[str, int]
+) -> None:
+    """A page beyond the pool, a negative one, an outgrown table: no fault, and no other sequence touched."""
+    tensors, arguments = paged([300, 40, 500, 700], page_size=page_size, seqlen_q=seqlen_q)
+    expected = attend(tensors, arguments | splits)
+    wrong = {name: argument.clone() for name, argument in arguments.items()}
+    wrong["block_table"][0, -(-300 // page_size) - 1] = tensors[1].shape[0]
+    wrong["block_table"][1, 0] = -5
+    wrong["cache_seqlens"][3] = wrong["block_table"].shape[1] * page_size + 1
+    for got, right in zip(attend(tensors, wrong | splits), expected, strict=True):
+        assert got[[0, 1, 3]].isnan().all()
+        torch.testing.assert_close(got[2], right[2], rtol=1.6e-2, atol=1e-3)
+    with pytest.raises(ValueError, match="cache_seqlens must be from 0 to"):
+        attend(tensors, wrong | splits | {"debug_checks": True})
+
+
+def test_a_replay_shows_a_sequence_that_has_outgrown_its_table() -> None:
+    tensors, arguments = paged([512, 30])
     attend(tensors, arguments)
-    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(tensors, arguments)
+    graph.replay()
+    assert out.isfinite().all()
+    arguments["cache_seqlens"][0] += 1
+    graph.replay()
+    assert out.isnan().flatten(1).all(1).tolist() == [True, False]
+    assert lse.isnan().flatten(1).any(1).tolist() == [True, False]
+
+
+def test_e4m3_caches_at_any_address() -> None:
+    """Of one signature, at an even address and then at an odd one."""
+    memory = torch.randn(2, 2**16, device="cuda").to(FP8)
+    lengths = torch.tensor([100], dtype=torch.int32, device="cuda")
+    q = torch.randn(1, 1, 8, 64, dtype=BF16, device="cuda")
+    for first in (2, 1, 16):
+        k_cache, v_cache = (part[first : first + 2**14].view(1, 128, 2, 64) for part in memory)
+        got, _ = attend((q, k_cache, v_cache), {"cache_seqlens": lengths})
+        expected, _ = attend((q, k_cache.clone(), v_cache.clone()), {"cache_seqlens": lengths})
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.huge

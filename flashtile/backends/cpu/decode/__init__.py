@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flashtile.backends.cpu.decode.attend import attend
@@ -19,16 +20,16 @@ def reason_against(problem: Any, explicit: bool) -> str | None:
 
 
 def prepare_decode(problem: DecodeProblem, config: None) -> Callable[..., Any]:
-    return lambda q, k, v, t: attend(problem, q, k, v, *t, return_lse=problem.return_lse)
+    return partial(attend, problem)
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None) -> Callable[..., Any]:
-    return lambda kc, vc, k, v, t: append(problem, kc, vc, k, v, *t)
+    return partial(append, problem)
 
 
 def prepare_combine(problem: CombineProblem, config: None) -> Callable[..., Any]:
-    return lambda out, lse, t: combine(problem, out, lse)
+    return partial(combine, problem)
 
 
 def prepare_copy_blocks(problem: CopyProblem, config: None) -> Callable[..., Any]:
-    return lambda k, v, b, t: copy_blocks(k, v, b, *t)
+    return copy_blocks

@@ -21,15 +21,9 @@ TILE_ELEMENTS = 1 << 18
 
 
 def attend(
-    problem: DecodeProblem,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *tensors: Tensor | None,
-    return_lse: bool = True,
+    problem: DecodeProblem, q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the whole batch; lse comes in any case."""
-    given = CacheTensors(*tensors)
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
     with torch.autocast("cpu", enabled=False):  # which would round the tiles' products

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from flashtile.decode.addresses import destinations, new_tokens
-from flashtile.decode.problem import FP8, FP8_MAX, AppendProblem, AppendTensors
+from flashtile.decode.problem import FP8, FP8_MAX, AppendProblem, AppendTensors, CopyTensors
 from flashtile.decode.rotary import rotate
 
 
 @torch.inference_mode()  # so that caches made under it can be written outside of it, too
 def append(
-    problem: AppendProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+    problem: AppendProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, given: AppendTensors
 ) -> None:
     """Write k and v to their places in the caches, and the rotated queries to ``q_rotated``."""
-    given = AppendTensors(*tensors)
     token, row, offset = destinations(k_cache, k, given)
     k_rows, v_rows = (t.detach().flatten(0, -3)[token] for t in (k, v))
     if given.rotary_cos is not None and given.rotary_sin is not None:
@@ -36,12 +35,10 @@ def append(
 
 
 @torch.inference_mode()
-def copy_blocks(
-    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
-) -> None:
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, given: CopyTensors) -> None:
     """Copy (source, destination) blocks in all layers; all tensors have the layers in front."""
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].long().unbind(1)
-    for tensor in (k_cache, v_cache, k_descale, v_descale):
+    for tensor in (k_cache, v_cache, *given):
         if tensor is not None:
             data = _indexable(tensor)
             data[:, destinations] = data[:, sources]

@@ -8,7 +8,9 @@ from torch import Tensor
 from flashtile.decode.problem import CombineProblem
 
 
-def combine(problem: CombineProblem, out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+def combine(
+    problem: CombineProblem, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) as (batch, seqlen, heads, head_dim) and (batch, heads, seqlen), one part after another."""
     lse_partial = lse_partial.masked_fill(lse_partial == torch.inf, -torch.inf)
     largest = lse_partial.amax(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from flashtile.backends.cpu.fp8.attend import attend
@@ -24,8 +25,8 @@ configure_fp8_quantize = configure_fp8_attend
 
 
 def prepare_fp8_attend(problem: Fp8Problem, config: str) -> Any:
-    return lambda q, k, v, t: attend(problem, q, k, v, t.scales, t.extras)
+    return partial(attend, problem)
 
 
 def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
-    return lambda x, t: emulation.quantize(problem, x, t, problem.seed)
+    return partial(emulation.quantize, problem)

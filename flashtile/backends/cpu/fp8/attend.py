@@ -25,7 +25,7 @@ from flashtile.fp8.layout import (
     key_order,
     num_blocks,
 )
-from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales
 from flashtile.problem import LOG2_E
 
 BLOCK_M = 512
@@ -50,9 +50,10 @@ class _Sequence(NamedTuple):
 
 
 def attend(
-    problem: Fp8Problem, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
+    problem: Fp8Problem, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) in the shapes of the problem; rows of no sequence are 0 and -inf."""
+    scales, extras = tensors.scales, tensors.extras
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
     sink = extras.sink

@@ -30,5 +30,4 @@ def configure_fp8_attend(problem: Fp8Problem):
 def prepare_fp8_attend(problem: Fp8Problem, config):
     from flashtile.backends.hopper.fp8.launch import ForwardLaunch
 
-    launch = ForwardLaunch(problem, config)
-    return lambda q, k, v, t: launch(q, k, v, t.scales, t.extras)
+    return ForwardLaunch(problem, config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashtile.attn.problem import Extras
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
@@ -14,11 +13,11 @@ from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import ScaleStrides, forward_kernel
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
-from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales
 
 
 class ForwardLaunch:
-    """``(q, k, v, scales, extras) -> (out, lse)`` for tensors of one signature."""
+    """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: Fp8Config) -> None:
         self._problem = problem
@@ -26,14 +25,12 @@ class ForwardLaunch:
         self._allocate = Outputs(problem, problem.out_dtype)
         self._kernels: Kernels | None = None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
-    ) -> tuple[Tensor, Tensor]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = extras
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
+        q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = tensors
         out, lse = self._allocate(q)
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
-            kernels = self._kernels = self._prepare(q, k, v, scales)
+            kernels = self._kernels = self._prepare(q, k, v, tensors.scales)
         table = lse
         if kernels.fill_table is not None:
             table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k)
@@ -46,9 +43,9 @@ class ForwardLaunch:
             lse,
             table,
             lse if seqused_k is None else seqused_k,
-            lse if scales.q is None else scales.q,
-            lse if scales.k is None else scales.k,
-            lse if scales.v is None else scales.v,
+            lse if q_descale is None else q_descale,
+            lse if k_descale is None else k_descale,
+            lse if v_descale is None else v_descale,
         )
         return out, lse
 

@@ -44,26 +44,22 @@ def configure_decode(problem: DecodeProblem):
 def prepare_decode(problem: DecodeProblem, config):
     from flashtile.backends.portable.decode.launch import DecodeLaunch
 
-    launch = DecodeLaunch(problem, config)
-    return lambda q, k, v, t: launch(q, k, v, *t, return_lse=problem.return_lse)
+    return DecodeLaunch(problem, config)
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None):
     from flashtile.backends.portable.decode.append_launch import AppendLaunch
 
-    launch = AppendLaunch(problem)
-    return lambda kc, vc, k, v, t: launch(kc, vc, k, v, *t)
+    return AppendLaunch(problem)
 
 
 def prepare_combine(problem: CombineProblem, config: None):
     from flashtile.backends.portable.decode.launch import CombineLaunch
 
-    launch = CombineLaunch(problem)
-    return lambda out, lse, t: launch(out, lse)
+    return CombineLaunch(problem)
 
 
 def prepare_copy_blocks(problem: CopyProblem, config: None):
     from flashtile.backends.portable.decode.append_launch import CopyLaunch
 
-    launch = CopyLaunch(problem)
-    return lambda k, v, b, t: launch(k, v, b, *t)
+    return CopyLaunch(problem)

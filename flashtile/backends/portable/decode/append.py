@@ -5,7 +5,8 @@ Rotary embedding (Su et al. 2021, arXiv:2104.09864) turns pairs of columns, neig
 one half apart, in float32, and rounds once. A program owns ROWS tokens of one head.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,8 +16,9 @@ from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.portable.decode.results import store_rows
 
 
-class Features(NamedTuple):
-    """What a call does, as far as its kernel is compiled for it."""
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
 
     HAS_SLOTS: bool
     HAS_LENGTHS: bool
@@ -42,18 +44,80 @@ class Features(NamedTuple):
     ROWS: int
 
 
+class Pointers(NamedTuple):
+    """Tensors of the kernel; None for each that a call does not have."""
+
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
+    cache_seqlens: Any
+    slot_mapping: Any
+    cache_batch_idx: Any
+    block_table: Any
+    cu_seqlens_k_new: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    rotary_seqlens: Any
+    k_descale: Any
+    v_descale: Any
+    q_in: Any
+    cu_seqlens_q: Any
+    q_out: Any
+
+
+class Strides(NamedTuple):
+    """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a page."""
+
+    k_cache_stride_b: Any
+    k_cache_stride_s: Any
+    k_cache_stride_h: Any
+    v_cache_stride_b: Any
+    v_cache_stride_s: Any
+    v_cache_stride_h: Any
+    k_stride_b: Any
+    k_stride_s: Any
+    k_stride_h: Any
+    v_stride_b: Any
+    v_stride_s: Any
+    v_stride_h: Any
+    q_stride_b: Any
+    q_stride_s: Any
+    q_stride_h: Any
+    table_stride: Any
+    k_descale_stride: Any
+    v_descale_stride: Any
+
+
+class Lengths(NamedTuple):
+    """Integers of a launch. Their values lead to no new compilation."""
+
+    seqlen_new: Any
+    """New tokens of the longest sequence."""
+    total_new: Any
+    num_heads_kv: Any
+    seqlen_q: Any
+    total_q: Any
+    num_heads_q: Any
+    capacity: Any
+    """The most keys that a sequence can have."""
+    num_blocks: Any
+    """Pages, or rows of a dense cache."""
+    rotary_rows: Any
+    """Positions that have a row in the tables of angles."""
+    new_programs: Any
+    """Programs for the new keys and values; those behind them rotate queries."""
+
+
 @triton.jit
-def rotated(base, row_offsets, exists, positions, rotary, FEATURES: tl.constexpr):
-    """[ROWS, BLOCK_D] float32: rows of a tensor, their first ROTARY_DIM columns turned for their
-    positions.
-    """
-    cos_ptr, sin_ptr, rotary_rows = rotary
-    HALF: tl.constexpr = FEATURES.ROTARY_DIM // 2
-    columns = tl.arange(0, FEATURES.BLOCK_D)
-    inside = exists[:, None] & (columns < FEATURES.HEAD_DIM)[None, :]
+def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C: tl.constexpr):
+    """[ROWS, BLOCK_D] float32: rows of a tensor, their first ROTARY_DIM columns rotated by position."""
+    HALF: tl.constexpr = C.ROTARY_DIM // 2
+    columns = tl.arange(0, C.BLOCK_D)
+    inside = exists[:, None] & (columns < C.HEAD_DIM)[None, :]
     x = tl.load(base + row_offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if HALF > 0:
-        if FEATURES.INTERLEAVED:
+        if C.INTERLEAVED:
             partner = columns ^ 1
             frequency = columns // 2
             first = columns % 2 == 0
@@ -61,48 +125,31 @@ def rotated(base, row_offsets, exists, positions, rotary, FEATURES: tl.constexpr
             partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
             frequency = columns % HALF
             first = columns < HALF
-        turned = columns < FEATURES.ROTARY_DIM
+        in_rotary = columns < C.ROTARY_DIM
         at_partner = base + row_offsets[:, None] + partner[None, :]
-        other = tl.load(at_partner, mask=exists[:, None] & turned[None, :], other=0.0).to(tl.float32)
-        known = (exists & (positions >= 0) & (positions < rotary_rows))[:, None] & turned[None, :]
+        other = tl.load(at_partner, mask=exists[:, None] & in_rotary[None, :], other=0.0).to(tl.float32)
+        in_table = (exists & (positions >= 0) & (positions < rotary_rows))[:, None] & in_rotary[None, :]
         angles = positions.to(tl.int64)[:, None] * HALF + frequency[None, :]
-        cos = tl.load(cos_ptr + angles, mask=known, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angles, mask=known, other=0.0).to(tl.float32)
+        cos = tl.load(pointers.rotary_cos + angles, mask=in_table, other=1.0).to(tl.float32)
+        sin = tl.load(pointers.rotary_sin + angles, mask=in_table, other=0.0).to(tl.float32)
         x = x * cos + tl.where(first, -1.0, 1.0)[None, :] * other * sin
     return x
 
 
 @triton.jit
-def as_cached(x, dtype: tl.constexpr, scale, FEATURES: tl.constexpr):
+def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
     """Rounded to ``dtype``, that of the new tokens, then quantised if the cache is."""
     x = x.to(dtype)
-    if FEATURES.QUANTISED:
+    if C.QUANTISED:
         x = x.to(tl.float32) / scale
         x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    if FEATURES.E4M3_BITS:
+    if C.E4M3_BITS:
         x = encode_bits(x)
     return x
 
 
-RUNTIME_INTEGERS = (
-    "seqlen_new",
-    "total_new",
-    "num_heads_kv",
-    "seqlen_q",
-    "total_q",
-    "num_heads_q",
-    "capacity",
-    "num_blocks",
-    "rotary_rows",
-    "new_programs",
-    "table_stride",
-    "k_descale_stride",
-    "v_descale_stride",
-)
-
-
 @triton.jit
-def token_rows(block, b, cu_seqlens, seqlen, total, VARLEN: tl.constexpr, ROWS: tl.constexpr):
+def tokens_of(block, b, cu_seqlens, seqlen, total, VARLEN: tl.constexpr, ROWS: tl.constexpr):
     """(tokens of sequence ``b``, first row in memory of that sequence, whether they exist)."""
     tokens = block * ROWS + tl.arange(0, ROWS)
     first = tl.zeros([], tl.int32)
@@ -113,139 +160,140 @@ def token_rows(block, b, cu_seqlens, seqlen, total, VARLEN: tl.constexpr, ROWS: 
     return tokens, first.to(tl.int64), tokens < length
 
 
-@kernel(do_not_specialize=RUNTIME_INTEGERS)
+@triton.jit
+def place_of(tokens, positions, exists, b, pointers, strides, lengths, C: tl.constexpr):
+    """(page, or row of a dense cache; place in it; whether that is in the cache) of each token, int64."""
+    ROWS: tl.constexpr = C.ROWS
+    if C.HAS_SLOTS:
+        size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
+        slot = tl.load(pointers.slot_mapping + tokens, mask=exists, other=-1).to(tl.int64)
+        written = exists & (slot >= 0)
+        page = slot // size
+        place = slot % size
+    else:
+        written = exists & (positions >= 0) & (positions < lengths.capacity)
+        if C.PAGE_SIZE == 0:
+            row = b
+            if C.HAS_BATCH_IDX:
+                row = tl.load(pointers.cache_batch_idx + b)
+            page = tl.zeros([ROWS], tl.int64) + row
+            place = positions.to(tl.int64)
+        else:
+            table = pointers.block_table + b.to(tl.int64) * strides.table_stride
+            page = tl.load(table + positions // C.PAGE_SIZE, mask=written, other=-1).to(tl.int64)
+            place = (positions % C.PAGE_SIZE).to(tl.int64)
+    written = written & (page >= 0) & (page < lengths.num_blocks)
+    return page, place, written
+
+
+@triton.jit
+def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
+    """ROWS new tokens of one head into the cache. One whose place is not in the cache is dropped."""
+    blocks = tl.cdiv(lengths.seqlen_new, C.ROWS)
+    head = program % lengths.num_heads_kv
+    b = program // lengths.num_heads_kv // blocks
+    tokens, first, exists = tokens_of(
+        program // lengths.num_heads_kv % blocks, b, pointers.cu_seqlens_k_new, lengths.seqlen_new,
+        lengths.total_new, C.VARLEN, C.ROWS,
+    )  # fmt: skip
+    positions = tokens
+    if C.HAS_LENGTHS:
+        positions += tl.load(pointers.cache_seqlens + b)
+    rotary_positions = positions
+    if C.HAS_ROTARY_SEQLENS:
+        rotary_positions = tl.load(pointers.rotary_seqlens + b) + tokens
+    page, place, written = place_of(tokens, positions, exists, b, pointers, strides, lengths, C)
+
+    k_scale = 1.0
+    v_scale = 1.0
+    if C.DESCALE == "head":
+        k_scale = tl.load(pointers.k_descale + head)
+        v_scale = tl.load(pointers.v_descale + head)
+    if C.DESCALE == "block":
+        k_scales = pointers.k_descale + page * strides.k_descale_stride + head
+        k_scale = tl.load(k_scales, mask=written, other=1.0)[:, None]
+        v_scales = pointers.v_descale + page * strides.v_descale_stride + head
+        v_scale = tl.load(v_scales, mask=written, other=1.0)[:, None]
+    b64 = b.to(tl.int64)
+    head64 = head.to(tl.int64)
+    rows = first + tokens
+    k_rows = b64 * strides.k_stride_b + rows * strides.k_stride_s + head64 * strides.k_stride_h
+    k = load_rotated(pointers.k, k_rows, exists, rotary_positions, pointers, lengths.rotary_rows, C)
+    k_places = (
+        page * strides.k_cache_stride_b + place * strides.k_cache_stride_s + head64 * strides.k_cache_stride_h
+    )
+    k = as_cached(k, pointers.k.dtype.element_ty, k_scale, C)
+    store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
+    columns = tl.arange(0, C.BLOCK_DV)
+    v_rows = b64 * strides.v_stride_b + rows * strides.v_stride_s + head64 * strides.v_stride_h
+    inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
+    v = tl.load(pointers.v + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    v_places = (
+        page * strides.v_cache_stride_b + place * strides.v_cache_stride_s + head64 * strides.v_cache_stride_h
+    )
+    v = as_cached(v, pointers.v.dtype.element_ty, v_scale, C)
+    store_rows(pointers.v_cache, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
+
+
+@triton.jit
+def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
+    """ROWS queries of one head, rotated, into a tensor of their own."""
+    ROWS: tl.constexpr = C.ROWS
+    blocks = tl.cdiv(lengths.seqlen_q, C.ROWS)
+    head = program % lengths.num_heads_q
+    b = program // lengths.num_heads_q // blocks
+    tokens, first, exists = tokens_of(
+        program // lengths.num_heads_q % blocks, b, pointers.cu_seqlens_q, lengths.seqlen_q, lengths.total_q,
+        C.VARLEN_Q, C.ROWS,
+    )  # fmt: skip
+    positions = tl.zeros([ROWS], tl.int32)
+    if C.HAS_ROTARY_SEQLENS:
+        positions += tl.load(pointers.rotary_seqlens + b)
+    elif C.HAS_LENGTHS:
+        positions += tl.load(pointers.cache_seqlens + b)
+    if C.ROTATE_Q_BY_TOKEN:
+        positions += tokens
+    rows = first + tokens
+    b64 = b.to(tl.int64)
+    q_rows = b64 * strides.q_stride_b + rows * strides.q_stride_s + head.to(tl.int64) * strides.q_stride_h
+    q = load_rotated(pointers.q_in, q_rows, exists, positions, pointers, lengths.rotary_rows, C)
+    out_rows = rows if C.VARLEN_Q else b64 * lengths.seqlen_q + tokens
+    offsets = (out_rows * lengths.num_heads_q + head) * C.HEAD_DIM
+    store_rows(pointers.q_out, offsets, exists, q, C.HEAD_DIM, C.BLOCK_D)
+
+
+@kernel(do_not_specialize=(*Lengths._fields, "table_stride", "k_descale_stride", "v_descale_stride"))
 def append_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    k_ptr,
-    v_ptr,
-    cache_seqlens,
-    slot_mapping,
-    cache_batch_idx,
-    block_table,
-    cu_seqlens_k_new,
-    rotary_cos,
-    rotary_sin,
-    rotary_seqlens,
-    k_descale,
-    v_descale,
-    q_in_ptr,
-    cu_seqlens_q,
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_seqlens, slot_mapping, cache_batch_idx, block_table,
+    cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale, q_in_ptr, cu_seqlens_q,
     q_out_ptr,
-    k_cache_stride_b,
-    k_cache_stride_s,
-    k_cache_stride_h,
-    v_cache_stride_b,
-    v_cache_stride_s,
-    v_cache_stride_h,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    v_stride_b,
-    v_stride_s,
-    v_stride_h,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    table_stride,
-    k_descale_stride,
-    v_descale_stride,
-    seqlen_new,
-    total_new,
-    num_heads_kv,
-    seqlen_q,
-    total_q,
-    num_heads_q,
-    capacity,
-    num_blocks,
-    rotary_rows,
-    new_programs,
-    FEATURES: tl.constexpr,
-):
+    k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, v_cache_stride_b, v_cache_stride_s,
+    v_cache_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, q_stride_b,
+    q_stride_s, q_stride_h, table_stride, k_descale_stride, v_descale_stride,
+    seqlen_new, total_new, num_heads_kv, seqlen_q, total_q, num_heads_q, capacity, num_blocks, rotary_rows,
+    new_programs, C: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of ROWS new tokens * heads_kv * batch, and behind them the same of the queries,).
 
     k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS (one sequence of
-    total_new); q likewise, q_out as q and contiguous. A token whose place is not in the cache is dropped.
+    total_new); q likewise, q_out as q and contiguous.
     """
-    ROWS: tl.constexpr = FEATURES.ROWS
+    pointers = Pointers(
+        k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_seqlens, slot_mapping, cache_batch_idx, block_table,
+        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale, q_in_ptr,
+        cu_seqlens_q, q_out_ptr,
+    )  # fmt: skip
+    strides = Strides(
+        k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, v_cache_stride_b, v_cache_stride_s,
+        v_cache_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, q_stride_b,
+        q_stride_s, q_stride_h, table_stride, k_descale_stride, v_descale_stride,
+    )  # fmt: skip
+    lengths = Lengths(
+        seqlen_new, total_new, num_heads_kv, seqlen_q, total_q, num_heads_q, capacity, num_blocks,
+        rotary_rows, new_programs,
+    )  # fmt: skip
     program = tl.program_id(0)
-    rotary = (rotary_cos, rotary_sin, rotary_rows)
     if program < new_programs:
-        blocks = tl.cdiv(seqlen_new, ROWS)
-        head = program % num_heads_kv
-        b = program // num_heads_kv // blocks
-        tokens, first, exists = token_rows(
-            program // num_heads_kv % blocks, b, cu_seqlens_k_new, seqlen_new, total_new, FEATURES.VARLEN,
-            ROWS,
-        )  # fmt: skip
-        positions = tokens
-        if FEATURES.HAS_LENGTHS:
-            positions += tl.load(cache_seqlens + b)
-        turns = positions
-        if FEATURES.HAS_ROTARY_SEQLENS:
-            turns = tl.load(rotary_seqlens + b) + tokens
-
-        if FEATURES.HAS_SLOTS:
-            size = capacity if FEATURES.PAGE_SIZE == 0 else FEATURES.PAGE_SIZE
-            slot = tl.load(slot_mapping + tokens, mask=exists, other=-1).to(tl.int64)
-            written = exists & (slot >= 0)
-            block = slot // size
-            place = slot % size
-        else:
-            written = exists & (positions >= 0) & (positions < capacity)
-            if FEATURES.PAGE_SIZE == 0:
-                row = b
-                if FEATURES.HAS_BATCH_IDX:
-                    row = tl.load(cache_batch_idx + b)
-                block = tl.zeros([ROWS], tl.int64) + row
-                place = positions.to(tl.int64)
-            else:
-                entry = block_table + b.to(tl.int64) * table_stride + positions // FEATURES.PAGE_SIZE
-                block = tl.load(entry, mask=written, other=-1).to(tl.int64)
-                place = (positions % FEATURES.PAGE_SIZE).to(tl.int64)
-        written = written & (block >= 0) & (block < num_blocks)
-
-        k_scale = 1.0
-        v_scale = 1.0
-        if FEATURES.DESCALE == "head":
-            k_scale = tl.load(k_descale + head)
-            v_scale = tl.load(v_descale + head)
-        if FEATURES.DESCALE == "block":
-            k_scale = tl.load(k_descale + block * k_descale_stride + head, mask=written, other=1.0)[:, None]
-            v_scale = tl.load(v_descale + block * v_descale_stride + head, mask=written, other=1.0)[:, None]
-        b64 = b.to(tl.int64)
-        head64 = head.to(tl.int64)
-        rows = first + tokens
-        k_rows = b64 * k_stride_b + rows * k_stride_s + head64 * k_stride_h
-        k = rotated(k_ptr, k_rows, exists, turns, rotary, FEATURES)
-        at = block * k_cache_stride_b + place * k_cache_stride_s + head64 * k_cache_stride_h
-        k = as_cached(k, k_ptr.dtype.element_ty, k_scale, FEATURES)
-        store_rows(k_cache_ptr, at, written, k, FEATURES.HEAD_DIM, FEATURES.BLOCK_D)
-        columns = tl.arange(0, FEATURES.BLOCK_DV)
-        v_rows = b64 * v_stride_b + rows * v_stride_s + head64 * v_stride_h
-        inside = exists[:, None] & (columns < FEATURES.HEAD_DIM_V)[None, :]
-        v = tl.load(v_ptr + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
-        at = block * v_cache_stride_b + place * v_cache_stride_s + head64 * v_cache_stride_h
-        v = as_cached(v, v_ptr.dtype.element_ty, v_scale, FEATURES)
-        store_rows(v_cache_ptr, at, written, v, FEATURES.HEAD_DIM_V, FEATURES.BLOCK_DV)
-    elif FEATURES.ROTATE_Q:
-        program -= new_programs
-        blocks = tl.cdiv(seqlen_q, ROWS)
-        head = program % num_heads_q
-        b = program // num_heads_q // blocks
-        tokens, first, exists = token_rows(
-            program // num_heads_q % blocks, b, cu_seqlens_q, seqlen_q, total_q, FEATURES.VARLEN_Q, ROWS
-        )
-        turns = tl.zeros([ROWS], tl.int32)
-        if FEATURES.HAS_ROTARY_SEQLENS:
-            turns += tl.load(rotary_seqlens + b)
-        elif FEATURES.HAS_LENGTHS:
-            turns += tl.load(cache_seqlens + b)
-        if FEATURES.ROTATE_Q_BY_TOKEN:
-            turns += tokens
-        rows = first + tokens
-        q_rows = b.to(tl.int64) * q_stride_b + rows * q_stride_s + head.to(tl.int64) * q_stride_h
-        q = rotated(q_in_ptr, q_rows, exists, turns, rotary, FEATURES)
-        out_rows = rows if FEATURES.VARLEN_Q else b.to(tl.int64) * seqlen_q + tokens
-        offsets = (out_rows * num_heads_q + head) * FEATURES.HEAD_DIM
-        store_rows(q_out_ptr, offsets, exists, q, FEATURES.HEAD_DIM, FEATURES.BLOCK_D)
+        append_tokens(program, pointers, strides, lengths, C)
+    elif C.ROTATE_Q:
+        rotate_queries(program - new_programs, pointers, strides, lengths, C)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import padded, stride_of_two
-from flashtile.backends.portable.decode.append import Features, append_kernel
+from flashtile.backends.portable.decode import copy_blocks
+from flashtile.backends.portable.decode.append import Lengths, Strides, Variant, append_kernel
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
-from flashtile.backends.portable.decode.launch import converts_e4m3
-from flashtile.decode.problem import FP8, AppendProblem, CopyProblem
+from flashtile.backends.portable.decode.launch import converts_e4m3, row_strides
+from flashtile.decode.problem import FP8, AppendProblem, AppendTensors, CopyProblem, CopyTensors
 
 APPEND_ROWS = 16
 COPY_TILE = 8192
@@ -19,7 +20,7 @@ COPY_TILE = 8192
 
 
 class AppendLaunch:
-    """``(k_cache, v_cache, k, v, *AppendTensors) -> None``, in place, for tensors of one signature."""
+    """``(k_cache, v_cache, k, v, tensors) -> None``, in place, for tensors of one signature."""
 
     def __init__(self, problem: AppendProblem) -> None:
         self._problem = problem
@@ -29,14 +30,14 @@ class AppendLaunch:
         self._kernel: KeptKernel | None = None
 
     def __call__(
-        self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+        self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
     ) -> None:
         if self._programs + self._programs_q == 0:
             return
         if self._as_bits:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         if self._kernel is None:
-            self._kernel = self._prepare(k_cache, v_cache, k, v, *tensors)
+            self._kernel = self._prepare(k_cache, v_cache, k, v, tensors)
         self._kernel(self._problem.device, k_cache, v_cache, k, v, *tensors)
 
     @property
@@ -48,13 +49,13 @@ class AppendLaunch:
         return triton.cdiv(seqlen, self._rows) * batch * heads
 
     def _prepare(
-        self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+        self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
     ) -> KeptKernel:
         problem = self._problem
-        (cache_seqlens, _, _, block_table, _, _, _, _, k_descale, v_descale, q, _, _) = tensors
-        features = Features(
+        q, block_table = tensors.q, tensors.block_table
+        variant = Variant(
             HAS_SLOTS=problem.slots,
-            HAS_LENGTHS=cache_seqlens is not None,
+            HAS_LENGTHS=tensors.cache_seqlens is not None,
             HAS_BATCH_IDX=problem.batch_idx,
             VARLEN=problem.varlen,
             VARLEN_Q=problem.varlen_q,
@@ -73,37 +74,41 @@ class AppendLaunch:
             BLOCK_DV=padded(problem.head_dim_v),
             ROWS=self._rows,
         )
-        strides = (
-            *k_cache.stride()[:-1], *v_cache.stride()[:-1], *_row_strides(k), *_row_strides(v),
-            *((0, 0, 0) if q is None else _row_strides(q)),
+        strides = Strides(
+            *row_strides(k_cache),
+            *row_strides(v_cache),
+            *row_strides(k),
+            *row_strides(v),
+            *((0, 0, 0) if q is None else row_strides(q)),
             0 if block_table is None else block_table.stride(0),
-            stride_of_two(k_descale), stride_of_two(v_descale),
-        )  # fmt: skip
-        sizes = (
-            problem.seqlen_new, problem.total_new, problem.num_heads_kv, problem.seqlen_q, problem.total_q,
-            problem.num_heads_q, problem.capacity, problem.num_blocks, problem.rotary_rows, self._programs,
-        )  # fmt: skip
-        return KeptKernel(
-            append_kernel, self._programs + self._programs_q, (*strides, *sizes), (features,), None
+            stride_of_two(tensors.k_descale),
+            stride_of_two(tensors.v_descale),
         )
+        lengths = Lengths(
+            seqlen_new=problem.seqlen_new,
+            total_new=problem.total_new,
+            num_heads_kv=problem.num_heads_kv,
+            seqlen_q=problem.seqlen_q,
+            total_q=problem.total_q,
+            num_heads_q=problem.num_heads_q,
+            capacity=problem.capacity,
+            num_blocks=problem.num_blocks,
+            rotary_rows=problem.rotary_rows,
+            new_programs=self._programs,
+        )
+        programs = self._programs + self._programs_q
+        return KeptKernel(append_kernel, programs, (*strides, *lengths), (variant,), None)
 
 
 class CopyLaunch:
-    """``(k_cache, v_cache, block_pairs, k_descale, v_descale) -> None``, in place, for tensors of one
-    signature.
-    """
+    """``(k_cache, v_cache, block_pairs, tensors) -> None``, in place, for tensors of one signature."""
 
     def __init__(self, problem: CopyProblem) -> None:
         self._problem = problem
         self._kernel: KeptKernel | None = None
 
     def __call__(
-        self,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_pairs: Tensor,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
+        self, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors
     ) -> None:
         problem = self._problem
         if problem.num_pairs == 0 or 0 in k_cache.shape[:-1]:
@@ -111,16 +116,11 @@ class CopyLaunch:
         if problem.dtype == FP8:  # bytes are moved as they are, on GPUs without FP8, too
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         if self._kernel is None:
-            self._kernel = self._prepare(k_cache, v_cache, block_pairs, k_descale, v_descale)
-        self._kernel(problem.device, k_cache, v_cache, block_pairs, k_descale, v_descale)
+            self._kernel = self._prepare(k_cache, v_cache, block_pairs, tensors)
+        self._kernel(problem.device, k_cache, v_cache, block_pairs, *tensors)
 
     def _prepare(
-        self,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_pairs: Tensor,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
+        self, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors
     ) -> KeptKernel:
         problem = self._problem
         _, num_blocks, page_size, heads, head_dim = k_cache.shape
@@ -128,24 +128,22 @@ class CopyLaunch:
         rows = page_size * heads
         block = min(triton.next_power_of_2(rows), max(1, COPY_TILE // padded(max(head_dim, head_dim_v))))
         parts = triton.cdiv(rows, block)
-        strides = (
-            *k_cache.stride()[:-1], *v_cache.stride()[:-1], *block_pairs.stride(),
-            *((0, 0) if k_descale is None else k_descale.stride()[:2]),
-            *((0, 0) if v_descale is None else v_descale.stride()[:2]),
-        )  # fmt: skip
-        return KeptKernel(
-            copy_kernel,
-            parts * problem.num_layers * problem.num_pairs,
-            (*strides, problem.num_layers, num_blocks, page_size, heads, parts),
-            (
-                problem.descales, head_dim, head_dim_v, padded(head_dim), padded(head_dim_v),
-                triton.next_power_of_2(heads), block,
-            ),
-            None,
-        )  # fmt: skip
-
-
-def _row_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """(batch, token, head) strides of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
-    batch = tensor.stride(0) if tensor.dim() == 4 else 0
-    return batch, tensor.stride(-3), tensor.stride(-2)
+        strides = copy_blocks.Strides(
+            *k_cache.stride()[:-1],
+            *v_cache.stride()[:-1],
+            *block_pairs.stride(),
+            *((0, 0) if tensors.k_descale is None else tensors.k_descale.stride()[:2]),
+            *((0, 0) if tensors.v_descale is None else tensors.v_descale.stride()[:2]),
+        )
+        lengths = copy_blocks.Lengths(problem.num_layers, num_blocks, page_size, heads, parts)
+        variant = copy_blocks.Variant(
+            HAS_DESCALES=problem.descales,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
+            BLOCK_D=padded(head_dim),
+            BLOCK_DV=padded(head_dim_v),
+            BLOCK_HEADS=triton.next_power_of_2(heads),
+            BLOCK=block,
+        )
+        programs = parts * problem.num_layers * problem.num_pairs
+        return KeptKernel(copy_kernel, programs, (*strides, *lengths), (variant,), None)

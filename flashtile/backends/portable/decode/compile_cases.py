@@ -10,9 +10,8 @@ import torch
 import triton
 
 from flashtile.backends.common.kept_kernel import NUM_WARPS
-from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.config import family_of_capability
-from flashtile.backends.portable.decode import append, config, launch
+from flashtile.backends.portable.decode import append, combine, config, copy_blocks, launch
 from flashtile.backends.portable.decode import append_launch as launch_cache
 from flashtile.backends.portable.decode.append import append_kernel
 from flashtile.backends.portable.decode.attend import decode_kernel
@@ -122,7 +121,7 @@ def _attention_case(
         cache = torch.uint16
     elif cache == FP8 and not native:
         cache = torch.uint8
-    features = launch.features(
+    compiled_for = launch.variant_of(
         problem, chosen, native_e4m3=native, pairs=pairs, pdl=capability >= 90, wide=False, aligned=True
     )
     present = {
@@ -140,7 +139,7 @@ def _attention_case(
         "prior_lse": problem.prior,
     }
     tensors = {"q_ptr": problem.dtype, "out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
-    constants: dict[str, Any] = {"LAYOUT": launch.layout(problem, chosen), "FEATURES": features}
+    constants: dict[str, Any] = {"C": compiled_for}
     constants |= {name: None for name, there in present.items() if not there}
     tile = chosen.tile
     return CompileCase(
@@ -155,39 +154,24 @@ def _attention_case(
 
 
 def _combine_case(
-    name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_item: bool
+    name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_work_tile: bool
 ) -> CompileCase:
     balanced = launch.is_balanced(problem, chosen)
-    tile = launch.combine_tile(problem, chosen, (33 if by_item else 1) if balanced else None)
-    constants = {
-        "LAYOUT": launch.layout(problem, chosen),
-        "BALANCED": balanced,
-        "BY_ITEM": by_item,
-        "HAS_SINK": False,
-        "HAS_PRIOR": False,
-        "PDL": capability >= 90,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_DV": padded(problem.head_dim_v),
-        "ROWS": tile.rows,
-        "SPLITS": tile.splits,
-        "sink_ptr": None,
-        "prior_out": None,
-        "prior_lse": None,
-        "cache_leftpad": None,
-        "cu_seqlens_q": None,
-        "cu_seqlens_k_new": None,
-    }
+    tile = launch.combine_tile(problem, chosen, (33 if by_work_tile else 1) if balanced else None)
+    compiled_for = launch.combine_variant(problem, chosen, tile, by_work_tile, capability >= 90)
+    absent = ("sink_ptr", "prior_out", "prior_lse", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new")
+    constants = {"C": compiled_for} | dict.fromkeys(absent)
     return _plain_case(name, combine_kernel, {"out_ptr": problem.out_dtype}, constants, tile.num_warps)
 
 
 def _combine_given_case() -> CompileCase:
-    constants = {"HEAD_DIM_V": 128, "BLOCK_DV": 128, "ROWS": 2, "SPLITS": 16}
+    constants = {"C": combine.CombineGivenVariant(HEAD_DIM_V=128, BLOCK_DV=128, ROWS=2, SPLITS=16)}
     return _plain_case("decode combine given", combine_given_kernel, {"out_ptr": torch.bfloat16}, constants)
 
 
 def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:
     as_bits = dtype == FP8 and capability < 89
-    features = append.Features(
+    compiled_for = append.Variant(
         HAS_SLOTS=False,
         HAS_LENGTHS=True,
         HAS_BATCH_IDX=False,
@@ -210,7 +194,7 @@ def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:
     )
     absent = ["slot_mapping", "cache_batch_idx", "cu_seqlens_k_new", "rotary_seqlens", "cu_seqlens_q"]
     absent += [] if dtype == FP8 else ["k_descale", "v_descale"]
-    constants = {"FEATURES": features} | {name: None for name in absent}
+    constants = {"C": compiled_for} | {name: None for name in absent}
     cache = torch.uint8 if as_bits else dtype
     tensors = {name: torch.bfloat16 for name in ("k_ptr", "v_ptr", "q_in_ptr", "q_out_ptr")}
     tensors |= {"k_cache_ptr": cache, "v_cache_ptr": cache}
@@ -219,17 +203,16 @@ def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:
 
 def _copy_case() -> CompileCase:
     rows = launch_cache.COPY_TILE // 128
-    constants = {
-        "HAS_DESCALES": False,
-        "WIDTH": 128,
-        "WIDTH_V": 128,
-        "BLOCK_W": 128,
-        "BLOCK_WV": 128,
-        "BLOCK_HEADS": 8,
-        "BLOCK": triton.next_power_of_2(rows),
-        "k_descale": None,
-        "v_descale": None,
-    }
+    compiled_for = copy_blocks.Variant(
+        HAS_DESCALES=False,
+        HEAD_DIM=128,
+        HEAD_DIM_V=128,
+        BLOCK_D=128,
+        BLOCK_DV=128,
+        BLOCK_HEADS=8,
+        BLOCK=triton.next_power_of_2(rows),
+    )
+    constants = {"C": compiled_for, "k_descale": None, "v_descale": None}
     tensors = {"k_ptr": torch.bfloat16, "v_ptr": torch.bfloat16}
     return _plain_case("decode copy blocks", copy_kernel, tensors, constants)
 

@@ -4,96 +4,126 @@ Copy-on-write (Kwon et al. 2023, arXiv:2309.06180, section 4.4) makes such pairs
 block go different ways. Bytes are moved as they are.
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    HAS_DESCALES: bool
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_HEADS: int
+    """The power of two that holds the heads."""
+    BLOCK: int
+    """Rows that a program copies."""
+
+
+class Strides(NamedTuple):
+    """In elements: of layers, blocks, tokens and heads; of pairs and of the two columns of a pair."""
+
+    k_stride_l: Any
+    k_stride_b: Any
+    k_stride_s: Any
+    k_stride_h: Any
+    v_stride_l: Any
+    v_stride_b: Any
+    v_stride_s: Any
+    v_stride_h: Any
+    pair_stride: Any
+    pair_column_stride: Any
+    k_descale_stride_l: Any
+    k_descale_stride_b: Any
+    v_descale_stride_l: Any
+    v_descale_stride_b: Any
+
+
+class Lengths(NamedTuple):
+    """Integers of a launch. Their values lead to no new compilation."""
+
+    num_layers: Any
+    num_blocks: Any
+    page_size: Any
+    num_heads: Any
+    parts: Any
+    """Programs of a pair and layer."""
+
+
 @triton.jit
 def copy_rows(
-    base,
-    source,
-    destination,
-    strides,
-    first,
-    rows,
-    num_heads,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    base, source, destination, stride_s, stride_h, first, lengths, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rows ``first`` to ``first + BLOCK`` of the (page_size * heads) rows of a block."""
-    stride_s, stride_h = strides
     row = first + tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_W)
-    offsets = (row // num_heads).to(tl.int64) * stride_s + (row % num_heads).to(tl.int64) * stride_h
+    columns = tl.arange(0, BLOCK_D)
+    offsets = (row // lengths.num_heads).to(tl.int64) * stride_s
+    offsets += (row % lengths.num_heads).to(tl.int64) * stride_h
     offsets = offsets[:, None] + columns[None, :]
-    inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    exists = row < lengths.page_size * lengths.num_heads
+    inside = exists[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(base + destination + offsets, tl.load(base + source + offsets, mask=inside), mask=inside)
 
 
-@kernel(do_not_specialize=("num_layers", "num_blocks", "page_size", "num_heads", "parts"))
+@triton.jit
+def copy_scales(base, source, destination, num_heads, BLOCK_HEADS: tl.constexpr):
+    """One factor a head."""
+    heads = tl.arange(0, BLOCK_HEADS)
+    inside = heads < num_heads
+    scale = tl.load(base + heads + source, mask=inside)
+    tl.store(base + heads + destination, scale, mask=inside)
+
+
+@kernel(do_not_specialize=Lengths._fields)
 def copy_kernel(
-    k_ptr,
-    v_ptr,
-    pairs_ptr,
-    k_descale,
-    v_descale,
-    k_stride_l,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    v_stride_l,
-    v_stride_b,
-    v_stride_s,
-    v_stride_h,
-    pair_stride,
-    pair_column_stride,
-    k_descale_stride_l,
-    k_descale_stride_b,
-    v_descale_stride_l,
-    v_descale_stride_b,
-    num_layers,
-    num_blocks,
-    page_size,
-    num_heads,
-    parts,
-    HAS_DESCALES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_WV: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k_ptr, v_ptr, pairs_ptr, k_descale, v_descale, k_stride_l, k_stride_b, k_stride_s, k_stride_h,
+    v_stride_l, v_stride_b, v_stride_s, v_stride_h, pair_stride, pair_column_stride, k_descale_stride_l,
+    k_descale_stride_b, v_descale_stride_l, v_descale_stride_b, num_layers, num_blocks, page_size, num_heads,
+    parts, C: tl.constexpr,
+):  # fmt: skip
     """Grid: (parts of BLOCK rows * layers * pairs,).
 
-    Caches (layers, num_blocks, page_size, heads, WIDTH), pairs (n, 2) of source and destination; a pair with
-    a block that is not in the cache is left out.
+    Caches (layers, num_blocks, page_size, heads, HEAD_DIM), pairs (n, 2) of source and destination; a pair
+    with a block that is not in the cache is left out.
     """
+    strides = Strides(
+        k_stride_l, k_stride_b, k_stride_s, k_stride_h, v_stride_l, v_stride_b, v_stride_s, v_stride_h,
+        pair_stride, pair_column_stride, k_descale_stride_l, k_descale_stride_b, v_descale_stride_l,
+        v_descale_stride_b,
+    )  # fmt: skip
+    lengths = Lengths(num_layers, num_blocks, page_size, num_heads, parts)
     program = tl.program_id(0)
     part = program % parts
     layer = (program // parts % num_layers).to(tl.int64)
     pair = (program // parts // num_layers).to(tl.int64)
-    source = tl.load(pairs_ptr + pair * pair_stride).to(tl.int64)
-    destination = tl.load(pairs_ptr + pair * pair_stride + pair_column_stride).to(tl.int64)
+    pair_at = pairs_ptr + pair * strides.pair_stride
+    source = tl.load(pair_at).to(tl.int64)
+    destination = tl.load(pair_at + strides.pair_column_stride).to(tl.int64)
     if (source >= 0) & (source < num_blocks) & (destination >= 0) & (destination < num_blocks):
-        rows = page_size * num_heads
         copy_rows(
-            k_ptr + layer * k_stride_l, source * k_stride_b, destination * k_stride_b,
-            (k_stride_s, k_stride_h), part * BLOCK, rows, num_heads, WIDTH, BLOCK_W, BLOCK,
+            k_ptr + layer * strides.k_stride_l, source * strides.k_stride_b, destination * strides.k_stride_b,
+            strides.k_stride_s, strides.k_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM, C.BLOCK_D, C.BLOCK,
         )  # fmt: skip
         copy_rows(
-            v_ptr + layer * v_stride_l, source * v_stride_b, destination * v_stride_b,
-            (v_stride_s, v_stride_h), part * BLOCK, rows, num_heads, WIDTH_V, BLOCK_WV, BLOCK,
+            v_ptr + layer * strides.v_stride_l, source * strides.v_stride_b, destination * strides.v_stride_b,
+            strides.v_stride_s, strides.v_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM_V, C.BLOCK_DV,
+            C.BLOCK,
         )  # fmt: skip
-        if HAS_DESCALES and part == 0:
-            heads = tl.arange(0, BLOCK_HEADS)
-            inside = heads < num_heads
-            base = k_descale + layer * k_descale_stride_l + heads
-            scale = tl.load(base + source * k_descale_stride_b, mask=inside)
-            tl.store(base + destination * k_descale_stride_b, scale, mask=inside)
-            base = v_descale + layer * v_descale_stride_l + heads
-            scale = tl.load(base + source * v_descale_stride_b, mask=inside)
-            tl.store(base + destination * v_descale_stride_b, scale, mask=inside)
+        if C.HAS_DESCALES and part == 0:
+            copy_scales(
+                k_descale + layer * strides.k_descale_stride_l, source * strides.k_descale_stride_b,
+                destination * strides.k_descale_stride_b, num_heads, C.BLOCK_HEADS,
+            )  # fmt: skip
+            copy_scales(
+                v_descale + layer * strides.v_descale_stride_l, source * strides.v_descale_stride_b,
+                destination * strides.v_descale_stride_b, num_heads, C.BLOCK_HEADS,
+            )  # fmt: skip

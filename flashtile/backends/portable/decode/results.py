@@ -1,9 +1,37 @@
 """How results are finished and written, whole or combined."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashtile.backends.common.tiles import LN_2, LOG2_E
+
+
+class Rows(NamedTuple):
+    """The packed rows of a work tile, each [rows]."""
+
+    b: Any
+    """The sequence's number."""
+    start_q: Any
+    """Its first row of q in memory, where sequences are packed."""
+    tokens: Any
+    heads: Any
+    """Query heads."""
+    exists: Any
+
+
+class Splits(NamedTuple):
+    """Integers that say where partial results lie."""
+
+    partial_rows: Any
+    """Of a partial result."""
+    slots: Any
+    """Partial results that there is room for."""
+    num_splits: Any
+    """Of each work tile, unless balanced."""
+    split_n_blocks: Any
+    """n_blocks of a split; 0: as many as make ``num_splits`` of the work tile."""
 
 
 @triton.jit
@@ -19,32 +47,15 @@ def with_sink(acc, row_max, row_sum, sink):
 
 
 @triton.jit
-def with_prior(
-    acc,
-    row_max,
-    row_sum,
-    prior,
-    b,
-    start_q,
-    tokens,
-    heads,
-    exists,
-    shape,
-    VARLEN: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """(acc, maximum, sum) with what attention over other keys gave: ``prior`` is its (out, lse), of all
-    tokens in one line.
-    """
-    prior_out, prior_lse = prior
-    _, _, num_heads_kv, group_size, _, _, total_q, _, _, _ = shape
-    rows = token_rows(b, start_q, tokens, shape, VARLEN)
-    lse = tl.load(prior_lse + heads.to(tl.int64) * total_q + rows, mask=exists, other=-float("inf")) * LOG2_E
-    columns = tl.arange(0, BLOCK_DV)
-    offsets = (rows * (num_heads_kv * group_size) + heads) * HEAD_DIM_V
+def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl.constexpr):
+    """(acc, maximum, sum) with what attention over other keys gave, whose tokens are all packed."""
+    tokens = packed_tokens(rows, lengths, C)
+    lse_rows = rows.heads.to(tl.int64) * lengths.total_q + tokens
+    lse = tl.load(prior_lse + lse_rows, mask=rows.exists, other=-float("inf")) * LOG2_E
+    columns = tl.arange(0, C.BLOCK_DV)
+    offsets = (tokens * (lengths.num_heads_kv * lengths.group_size) + rows.heads) * C.HEAD_DIM_V
     # Where there was no key, out may hold anything.
-    inside = (exists & (lse != -float("inf")))[:, None] & (columns < HEAD_DIM_V)[None, :]
+    inside = (rows.exists & (lse != -float("inf")))[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     out = tl.load(prior_out + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
     new_max = tl.maximum(row_max, lse)
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -54,12 +65,12 @@ def with_prior(
 
 
 @triton.jit
-def token_rows(b, start_q, tokens, shape, VARLEN: tl.constexpr):
-    """Where ``tokens`` of sequence ``b`` stand among those of the batch, int64."""
-    if VARLEN:
-        return start_q.to(tl.int64) + tokens
+def packed_tokens(rows, lengths, C: tl.constexpr):
+    """Where the tokens of rows stand among those of the batch, int64."""
+    if C.VARLEN:
+        return rows.start_q.to(tl.int64) + rows.tokens
     else:
-        return b.to(tl.int64) * shape[4] + tokens
+        return rows.b.to(tl.int64) * lengths.seqlen_q + rows.tokens
 
 
 @triton.jit
@@ -79,30 +90,14 @@ def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
-def store_results(
-    out_ptr,
-    lse_ptr,
-    out,
-    lse,
-    b,
-    start_q,
-    tokens,
-    heads,
-    exists,
-    shape,
-    VARLEN: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Write rows of sequence ``b``: out [rows, BLOCK_DV] and lse [rows], in base 2, as the caller gets
-    them.
-    """
-    _, _, num_heads_kv, group_size, seqlen_q, _, total_q, _, _, _ = shape
-    num_heads_q = num_heads_kv * group_size
-    out_rows = token_rows(b, start_q, tokens, shape, VARLEN)
-    if VARLEN:
-        lse_rows = heads.to(tl.int64) * total_q + out_rows
+def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
+    """Write out [rows, BLOCK_DV] and lse [rows], in base 2, as the caller gets them."""
+    num_heads_q = lengths.num_heads_kv * lengths.group_size
+    out_rows = packed_tokens(rows, lengths, C)
+    if C.VARLEN:
+        lse_rows = rows.heads.to(tl.int64) * lengths.total_q + out_rows
     else:
-        lse_rows = (b.to(tl.int64) * num_heads_q + heads) * seqlen_q + tokens
-    store_rows(out_ptr, (out_rows * num_heads_q + heads) * HEAD_DIM_V, exists, out, HEAD_DIM_V, BLOCK_DV)
-    tl.store(lse_ptr + lse_rows, lse * LN_2, mask=exists)
+        lse_rows = (rows.b.to(tl.int64) * num_heads_q + rows.heads) * lengths.seqlen_q + rows.tokens
+    offsets = (out_rows * num_heads_q + rows.heads) * C.HEAD_DIM_V
+    store_rows(out_ptr, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
+    tl.store(lse_ptr + lse_rows, lse * LN_2, mask=rows.exists)

@@ -1,35 +1,61 @@
 """Who attends to which keys: the arithmetic by which decoding is shared out among programs, on the device.
 
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
-of its group, so that all query heads of a key/value head stand in one tile. The rows of a *pair* (a
-sequence and a block of BLOCK_M of its rows) see a run of key tiles. An *item* is a pair and a key/value
-head: what one softmax is taken over.
+of its group, so that all query heads of a key/value head stand in one tile. BLOCK_M rows of a sequence are
+an *m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered through the batch. A *work tile* is an m_block
+and a key/value head: what one softmax is taken over.
 
-Balanced, programs work in *teams* of HEADS_IN_STEP, each program for one of as many neighbouring heads:
-their keys lie side by side in memory and are read at about the same time. The tiles of all pairs stand in
-one line, pair by pair, within it one block of HEADS_IN_STEP heads after the other, within it in the order
-of the keys. Every team takes an equal run of that line, whatever the lengths (as stream-K does for matrix
-products, Osama et al. 2023, arXiv:2301.03598): one long sequence among short ones costs what its bytes
-cost. A run may begin within an item and end within another, so a program leaves at most two partial
-results: one of an item that an earlier team began, one of an item that a later team goes on with. Otherwise
-each item is cut into splits that depend on its own length only, which makes its result independent of the
-rest of the batch.
+Balanced, programs work in *teams* of HEADS_PER_TEAM, each program for one of as many neighbouring heads:
+their keys lie side by side in memory and are read at about the same time. The n_blocks of all m_blocks stand
+in one line, m_block by m_block, within it team by team of heads, within it in the order of the keys. Every
+team takes an equal run of that line, whatever the lengths (as stream-K does for matrix products, Osama et al.
+2023, arXiv:2301.03598): one long sequence among short ones costs what its bytes cost. A run may begin within
+a work tile and end within another, so a program leaves at most two partial results: one of a work tile that
+an earlier team began, one of a work tile that a later team goes on with. Otherwise each work tile is cut into
+splits that depend on its own length only, which makes its result independent of the rest of the batch.
 
 Lengths are read from device memory by every program: no host synchronisation, and one captured CUDA graph
 serves growing sequences.
-
-Two tuples go through all functions. ``lengths`` are the int32 tensors (cache_seqlens, cache_leftpad,
-cu_seqlens_q, cu_seqlens_k_new), None where absent. ``shape`` are the numbers (pairs, row blocks of a
-sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity, window_left, window_right).
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
-class Layout(NamedTuple):
+class Sequences(NamedTuple):
+    """int32 tensors that say where sequences begin and end; None for each that a call does not have."""
+
+    cache_seqlens: Any
+    cache_leftpad: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k_new: Any
+
+
+class Lengths(NamedTuple):
+    """Integers of a launch. Their values lead to no new compilation."""
+
+    m_blocks: Any
+    """Of the batch."""
+    m_blocks_per_sequence: Any
+    num_heads_kv: Any
+    group_size: Any
+    """Query heads of a key/value head."""
+    seqlen_q: Any
+    """Tokens of the longest sequence of queries."""
+    seqlen_new: Any
+    """Tokens behind ``cache_seqlens``."""
+    total_q: Any
+    capacity: Any
+    """The most keys that a sequence can have."""
+    window_left: Any
+    window_right: Any
+
+
+@dataclass(frozen=True)
+class Layout:
     """What is known of the lengths when a kernel is compiled; what a call does not use costs it nothing."""
 
     HAS_LENGTHS: bool
@@ -40,204 +66,234 @@ class Layout(NamedTuple):
     HAS_RIGHT: bool
     BLOCK_M: int
     BLOCK_N: int
-    BLOCK_PAIRS: int
-    """Pairs whose lengths a program reads at a time."""
-    ONE_BLOCK: bool
+    SCAN_BLOCK: int
+    """m_blocks whose lengths a program reads at a time."""
+    ONE_SCAN: bool
     """Whether that is all of them."""
-    ONE_ROW_BLOCK: bool
-    """Whether a sequence has one block of rows, so that a pair is a sequence."""
+    ONE_M_BLOCK: bool
+    """Whether a sequence has one m_block."""
     ONE_TOKEN: bool
     """Whether a sequence has at most one query token."""
-    HEADS_IN_STEP: int
+    HEADS_PER_TEAM: int
     """Programs of a team; they divide num_heads_kv."""
-    ONE_HEAD_BLOCK: bool
+    ONE_TEAM: bool
     """Whether they are all heads."""
 
 
+class Sequence(NamedTuple):
+    """One sequence (or a vector of them). Keys are the positions leftpad <= j < len_k of its cache, and query
+    token i stands at position i + len_k - len_q."""
+
+    start_q: Any
+    """Its first row of q in memory, where sequences are packed."""
+    len_q: Any
+    len_k: Any
+    leftpad: Any
+    fault: Any
+    """int32, 0 if its lengths are within the capacity."""
+
+
+class KeyRange(NamedTuple):
+    """Keys ``first <= j < end``."""
+
+    first: Any
+    end: Any
+
+
+class WorkTile(NamedTuple):
+    """An m_block and a key/value head."""
+
+    m_block: Any
+    head_kv: Any
+    sequence: Any
+    num_rows: Any
+    """Rows of the m_block that exist."""
+    keys: Any
+    """The KeyRange that any of its rows sees."""
+    n_blocks: Any
+    """Of these keys; the first is ``keys.first // BLOCK_N``."""
+
+
 @triton.jit
-def rows_of_pair(pair, num_m, LAYOUT: tl.constexpr):
-    """(sequence, its block of rows) of pairs: a division less where there is nothing to divide."""
-    b = pair
-    m = pair * 0
-    if not LAYOUT.ONE_ROW_BLOCK:
-        b = pair // num_m
-        m = pair % num_m
+def sequence_of(m_block, lengths, C: tl.constexpr):
+    """(sequence, its m_block) of m_blocks of the batch: a division less where there is nothing to divide."""
+    b = m_block
+    m = m_block * 0
+    if not C.ONE_M_BLOCK:
+        b = m_block // lengths.m_blocks_per_sequence
+        m = m_block % lengths.m_blocks_per_sequence
     return b, m
 
 
 @triton.jit
-def heads_of_rows(row, head_kv, group_size, LAYOUT: tl.constexpr):
+def heads_of_rows(row, head_kv, lengths, C: tl.constexpr):
     """(token, query head) of packed rows."""
-    if LAYOUT.ONE_TOKEN:
-        return row * 0, head_kv * group_size + row
+    if C.ONE_TOKEN:
+        return row * 0, head_kv * lengths.group_size + row
     else:
-        return row // group_size, head_kv * group_size + row % group_size
+        return row // lengths.group_size, head_kv * lengths.group_size + row % lengths.group_size
 
 
 @triton.jit
-def sequence(b, exists, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False):
-    """(first row of q, len_q, len_k, leftpad) of ``b``, a number or a vector; len_q is 0 where not
-    ``exists``.
+def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """The :class:`Sequence` numbered ``b``, a number or a vector; len_q is 0 where not ``exists``.
 
-    Within the tensors whatever the lengths say. EARLY: somebody may still write them, so nothing of them must
-    stay in the L1 cache. Keys are the positions leftpad <= j < len_k of the cache, and
-    query token i stands at position i + len_k - len_q.
+    Within the tensors whatever the lengths say; lengths that are not leave a fault. EARLY: an earlier kernel
+    may still be writing them, so nothing of them must stay in the L1 cache.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
-    cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new = lengths
-    _, _, _, _, seqlen_q, seqlen_new, total_q, capacity, _, _ = shape
     start_q = b * 0
     leftpad = b * 0
-    len_q = tl.where(exists, seqlen_q, 0)
-    len_k = b * 0 + capacity
-    if LAYOUT.VARLEN:
-        start_q = tl.load(cu_seqlens_q + b, mask=exists, other=0, cache_modifier=CACHE)
-        start_q = tl.minimum(tl.maximum(start_q, 0), total_q)
-        end_q = tl.minimum(tl.load(cu_seqlens_q + b + 1, mask=exists, other=0, cache_modifier=CACHE), total_q)
-        len_q = tl.minimum(tl.maximum(end_q - start_q, 0), seqlen_q)
-    if LAYOUT.HAS_LENGTHS:
-        len_k = tl.load(cache_seqlens + b, mask=exists, other=0, cache_modifier=CACHE) + seqlen_new
-    if LAYOUT.VARLEN_NEW:
-        len_k += tl.load(cu_seqlens_k_new + b + 1, mask=exists, other=0, cache_modifier=CACHE)
-        len_k -= tl.load(cu_seqlens_k_new + b, mask=exists, other=0, cache_modifier=CACHE)
-    if LAYOUT.HAS_LENGTHS or LAYOUT.VARLEN_NEW:
-        len_k = tl.minimum(tl.maximum(len_k, 0), capacity)
-    if LAYOUT.HAS_LEFTPAD:
-        leftpad = tl.load(cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
-        leftpad = tl.minimum(tl.maximum(leftpad, 0), capacity)
-    return start_q, len_q, len_k, leftpad
+    fault = b * 0
+    len_q = tl.where(exists, lengths.seqlen_q, 0)
+    len_k = b * 0 + lengths.capacity
+    if C.VARLEN:
+        cu_seqlens_q = sequences.cu_seqlens_q + b
+        start_q = tl.load(cu_seqlens_q, mask=exists, other=0, cache_modifier=CACHE)
+        start_q = tl.minimum(tl.maximum(start_q, 0), lengths.total_q)
+        end_q = tl.minimum(
+            tl.load(cu_seqlens_q + 1, mask=exists, other=0, cache_modifier=CACHE), lengths.total_q
+        )
+        len_q = tl.minimum(tl.maximum(end_q - start_q, 0), lengths.seqlen_q)
+    if C.HAS_LENGTHS:
+        cached = tl.load(sequences.cache_seqlens + b, mask=exists, other=0, cache_modifier=CACHE)
+        len_k = cached + lengths.seqlen_new
+    if C.VARLEN_NEW:
+        cu_seqlens_k_new = sequences.cu_seqlens_k_new + b
+        len_k += tl.load(cu_seqlens_k_new + 1, mask=exists, other=0, cache_modifier=CACHE)
+        len_k -= tl.load(cu_seqlens_k_new, mask=exists, other=0, cache_modifier=CACHE)
+    if C.HAS_LENGTHS or C.VARLEN_NEW:
+        given = len_k
+        len_k = tl.minimum(tl.maximum(given, 0), lengths.capacity)
+        fault = given ^ len_k
+    if C.HAS_LEFTPAD:
+        given = tl.load(sequences.cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
+        leftpad = tl.minimum(tl.maximum(given, 0), lengths.capacity)
+        fault = fault | (given ^ leftpad)
+    return Sequence(start_q, len_q, len_k, leftpad, fault)
 
 
 @triton.jit
-def tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT: tl.constexpr):
-    """(rows, first key, end of keys, tiles) of row block ``m``; the keys are those that any of its rows sees.
+def reach_of(m, sequence, lengths, C: tl.constexpr):
+    """(rows, KeyRange that any of them sees, n_blocks) of m_block ``m`` of a sequence.
 
-    The first tile is ``first key // BLOCK_N``. A block with rows has at least one tile, so that rows
-    without keys are written, too.
+    An m_block with rows has at least one n_block, so that rows without keys are written, too.
     """
-    _, _, _, group_size, _, _, _, _, window_left, window_right = shape
-    row = m * LAYOUT.BLOCK_M
-    rows = tl.minimum(len_q * group_size - row, LAYOUT.BLOCK_M)
-    offset = len_k - len_q
-    start = leftpad
-    end = len_k
-    if LAYOUT.HAS_LEFT:
-        start = tl.maximum(start, row // group_size + offset - window_left)
-    if LAYOUT.HAS_RIGHT:
-        end = tl.minimum(end, (row + rows - 1) // group_size + offset + window_right + 1)
-    start = tl.maximum(start, 0)
-    tiles = tl.maximum((end + LAYOUT.BLOCK_N - 1) // LAYOUT.BLOCK_N - start // LAYOUT.BLOCK_N, 1)
-    return rows, start, end, tl.where(rows > 0, tiles, 0)
+    row = m * C.BLOCK_M
+    num_rows = tl.minimum(sequence.len_q * lengths.group_size - row, C.BLOCK_M)
+    offset = sequence.len_k - sequence.len_q
+    first = sequence.leftpad
+    end = sequence.len_k
+    if C.HAS_LEFT:
+        first = tl.maximum(first, row // lengths.group_size + offset - lengths.window_left)
+    if C.HAS_RIGHT:
+        last_token = (row + num_rows - 1) // lengths.group_size
+        end = tl.minimum(end, last_token + offset + lengths.window_right + 1)
+    first = tl.maximum(first, 0)
+    n_blocks = tl.maximum((end + C.BLOCK_N - 1) // C.BLOCK_N - first // C.BLOCK_N, 1)
+    return num_rows, KeyRange(first, end), tl.where(num_rows > 0, n_blocks, 0)
 
 
 @triton.jit
-def tiles_of_pairs(start, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False):
-    """[BLOCK_PAIRS]: tiles of the pairs from ``start`` on, over all blocks of heads."""
-    num_pairs, num_m, num_heads_kv, _, _, _, _, _, _, _ = shape
-    pairs = start + tl.arange(0, LAYOUT.BLOCK_PAIRS)
-    b, m = rows_of_pair(pairs, num_m, LAYOUT)
-    _, len_q, len_k, leftpad = sequence(b, pairs < num_pairs, lengths, shape, LAYOUT, EARLY)
-    _, _, _, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
-    if not LAYOUT.ONE_HEAD_BLOCK:
-        tiles = tiles * (num_heads_kv // LAYOUT.HEADS_IN_STEP)
-    return tiles
+def count_n_blocks(start, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """[SCAN_BLOCK]: n_blocks of the m_blocks from ``start`` on, over all teams of heads."""
+    m_blocks = start + tl.arange(0, C.SCAN_BLOCK)
+    b, m = sequence_of(m_blocks, lengths, C)
+    sequence = load_sequence(b, m_blocks < lengths.m_blocks, sequences, lengths, C, EARLY)
+    _, _, n_blocks = reach_of(m, sequence, lengths, C)
+    if not C.ONE_TEAM:
+        n_blocks = n_blocks * (lengths.num_heads_kv // C.HEADS_PER_TEAM)
+    return n_blocks
 
 
 @triton.jit
 def share_start(team, teams, total):
-    """First of ``total`` tiles that ``team`` takes; the first ``total % teams`` teams take one more."""
+    """First of ``total`` n_blocks that ``team`` takes; the first ``total % teams`` teams take one more."""
     return team * (total // teams) + min(team, total % teams)
 
 
 @triton.jit
-def share_of(tile, teams, total):
-    """The team that takes ``tile``: the inverse of :func:`share_start`."""
+def share_of(position, teams, total):
+    """The team that takes the n_block at ``position``: the inverse of :func:`share_start`."""
     each = total // teams
     more = total % teams
-    if tile < more * (each + 1):
-        team = tile // (each + 1)
+    if position < more * (each + 1):
+        team = position // (each + 1)
     else:
-        team = more + (tile - more * (each + 1)) // max(each, 1)
+        team = more + (position - more * (each + 1)) // max(each, 1)
     return team
 
 
 @triton.jit
-def balanced_pair(pair, lengths, shape, LAYOUT: tl.constexpr):
-    """(all tiles, first tile of ``pair``)."""
-    num_pairs = shape[0]
+def locate_m_block(m_block, sequences, lengths, C: tl.constexpr):
+    """(all n_blocks, position of the first of ``m_block``)."""
     total = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int32)
-    for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
-        tiles = tiles_of_pairs(start, lengths, shape, LAYOUT)
-        pairs = start + tl.arange(0, LAYOUT.BLOCK_PAIRS)
-        total += tl.sum(tiles)
-        before += tl.sum(tl.where(pairs < pair, tiles, 0))
+    for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
+        n_blocks = count_n_blocks(start, sequences, lengths, C)
+        m_blocks = start + tl.arange(0, C.SCAN_BLOCK)
+        total += tl.sum(n_blocks)
+        before += tl.sum(tl.where(m_blocks < m_block, n_blocks, 0))
     return total, before
 
 
 @triton.jit
-def locate(tiles, start, counted, position, pair, pair_start, num_pairs, LAYOUT: tl.constexpr):
-    """Go on looking for the pair that holds tile ``position`` among the pairs from ``start`` on."""
-    pairs = start + tl.arange(0, LAYOUT.BLOCK_PAIRS)
-    ends = counted + tl.cumsum(tiles, 0)
-    before = (ends <= position) & (pairs < num_pairs)
-    pair += tl.sum(before.to(tl.int32))
-    pair_start = tl.maximum(pair_start, tl.max(tl.where(before, ends, 0)))
-    return pair, pair_start
+def scan(n_blocks, start, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
+    """Go on looking for the m_block that holds ``position`` among those from ``start`` on."""
+    m_blocks = start + tl.arange(0, C.SCAN_BLOCK)
+    ends = counted + tl.cumsum(n_blocks, 0)
+    before = (ends <= position) & (m_blocks < lengths.m_blocks)
+    m_block += tl.sum(before.to(tl.int32))
+    m_block_start = tl.maximum(m_block_start, tl.max(tl.where(before, ends, 0)))
+    return m_block, m_block_start
 
 
 @triton.jit
-def balanced_start(team, teams, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False):
-    """Where ``team`` begins: (all tiles, its first tile, the pair that holds it, that pair's first
-    tile).
-    """
-    num_pairs = shape[0]
-    pair = tl.zeros([], tl.int32)
-    pair_start = tl.zeros([], tl.int32)
-    if LAYOUT.ONE_BLOCK:
-        tiles = tiles_of_pairs(0, lengths, shape, LAYOUT, EARLY)
-        total = tl.sum(tiles)
+def balanced_start(team, teams, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """Where ``team`` begins: (all n_blocks, position of its first, the m_block that holds it, position of
+    that m_block's first)."""
+    m_block = tl.zeros([], tl.int32)
+    m_block_start = tl.zeros([], tl.int32)
+    if C.ONE_SCAN:
+        n_blocks = count_n_blocks(0, sequences, lengths, C, EARLY)
+        total = tl.sum(n_blocks)
         position = share_start(team, teams, total)
-        pair, pair_start = locate(tiles, 0, 0, position, pair, pair_start, num_pairs, LAYOUT)
+        m_block, m_block_start = scan(n_blocks, 0, 0, position, m_block, m_block_start, lengths, C)
     else:
         total = tl.zeros([], tl.int32)
-        for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
-            total += tl.sum(tiles_of_pairs(start, lengths, shape, LAYOUT, EARLY))
+        for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
+            total += tl.sum(count_n_blocks(start, sequences, lengths, C, EARLY))
         position = share_start(team, teams, total)
         counted = tl.zeros([], tl.int32)
-        for start in range(0, num_pairs, LAYOUT.BLOCK_PAIRS):
-            tiles = tiles_of_pairs(start, lengths, shape, LAYOUT, EARLY)
-            pair, pair_start = locate(tiles, start, counted, position, pair, pair_start, num_pairs, LAYOUT)
-            counted += tl.sum(tiles)
-    return total, position, pair, pair_start
+        for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
+            n_blocks = count_n_blocks(start, sequences, lengths, C, EARLY)
+            m_block, m_block_start = scan(
+                n_blocks, start, counted, position, m_block, m_block_start, lengths, C
+            )
+            counted += tl.sum(n_blocks)
+    return total, position, m_block, m_block_start
 
 
 @triton.jit
-def item_at(
-    program, position, pair, pair_start, lengths, shape, LAYOUT: tl.constexpr, EARLY: tl.constexpr = False
-):
-    """(pair, head_kv, its tile at ``position``, tiles, (first row of q, len_q, len_k, rows), keys that are
-    seen, end of the pair's tiles) of a program's item, whose pair's tiles begin at ``pair_start``.
+def work_tile_at(
+    program, position, m_block, m_block_start, sequences, lengths, C: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """(work tile, which of its n_blocks is at ``position``, position behind the m_block's last n_block) for a
+    program; the m_block's first n_block is at ``m_block_start``.
     """
-    num_pairs, num_m, num_heads_kv, _, _, _, _, _, _, _ = shape
-    HEADS: tl.constexpr = LAYOUT.HEADS_IN_STEP
-    pair = tl.minimum(pair, num_pairs - 1)
-    b, m = rows_of_pair(pair, num_m, LAYOUT)
-    start_q, len_q, len_k, leftpad = sequence(b, True, lengths, shape, LAYOUT, EARLY)
-    rows, low, high, tiles = tiles_of(m, len_q, len_k, leftpad, shape, LAYOUT)
-    # Behind a program's last item, and by lengths that change while they are read, it would lie before the
-    # first, whose entry of the block table is the first there is.
-    tile = tl.maximum(position - pair_start, 0)
-    pair_end = pair_start + tiles
+    HEADS: tl.constexpr = C.HEADS_PER_TEAM
+    m_block = tl.minimum(m_block, lengths.m_blocks - 1)
+    b, m = sequence_of(m_block, lengths, C)
+    sequence = load_sequence(b, True, sequences, lengths, C, EARLY)
+    num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
+    # Behind a program's last work tile, and by lengths that change while they are read, it would lie before
+    # the first, whose entry of the block table is the first there is.
+    nth = tl.maximum(position - m_block_start, 0)
+    m_block_end = m_block_start + n_blocks
     head_kv = program % HEADS
-    if not LAYOUT.ONE_HEAD_BLOCK:
-        head_kv += tile // tl.maximum(tiles, 1) * HEADS
-        tile = tile % tl.maximum(tiles, 1)
-        pair_end = pair_start + tiles * (num_heads_kv // HEADS)
-    return pair, head_kv, tile, tiles, (start_q, len_q, len_k, rows), (low, high), pair_end
-
-
-@triton.jit
-def first_tile(tile, keys_seen, LAYOUT: tl.constexpr):
-    """Where ``tile`` of those that a pair sees stands in its cache."""
-    return keys_seen[0] // LAYOUT.BLOCK_N + tile
+    if not C.ONE_TEAM:
+        head_kv += nth // tl.maximum(n_blocks, 1) * HEADS
+        nth = nth % tl.maximum(n_blocks, 1)
+        m_block_end = m_block_start + n_blocks * (lengths.num_heads_kv // HEADS)
+    return WorkTile(m_block, head_kv, sequence, num_rows, keys, n_blocks), nth, m_block_end

@@ -1,17 +1,23 @@
-"""Steps of attention over a cache: its tiles loaded by way of the block table, scores, the online softmax."""
+"""Steps of attention over a cache: its keys loaded by way of the block table, scores, the online softmax.
 
-from typing import NamedTuple
+A *page* is a block of a paged cache, an *n_block* a tile of BLOCK_N keys of one sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from flashtile.backends.common.tiles import tile_index
 from flashtile.backends.portable.decode.e4m3 import decode_bits, split_pairs
+from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.backends.portable.tiles import apply_score_mod, visible
 
 
-class Features(NamedTuple):
-    """What a call computes, as far as its kernel is compiled for it."""
+@dataclass(frozen=True)
+class Variant(Layout):
+    """What the attention kernel is compiled for."""
 
     PAGE_SIZE: int
     """0 is a dense cache."""
@@ -21,7 +27,7 @@ class Features(NamedTuple):
     HAS_SINK: bool
     HAS_TREE: bool
     HAS_PRIOR: bool
-    BENT: bool
+    HAS_SCORE_MOD: bool
     """Whether scores are more than raw products times a positive scale (which keeps their maximum)."""
     DESCALE: str
     """"none", "head", or "block": of each page, or of each row of a dense cache."""
@@ -29,11 +35,11 @@ class Features(NamedTuple):
     """Whether the cache is in FP8; products are then in float16, unless queries are in float32."""
     E4M3_BITS: bool
     """Whether its elements are decoded in software."""
-    PAIRS: bool
+    E4M3_PAIRS: bool
     """Whether it comes as pairs of elements; their even and odd columns are then multiplied apart."""
     BALANCED: bool
     SPLIT: bool
-    """Whether an item may have several splits: always, if balanced."""
+    """Whether a work tile may have several splits: always, if balanced."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
@@ -42,94 +48,166 @@ class Features(NamedTuple):
     """Whether offsets into the cache need 64 bits."""
     PDL: bool
     """Programmatic dependent launch: the combining kernel starts before this one has ended."""
-    AHEAD: int
-    """Tiles before the end of an item at which what comes after it is called for: the first tiles of the next
-    one, into the L2 cache, or after the last the kernels that depend on this one. 0: nothing is."""
+    PREFETCH: int
+    """n_blocks before the end of a work tile at which what comes after it is called for: the first n_blocks
+    of the next one, into the L2 cache, or after the last the kernels that depend on this one. 0: nothing
+    is."""
     PRECISION: str
 
 
-@triton.jit
-def table_entries(
-    table, n, keys_seen, LAYOUT: tl.constexpr, FEATURES: tl.constexpr, EARLY: tl.constexpr = False
-):
-    """The blocks of tile ``n``: one number where a tile lies within one block, else one for each block where
-    blocks divide it, else one for each key.
+class Strides(NamedTuple):
+    """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a page."""
 
-    Entries of keys that are not seen are not read. EARLY as for :func:`schedule.sequence`.
+    q_stride_b: Any
+    q_stride_s: Any
+    q_stride_h: Any
+    k_stride_b: Any
+    k_stride_s: Any
+    k_stride_h: Any
+    v_stride_b: Any
+    v_stride_s: Any
+    v_stride_h: Any
+    table_stride: Any
+    alibi_stride: Any
+    k_descale_stride: Any
+    v_descale_stride: Any
+    tree_stride: Any
+
+
+class Numbers(NamedTuple):
+    """Of the scores: softmax_scale, the same times log2(e), and softcap."""
+
+    softmax_scale: Any
+    scale_log2: Any
+    softcap: Any
+
+
+class Cache(NamedTuple):
+    """One sequence's keys and values of one head. What the call does not have is some number that is not
+    used."""
+
+    k: Any
+    """Pointer to the head in the first page, or in the first row of a dense cache."""
+    v: Any
+    row: Any
+    """Of a dense cache."""
+    block_table: Any
+    """Pointer to the sequence's row."""
+    pages: Any
+    """Of the two n_blocks that are attended to first, as :func:`load_pages` has them."""
+    k_descale: Any
+    """Pointer to the head's factor in the first page."""
+    v_descale: Any
+    num_blocks: Any
+    """Pages, or rows of a dense cache."""
+    fault: Any
+    """int32, 0 if the sequence lies within the cache, as far as that is known before its pages are."""
+
+
+class NextWork(NamedTuple):
+    """What a program attends to after a work tile."""
+
+    cache: Any
+    n_block: Any
+    keys: Any
+    exists: Any
+
+
+class ScoreRows(NamedTuple):
+    """What the scores of a tile's rows depend on, [BLOCK_M] or a number for all."""
+
+    tokens: Any
+    offset: Any
+    """len_k - len_q: token i stands at key i + offset."""
+    slope: Any
+    k_scale: Any
+    tree_rows: Any
+    """Pointers to the tokens' rows of the tree mask."""
+    len_q: Any
+
+
+@triton.jit
+def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """The pages of n_block ``n``: one number where it lies within one page, else one for each page where
+    pages divide it, else one for each key.
+
+    Entries of keys that are not seen are not read. EARLY as for :func:`schedule.load_sequence`.
     """
-    PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     CACHE: tl.constexpr = ".cg" if EARLY else ""
-    low, high = keys_seen
-    start = n * LAYOUT.BLOCK_N
-    if PAGE_SIZE % LAYOUT.BLOCK_N == 0:
-        return tl.load(table + start // PAGE_SIZE, mask=start < high, other=0, cache_modifier=CACHE)
-    elif LAYOUT.BLOCK_N % PAGE_SIZE == 0:
-        pages = n * (LAYOUT.BLOCK_N // PAGE_SIZE) + tl.arange(0, LAYOUT.BLOCK_N // PAGE_SIZE)
-        held = pages * PAGE_SIZE < high
-        if LAYOUT.HAS_LEFT or LAYOUT.HAS_LEFTPAD:
-            held = held & ((pages + 1) * PAGE_SIZE > low)
-        return tl.load(table + pages, mask=held, other=0, cache_modifier=CACHE)
+    start = n * C.BLOCK_N
+    if PAGE_SIZE % C.BLOCK_N == 0:
+        return tl.load(block_table + start // PAGE_SIZE, mask=start < keys.end, other=0, cache_modifier=CACHE)
+    elif C.BLOCK_N % PAGE_SIZE == 0:
+        columns = n * (C.BLOCK_N // PAGE_SIZE) + tl.arange(0, C.BLOCK_N // PAGE_SIZE)
+        held = columns * PAGE_SIZE < keys.end
+        if C.HAS_LEFT or C.HAS_LEFTPAD:
+            held = held & ((columns + 1) * PAGE_SIZE > keys.first)
+        return tl.load(block_table + columns, mask=held, other=0, cache_modifier=CACHE)
     else:
-        keys = start + tl.arange(0, LAYOUT.BLOCK_N)
-        seen = is_seen(keys, keys_seen, LAYOUT)
-        return tl.load(table + keys // PAGE_SIZE, mask=seen, other=0, cache_modifier=CACHE)
+        positions = start + tl.arange(0, C.BLOCK_N)
+        seen = is_seen(positions, keys, C)
+        return tl.load(block_table + positions // PAGE_SIZE, mask=seen, other=0, cache_modifier=CACHE)
 
 
 @triton.jit
-def in_cache(entries, num_blocks):
-    """A block outside of the cache is the caller's mistake; it must not become a fault."""
-    return tl.minimum(tl.maximum(entries, 0), num_blocks - 1)
+def in_cache(pages, num_blocks):
+    """A page outside of the cache is the caller's mistake: the last stands for it, which is not its own.
+
+    One comparison: a negative number is a large one without a sign.
+    """
+    last = (num_blocks - 1).to(tl.uint32, bitcast=True)
+    return tl.minimum(pages.to(tl.uint32, bitcast=True), last).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def is_seen(keys, keys_seen, LAYOUT: tl.constexpr):
-    """Whether keys are among those that any row of a pair sees."""
-    low, high = keys_seen
-    seen = keys < high
-    if LAYOUT.HAS_LEFT or LAYOUT.HAS_LEFTPAD:
-        seen = seen & (keys >= low)
+def is_seen(positions, keys, C: tl.constexpr):
+    """Whether positions are among the keys that any row of a work tile sees."""
+    seen = positions < keys.end
+    if C.HAS_LEFT or C.HAS_LEFTPAD:
+        seen = seen & (positions >= keys.first)
     return seen
 
 
 @triton.jit
-def block_of_keys(block, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
-    """What :func:`table_entries` has, as the block of the tile, or of each of its keys [BLOCK_N]."""
-    WHOLE_BLOCK: tl.constexpr = FEATURES.PAGE_SIZE % LAYOUT.BLOCK_N == 0
-    if FEATURES.PAGE_SIZE != 0:
-        if WHOLE_BLOCK or FEATURES.WIDE:
-            block = block.to(tl.int64)
-        if LAYOUT.BLOCK_N % FEATURES.PAGE_SIZE == 0 and not WHOLE_BLOCK:
-            PAGES: tl.constexpr = LAYOUT.BLOCK_N // FEATURES.PAGE_SIZE
-            block = tl.broadcast_to(block[:, None], [PAGES, FEATURES.PAGE_SIZE])
-            block = tl.reshape(block, [LAYOUT.BLOCK_N])
-    return block
+def page_of_keys(page, C: tl.constexpr):
+    """What :func:`load_pages` has, as the page of the n_block, or of each of its keys [BLOCK_N]."""
+    ONE_PAGE: tl.constexpr = C.PAGE_SIZE % C.BLOCK_N == 0
+    if C.PAGE_SIZE != 0:
+        if ONE_PAGE or C.WIDE:
+            page = page.to(tl.int64)
+        if C.BLOCK_N % C.PAGE_SIZE == 0 and not ONE_PAGE:
+            PAGES: tl.constexpr = C.BLOCK_N // C.PAGE_SIZE
+            page = tl.broadcast_to(page[:, None], [PAGES, C.PAGE_SIZE])
+            page = tl.reshape(page, [C.BLOCK_N])
+    return page
 
 
 @triton.jit
-def rows_of_tile(cache, block, start, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
-    """(pointers into k and v, offsets [BLOCK_N] of their rows) of the tile of keys from ``start`` on."""
-    k_at, v_at, _, _, _, strides, _ = cache
-    k_stride_b, k_stride_s, v_stride_b, v_stride_s, _, _ = strides
-    PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
-    position = tile_index(LAYOUT.BLOCK_N, FEATURES.WIDE)
+def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
+    """(pointers into k and v, offsets [BLOCK_N] of their rows) of the n_block of keys from ``start`` on."""
+    k = cache.k
+    v = cache.v
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    position = tile_index(C.BLOCK_N, C.WIDE)
     if PAGE_SIZE == 0:
-        k_at += block * k_stride_b + start.to(tl.int64) * k_stride_s
-        v_at += block * v_stride_b + start.to(tl.int64) * v_stride_s
-        k_offsets = position * k_stride_s
-        v_offsets = position * v_stride_s
-    elif PAGE_SIZE % LAYOUT.BLOCK_N == 0:
+        k += page * strides.k_stride_b + start.to(tl.int64) * strides.k_stride_s
+        v += page * strides.v_stride_b + start.to(tl.int64) * strides.v_stride_s
+        k_offsets = position * strides.k_stride_s
+        v_offsets = position * strides.v_stride_s
+    elif PAGE_SIZE % C.BLOCK_N == 0:
         within = (start % PAGE_SIZE).to(tl.int64)
-        k_at += block * k_stride_b + within * k_stride_s
-        v_at += block * v_stride_b + within * v_stride_s
-        k_offsets = position * k_stride_s
-        v_offsets = position * v_stride_s
+        k += page * strides.k_stride_b + within * strides.k_stride_s
+        v += page * strides.v_stride_b + within * strides.v_stride_s
+        k_offsets = position * strides.k_stride_s
+        v_offsets = position * strides.v_stride_s
     else:
-        if LAYOUT.BLOCK_N % PAGE_SIZE != 0:
+        if C.BLOCK_N % PAGE_SIZE != 0:
             position += start
         position = position % PAGE_SIZE
-        k_offsets = block * k_stride_b + position * k_stride_s
-        v_offsets = block * v_stride_b + position * v_stride_s
-    return k_at, v_at, k_offsets, v_offsets
+        k_offsets = page * strides.k_stride_b + position * strides.k_stride_s
+        v_offsets = page * strides.v_stride_b + position * strides.v_stride_s
+    return k, v, k_offsets, v_offsets
 
 
 @triton.jit
@@ -152,26 +230,26 @@ def prefetch_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 
 @triton.jit
-def here(number):
-    """int32 as it is, known to the compiler from here on only: nothing made of it moves out of a loop, where
-    it would hold registers."""
+def not_hoisted(number):
+    """int32 as it is, but the compiler moves nothing that is made of it out of a loop, where it would hold
+    registers."""
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def prefetch_tile(cache, block, tile, keys_seen, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
-    """Ask for the keys and values of ``tile``; ``block`` is its row of a dense cache, or as
-    :func:`table_entries` has it."""
-    PER_ELEMENT: tl.constexpr = 2 if FEATURES.PAIRS else 1
-    start = here(tile) * LAYOUT.BLOCK_N
-    seen = is_seen(start + tl.arange(0, LAYOUT.BLOCK_N), keys_seen, LAYOUT)
-    if FEATURES.PAGE_SIZE != 0:
-        block = block_of_keys(in_cache(here(block), cache[6]), LAYOUT, FEATURES)
-    k_at, v_at, k_offsets, v_offsets = rows_of_tile(cache, block, start, LAYOUT, FEATURES)
-    prefetch_rows(k_at, k_offsets, seen, FEATURES.HEAD_DIM // PER_ELEMENT, FEATURES.BLOCK_D // PER_ELEMENT)
-    prefetch_rows(v_at, v_offsets, seen, FEATURES.HEAD_DIM_V // PER_ELEMENT, FEATURES.BLOCK_DV // PER_ELEMENT)
+def prefetch_n_block(cache, page, n, keys, strides, C: tl.constexpr):
+    """Ask for the keys and values of n_block ``n``; ``page`` is its row of a dense cache, or as
+    :func:`load_pages` has it."""
+    PER_ELEMENT: tl.constexpr = 2 if C.E4M3_PAIRS else 1
+    start = not_hoisted(n) * C.BLOCK_N
+    seen = is_seen(start + tl.arange(0, C.BLOCK_N), keys, C)
+    if C.PAGE_SIZE != 0:
+        page = page_of_keys(in_cache(not_hoisted(page), cache.num_blocks), C)
+    k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
+    prefetch_rows(k, k_offsets, seen, C.HEAD_DIM // PER_ELEMENT, C.BLOCK_D // PER_ELEMENT)
+    prefetch_rows(v, v_offsets, seen, C.HEAD_DIM_V // PER_ELEMENT, C.BLOCK_DV // PER_ELEMENT)
 
 
 @triton.jit
@@ -200,91 +278,82 @@ def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def elements(tile, dtype: tl.constexpr, FEATURES: tl.constexpr):
+def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
     """A tile that :func:`load_rows` has of a cache that does not come in pairs, in ``dtype``."""
-    if FEATURES.E4M3_BITS:
+    if C.E4M3_BITS:
         tile = decode_bits(tile)
     return tile.to(dtype)
 
 
 @triton.jit
-def multiply_keys(q, q_odd, base, offsets, seen, FEATURES: tl.constexpr):
+def multiply_keys(q, q_odd, base, offsets, seen, C: tl.constexpr):
     """Raw products [BLOCK_M, BLOCK_N] of queries with the keys at ``offsets``."""
-    if FEATURES.PAIRS:
-        pairs = load_rows(base, offsets, seen, FEATURES.HEAD_DIM // 2, FEATURES.BLOCK_D // 2)
-        even, odd = split_pairs(pairs, FEATURES.E4M3_BITS)
-        products = tl.dot(q, tl.trans(even.to(q.dtype)), input_precision=FEATURES.PRECISION)
+    if C.E4M3_PAIRS:
+        pairs = load_rows(base, offsets, seen, C.HEAD_DIM // 2, C.BLOCK_D // 2)
+        even, odd = split_pairs(pairs, C.E4M3_BITS)
+        products = tl.dot(q, tl.trans(even.to(q.dtype)), input_precision=C.PRECISION)
         odd = tl.trans(odd.to(q.dtype))
-        products = tl.dot(q_odd, odd, products, input_precision=FEATURES.PRECISION)
+        products = tl.dot(q_odd, odd, products, input_precision=C.PRECISION)
     else:
-        k = load_rows(base, offsets, seen, FEATURES.HEAD_DIM, FEATURES.BLOCK_D)
-        k = tl.trans(elements(k, q.dtype, FEATURES))
-        products = tl.dot(q, k, input_precision=FEATURES.PRECISION)
+        k = load_rows(base, offsets, seen, C.HEAD_DIM, C.BLOCK_D)
+        k = tl.trans(as_dtype(k, q.dtype, C))
+        products = tl.dot(q, k, input_precision=C.PRECISION)
     return products
 
 
 @triton.jit
 def add_values(
-    acc,
-    acc_odd,
-    p,
-    base,
-    offsets,
-    seen,
-    block_scale,
-    dtype: tl.constexpr,
-    scaled_dtype: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
-    """acc + p V for the values at ``offsets``, multiplied in ``dtype``, or by the scales of their blocks in
+    acc, acc_odd, p, base, offsets, seen, page_scale, dtype: tl.constexpr, scaled_dtype: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """acc + p V for the values at ``offsets``, multiplied in ``dtype``, or by the scales of their pages in
     ``scaled_dtype``.
     """
-    SCALED: tl.constexpr = FEATURES.DESCALE == "block"
+    SCALED: tl.constexpr = C.DESCALE == "block"
     operand: tl.constexpr = scaled_dtype if SCALED else dtype
-    if FEATURES.PAIRS:
-        pairs = load_rows(base, offsets, seen, FEATURES.HEAD_DIM_V // 2, FEATURES.BLOCK_DV // 2)
-        v, v_odd = split_pairs(pairs, FEATURES.E4M3_BITS)
+    if C.E4M3_PAIRS:
+        pairs = load_rows(base, offsets, seen, C.HEAD_DIM_V // 2, C.BLOCK_DV // 2)
+        v, v_odd = split_pairs(pairs, C.E4M3_BITS)
         if SCALED:
-            v_odd = v_odd.to(tl.float32) * block_scale
-        acc_odd = tl.dot(p.to(operand), v_odd.to(operand), acc_odd, input_precision=FEATURES.PRECISION)
+            v_odd = v_odd.to(tl.float32) * page_scale
+        acc_odd = tl.dot(p.to(operand), v_odd.to(operand), acc_odd, input_precision=C.PRECISION)
     else:
-        v = elements(load_rows(base, offsets, seen, FEATURES.HEAD_DIM_V, FEATURES.BLOCK_DV), dtype, FEATURES)
+        v = as_dtype(load_rows(base, offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV), dtype, C)
     if SCALED:
-        v = v.to(tl.float32) * block_scale
-    return tl.dot(p.to(operand), v.to(operand), acc, input_precision=FEATURES.PRECISION), acc_odd
+        v = v.to(tl.float32) * page_scale
+    return tl.dot(p.to(operand), v.to(operand), acc, input_precision=C.PRECISION), acc_odd
 
 
 @triton.jit
-def score_keys(products, keys, seen, rows, shape, numbers, LAYOUT: tl.constexpr, FEATURES: tl.constexpr):
-    """Raw products [BLOCK_M, BLOCK_N] -> scores, -inf where masked; in log2 units if BENT."""
-    tokens, offset, slope, k_scale, tree_rows, tree_size = rows
-    softmax_scale, _, softcap = numbers
+def score_keys(products, positions, seen, rows, lengths, numbers, C: tl.constexpr):
+    """Raw products [BLOCK_M, BLOCK_N] -> scores, -inf where masked; in log2 units if HAS_SCORE_MOD."""
     scores = products
-    distance = keys[None, :] - (tokens + offset)[:, None]
-    if FEATURES.BENT:
+    distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
+    if C.HAS_SCORE_MOD:
         scores, _ = apply_score_mod(
-            scores * k_scale, distance, slope, softmax_scale, softcap, FEATURES.HAS_SOFTCAP,
-            FEATURES.HAS_ALIBI,
+            scores * rows.k_scale, distance, rows.slope, numbers.softmax_scale, numbers.softcap,
+            C.HAS_SOFTCAP, C.HAS_ALIBI,
         )  # fmt: skip
-    allowed = visible(distance, shape[8], shape[9], LAYOUT.HAS_LEFT, LAYOUT.HAS_RIGHT) & seen[None, :]
-    if FEATURES.HAS_TREE:
-        columns = (keys - offset)[None, :]
-        in_tree = (columns >= 0) & (columns < tree_size) & (tokens < tree_size)[:, None]
-        allowed = allowed & (tl.load(tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
+    allowed = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+    allowed = allowed & seen[None, :]
+    if C.HAS_TREE:
+        columns = (positions - rows.offset)[None, :]
+        in_tree = (columns >= 0) & (columns < rows.len_q) & (rows.tokens < rows.len_q)[:, None]
+        allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
     return tl.where(allowed, scores, -float("inf"))
 
 
 @triton.jit
-def softmax_step(scores, row_max, scale_log2, BENT: tl.constexpr):
+def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr):
     """(probabilities over the new maximum, it, the old one's factor); rows that have met no key stay at
     -inf.
     """
-    if BENT:
+    if HAS_SCORE_MOD:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    if BENT:
+    if HAS_SCORE_MOD:
         p = tl.exp2(scores - shift[:, None])
     else:
         p = tl.exp2(scores * scale_log2 - shift[:, None])
@@ -292,40 +361,25 @@ def softmax_step(scores, row_max, scale_log2, BENT: tl.constexpr):
 
 
 @triton.jit
-def attend_tiles(
-    q,
-    cache,
-    cache_row,
-    entries,
-    keys_seen,
-    tiles,
-    following,
-    rows,
-    shape,
-    numbers,
-    dtype: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
-    """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over the keys of ``tiles`` that are seen.
+def attend_n_blocks(
+    q, first, last, keys, cache, next_work, rows, lengths, strides, numbers, dtype: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over those of ``keys`` in n_blocks ``first`` to
+    ``last`` (exclusive). Sums are NaN if one of their pages, or the sequence, is not in the cache.
 
-    ``entries`` are those of the first two tiles. ``following`` is what comes after them: (cache, row,
-    entries, tile, keys that are seen) of the next item, and whether there is one. ``dtype``, that of the
-    call's queries, is what values scaled by their block are rounded to.
+    ``dtype``, that of the call's queries, is what values scaled by their page are rounded to.
     """
-    _, _, table, k_scales, v_scales, strides, num_blocks = cache
-    _, _, _, _, k_descale_stride, v_descale_stride = strides
-    first, last = tiles
-    PAGE_SIZE: tl.constexpr = FEATURES.PAGE_SIZE
-    BLOCK_M: tl.constexpr = LAYOUT.BLOCK_M
-    BLOCK_N: tl.constexpr = LAYOUT.BLOCK_N
-    BLOCK_DV: tl.constexpr = FEATURES.BLOCK_DV
-    WHOLE_BLOCK: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     operand: tl.constexpr = q.dtype
     q_odd = tl.zeros([], tl.float32)
     acc_odd = q_odd
-    if FEATURES.PAIRS:
-        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, FEATURES.BLOCK_D // 2, 2]))
+    if C.E4M3_PAIRS:
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
         acc = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
         acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
     else:
@@ -338,56 +392,60 @@ def attend_tiles(
         row_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Entries are on their way while the keys of two tiles are: tiles then follow each other without a chain
-    # of two latencies.
-    current, upcoming = entries
+    # Entries are on their way while the keys of two n_blocks are: n_blocks then follow each other without a
+    # chain of two latencies.
+    current, upcoming = cache.pages
+    fault = cache.fault
     if PAGE_SIZE != 0:
-        current = in_cache(current, num_blocks)
-    next_cache, next_row, next_entries, next_tile, next_seen, more = following
+        given = current
+        current = in_cache(given, cache.num_blocks)
+        fault = fault | (given ^ current)
     for n in range(first, last):
-        if FEATURES.AHEAD != 0:
-            i = n - tl.maximum(first, last - FEATURES.AHEAD)
+        if C.PREFETCH != 0:
+            i = n - tl.maximum(first, last - C.PREFETCH)
             if (i == 0) | (i == 1):
-                if more:
-                    block = next_row
+                if next_work.exists:
+                    page = next_work.cache.row
                     if PAGE_SIZE != 0:
-                        block = tl.where(i == 0, next_entries[0], next_entries[1])
-                    prefetch_tile(next_cache, block, next_tile + i, next_seen, LAYOUT, FEATURES)
+                        page = tl.where(i == 0, next_work.cache.pages[0], next_work.cache.pages[1])
+                    prefetch_n_block(
+                        next_work.cache, page, next_work.n_block + i, next_work.keys, strides, C
+                    )
                 else:
                     tl.extra.cuda.gdc_launch_dependents()
         start = n * BLOCK_N
-        keys = start + tl.arange(0, BLOCK_N)
-        seen = is_seen(keys, keys_seen, LAYOUT)
-        block = cache_row
+        positions = start + tl.arange(0, BLOCK_N)
+        seen = is_seen(positions, keys, C)
+        page = cache.row
         if PAGE_SIZE != 0:
-            block = block_of_keys(current, LAYOUT, FEATURES)
-            current = in_cache(upcoming, num_blocks)
-            upcoming = table_entries(table, n + 2, keys_seen, LAYOUT, FEATURES)
-        k_at, v_at, k_offsets, v_offsets = rows_of_tile(cache, block, start, LAYOUT, FEATURES)
-        products = multiply_keys(q, q_odd, k_at, k_offsets, seen, FEATURES)  # [BLOCK_M, BLOCK_N]
-        block_v_scale = 1.0
-        if FEATURES.DESCALE == "block":
-            if PAGE_SIZE == 0 or WHOLE_BLOCK:
-                block_k_scale = tl.load(k_scales + block.to(tl.int64) * k_descale_stride)
-                block_v_scale = tl.load(v_scales + block.to(tl.int64) * v_descale_stride)
-            else:
-                block_k_scale = tl.load(k_scales + block.to(tl.int64) * k_descale_stride)[None, :]
-                block_v_scale = tl.load(v_scales + block.to(tl.int64) * v_descale_stride)[:, None]
-            products = products * block_k_scale
-        scores = score_keys(products, keys, seen, rows, shape, numbers, LAYOUT, FEATURES)
-        p, row_max, alpha = softmax_step(scores, row_max, numbers[1], FEATURES.BENT)
+            page = page_of_keys(current, C)
+            current = in_cache(upcoming, cache.num_blocks)
+            fault = fault | (upcoming ^ current)
+            upcoming = load_pages(cache.block_table, n + 2, keys, C)
+        k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
+        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
+        page_v_scale = 1.0
+        if C.DESCALE == "block":
+            page_k_scale = tl.load(cache.k_descale + page.to(tl.int64) * strides.k_descale_stride)
+            page_v_scale = tl.load(cache.v_descale + page.to(tl.int64) * strides.v_descale_stride)
+            if PAGE_SIZE != 0 and not ONE_PAGE:
+                page_k_scale = page_k_scale[None, :]
+                page_v_scale = page_v_scale[:, None]
+            products = products * page_k_scale
+        scores = score_keys(products, positions, seen, rows, lengths, numbers, C)
+        p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD)
         if SUM_LATE:
             row_sum = row_sum * alpha[:, None] + p
         else:
             row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if FEATURES.PAIRS:
+        if C.E4M3_PAIRS:
             acc_odd = acc_odd * alpha[:, None]
-        acc, acc_odd = add_values(
-            acc, acc_odd, p, v_at, v_offsets, seen, block_v_scale, operand, dtype, FEATURES
-        )
-    if FEATURES.PAIRS:
+        acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, page_v_scale, operand, dtype, C)
+    if C.E4M3_PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
     if SUM_LATE:
         row_sum = tl.sum(row_sum, 1)
-    return acc, row_max, row_sum
+    if PAGE_SIZE != 0 and not ONE_PAGE:
+        fault = tl.max((fault != 0).to(tl.int32), 0)
+    return acc, row_max, tl.where(fault == 0, row_sum, float("nan"))

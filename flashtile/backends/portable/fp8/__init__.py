@@ -51,12 +51,10 @@ def configure_fp8_attend(problem: Fp8Problem) -> Any:
 def prepare_fp8_attend(problem: Fp8Problem, config: Any) -> Any:
     from flashtile.backends.portable.fp8.launch import AttendLaunch
 
-    launch = AttendLaunch(problem, config)
-    return lambda q, k, v, t: launch(q, k, v, t.scales, t.extras)
+    return AttendLaunch(problem, config)
 
 
 def prepare_fp8_quantize(problem: QuantizeProblem, config: bool) -> Any:
     from flashtile.backends.portable.fp8.quantize_launch import QuantizeLaunch
 
-    launch = QuantizeLaunch(problem, config)
-    return lambda x, t: launch(x, t, problem.seed)
+    return QuantizeLaunch(problem, config)

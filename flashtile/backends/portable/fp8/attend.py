@@ -8,11 +8,14 @@ block before joins the factor that the new maximum asks for, and P keeps all of 
 Where v is stored transposed, keys come in its order, so that P's columns need no other; k's rows follow.
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.tiles import LN_2, LOG2_E, RUNTIME_INTEGERS, sequence
+from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence
 from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.forward import sink_step
 from flashtile.backends.portable.fp8.quantize import key_of_column
@@ -32,7 +35,118 @@ KEY_BLOCK = tl.constexpr(128)
 P_EXPONENT = tl.constexpr(8.0)
 SMALLEST_RATIO = tl.constexpr(2.0**-64)
 
-FP8_RUNTIME_INTEGERS = (*RUNTIME_INTEGERS, "q_scale_group", "q_scale_stride_h", "k_scale_stride_h")
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    VARLEN: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    BLOCK_SCALES: bool
+    """Whether scales are of blocks, else of heads."""
+    TRANSPOSED: bool
+    """Whether v is stored transposed."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    NATIVE: bool
+    """Whether products are of e4m3, else of float16."""
+
+
+class Pointers(NamedTuple):
+    """Tensors of the kernel; None for each that a call does not have."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqused_k: Any
+    alibi_slopes: Any
+    sink: Any
+
+
+class Strides(NamedTuple):
+    """In elements: of sequences, rows and heads. Of a transposed v, ``v_stride_s`` is that of a feature."""
+
+    q_stride_b: Any
+    q_stride_s: Any
+    q_stride_h: Any
+    k_stride_b: Any
+    k_stride_s: Any
+    k_stride_h: Any
+    v_stride_b: Any
+    v_stride_s: Any
+    v_stride_h: Any
+    q_scale_stride_b: Any
+    q_scale_stride_h: Any
+    k_scale_stride_b: Any
+    k_scale_stride_h: Any
+    v_scale_stride_b: Any
+    v_scale_stride_h: Any
+
+
+class Lengths(NamedTuple):
+    """Integers of a launch. Their values lead to no new compilation."""
+
+    q_scale_group: Any
+    """Query heads that share an entry of the scales of q."""
+    alibi_stride_b: Any
+    num_heads_q: Any
+    group_size: Any
+    """Query heads of a key/value head."""
+    seqlen_q: Any
+    seqlen_k: Any
+    total_q: Any
+    total_k: Any
+    window_left: Any
+    window_right: Any
+
+
+class Numbers(NamedTuple):
+    """Of the scores."""
+
+    softmax_scale: Any
+    softcap: Any
+
+
+class Operands(NamedTuple):
+    """A tile of queries, and where the keys and values of its sequence and head begin."""
+
+    q: Any
+    q_scale: Any
+    """[BLOCK_M]"""
+    slope: Any
+    k_base: Any
+    v_base: Any
+    k_scale_base: Any
+    v_scale_base: Any
+    row_start: Any
+    offset: Any
+    """len_k - len_q: row i stands at key i + offset."""
+    len_k: Any
+
+
+class Accumulator(NamedTuple):
+    """Running results of the rows; acc stands for itself times ``v_unit``, of which ``v_largest`` is the
+    largest so far."""
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+    v_unit: Any
+    v_largest: Any
 
 
 @triton.jit
@@ -113,187 +227,133 @@ def load_scale(base, offset):
 
 @triton.jit
 def attend_blocks(
-    acc,
-    row_max,
-    row_sum,
-    v_unit,
-    v_largest,
-    q,
-    q_scale,
-    k_base,
-    v_base,
-    k_scale_base,
-    v_scale_base,
-    k_stride,
-    v_stride,
-    first,
-    last,
-    row_start,
-    offset,
-    len_k,
-    window_left,
-    window_right,
-    slope,
-    softmax_scale,
-    softcap,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NATIVE: tl.constexpr,
+    state, first, last, operands, strides, lengths, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum.
-
-    q_scale [BLOCK_M]; acc stands for itself times ``v_unit``, of which ``v_largest`` is the largest so far.
-    """
+    """Key blocks ``first`` to ``last`` (exclusive) into the :class:`Accumulator`."""
+    acc, row_max, row_sum, v_unit, v_largest = state
     for n in range(first, last):
-        start = n * BLOCK_N
-        keys = start + tl.arange(0, BLOCK_N)
-        if TRANSPOSED:
-            keys = start + key_of_column(tl.arange(0, BLOCK_N))
-        k = load_rows(k_base, keys, len_k, k_stride, HEAD_DIM, BLOCK_D, NATIVE)
-        scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
-        scale_block = start // KEY_BLOCK if BLOCK_SCALES else 0
-        row_scale = q_scale * (load_scale(k_scale_base, scale_block) * softmax_scale)
-        distance = keys[None, :] - (row_start + tl.arange(0, BLOCK_M) + offset)[:, None]
-        if HAS_SOFTCAP or HAS_ALIBI:
+        start = n * C.BLOCK_N
+        keys = start + tl.arange(0, C.BLOCK_N)
+        if C.TRANSPOSED:
+            keys = start + key_of_column(tl.arange(0, C.BLOCK_N))
+        k = load_rows(
+            operands.k_base, keys, operands.len_k, strides.k_stride_s, C.HEAD_DIM, C.BLOCK_D, C.NATIVE
+        )
+        scores = tl.dot(operands.q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
+        scale_block = start // KEY_BLOCK if C.BLOCK_SCALES else 0
+        k_scale = load_scale(operands.k_scale_base, scale_block) * numbers.softmax_scale
+        row_scale = operands.q_scale * k_scale
+        rows = operands.row_start + tl.arange(0, C.BLOCK_M) + operands.offset
+        distance = keys[None, :] - rows[:, None]
+        if C.HAS_SOFTCAP or C.HAS_ALIBI:
             scores = scores * row_scale[:, None]
-            scores, _ = apply_score_mod(scores, distance, slope, 1.0, softcap, HAS_SOFTCAP, HAS_ALIBI)
+            scores, _ = apply_score_mod(
+                scores, distance, operands.slope, 1.0, numbers.softcap, C.HAS_SOFTCAP, C.HAS_ALIBI
+            )
         else:
             scores = scores * (row_scale * LOG2_E)[:, None]
         if MASKED:
-            seen = visible(distance, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-            scores = tl.where(seen & (keys < len_k)[None, :], scores, -float("inf"))
+            seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+            scores = tl.where(seen & (keys < operands.len_k)[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet
         p = tl.exp2(scores - (shift - P_EXPONENT)[:, None])
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         row_max = new_max
-        if BLOCK_SCALES:
-            v_scale = tl.load(v_scale_base + scale_block)
+        if C.BLOCK_SCALES:
+            v_scale = tl.load(operands.v_scale_base + scale_block)
             v_largest = tl.maximum(v_largest, v_scale)
             unit = tl.maximum(v_scale, v_largest * SMALLEST_RATIO)
             p = p * (v_scale / unit)  # 1, unless blocks lie apart as no data do
             alpha = alpha * (v_unit / unit)
             v_unit = unit
-        if TRANSPOSED:
-            v = load_columns(v_base, start, keys, len_k, v_stride, HEAD_DIM_V, BLOCK_DV, MASKED, NATIVE)
+        if C.TRANSPOSED:
+            v = load_columns(
+                operands.v_base, start, keys, operands.len_k, strides.v_stride_s, C.HEAD_DIM_V, C.BLOCK_DV,
+                MASKED, C.NATIVE,
+            )  # fmt: skip
         else:
-            v = load_rows(v_base, keys, len_k, v_stride, HEAD_DIM_V, BLOCK_DV, NATIVE)
-        acc = tl.dot(round_p(p, NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
-    return acc, row_max, row_sum, v_unit, v_largest
+            v = load_rows(
+                operands.v_base, keys, operands.len_k, strides.v_stride_s, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
+            )
+        acc = tl.dot(round_p(p, C.NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
+    return Accumulator(acc, row_max, row_sum, v_unit, v_largest)
 
 
-@kernel(do_not_specialize=FP8_RUNTIME_INTEGERS)
+@kernel(do_not_specialize=(*Lengths._fields, "q_scale_stride_h", "k_scale_stride_h"))
 def attend_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    alibi_slopes,
-    sink,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    v_stride_b,
-    v_stride_s,
-    v_stride_h,
-    q_scale_stride_b,
-    q_scale_stride_h,
-    k_scale_stride_b,
-    k_scale_stride_h,
-    v_scale_stride_b,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, cu_seqlens_q, cu_seqlens_k,
+    seqused_k, alibi_slopes, sink,
+    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+    v_stride_h, q_scale_stride_b, q_scale_stride_h, k_scale_stride_b, k_scale_stride_h, v_scale_stride_b,
     v_scale_stride_h,
-    q_scale_group,
-    alibi_stride_b,
-    num_heads_q,
-    group_size,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    softmax_scale,
-    softcap,
-    VARLEN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    q_scale_group, alibi_stride_b, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
+    window_left, window_right, softmax_scale, softcap, C: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). q, k, v e4m3 (bits unless NATIVE), out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
     when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v_stride_s] ([heads_kv, ...] when
     VARLEN). Scales are those of ``flashtile.fp8.problem.Scales``; those of blocks have a stride of 1.
     """
-    b, head, row_start = row_block(seqlen_q, num_heads_q, HAS_RIGHT, BLOCK_M)
-    head_kv = head // group_size
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    pointers = Pointers(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, cu_seqlens_q,
+        cu_seqlens_k, seqused_k, alibi_slopes, sink,
+    )  # fmt: skip
+    strides = Strides(
+        q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+        v_stride_h, q_scale_stride_b, q_scale_stride_h, k_scale_stride_b, k_scale_stride_h, v_scale_stride_b,
+        v_scale_stride_h,
+    )  # fmt: skip
+    lengths = Lengths(
+        q_scale_group, alibi_stride_b, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
+        window_left, window_right,
+    )  # fmt: skip
+    numbers = Numbers(softmax_scale, softcap)
+    b, head, row_start = row_block(lengths.seqlen_q, lengths.num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
+    head_kv = head // lengths.group_size
 
-    start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, VARLEN)
-    start_k, len_k = sequence(cu_seqlens_k, b, seqlen_k, total_k, VARLEN)
-    len_k = used_length(seqused_k, b, len_k)
+    start_q, len_q = sequence(pointers.cu_seqlens_q, b, lengths.seqlen_q, lengths.total_q, C.VARLEN)
+    start_k, len_k = sequence(pointers.cu_seqlens_k, b, lengths.seqlen_k, lengths.total_k, C.VARLEN)
+    len_k = used_length(pointers.seqused_k, b, len_k)
     if row_start >= len_q:
         return
     offset = len_k - len_q
 
     b64 = b.to(tl.int64)
     head64 = head_kv.to(tl.int64)
-    q_base = q_ptr + b64 * q_stride_b + start_q * q_stride_s + head.to(tl.int64) * q_stride_h
-    k_base = k_ptr + b64 * k_stride_b + start_k * k_stride_s + head64 * k_stride_h
-    v_base = v_ptr + b64 * v_stride_b + head64 * v_stride_h
+    q_base = pointers.q + b64 * strides.q_stride_b + start_q * strides.q_stride_s
+    q_base += head.to(tl.int64) * strides.q_stride_h
+    k_base = pointers.k + b64 * strides.k_stride_b + start_k * strides.k_stride_s
+    k_base += head64 * strides.k_stride_h
+    v_base = pointers.v + b64 * strides.v_stride_b + head64 * strides.v_stride_h
     # The numbers of a sequence's first blocks, where sequences share one numbering.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
-    if VARLEN:
+    if C.VARLEN:
         first_q = start_q // QUERY_BLOCK + b
         first_k = start_k // KEY_BLOCK + b
-    if TRANSPOSED:
+    if C.TRANSPOSED:
         v_base += first_k * KEY_BLOCK
     else:
-        v_base += start_k * v_stride_s
+        v_base += start_k * strides.v_stride_s
 
     rows = row_start + tl.arange(0, BLOCK_M)
-    q_scale_base = q_scale_ptr
-    k_scale_base = k_scale_ptr
-    v_scale_base = v_scale_ptr
-    if q_scale_ptr is not None:
-        q_scale_base += b64 * q_scale_stride_b + (head // q_scale_group) * q_scale_stride_h
-    if k_scale_ptr is not None:
-        k_scale_base += b64 * k_scale_stride_b + head_kv * k_scale_stride_h
-    if v_scale_ptr is not None:
-        v_scale_base += b64 * v_scale_stride_b + head_kv * v_scale_stride_h
-    if BLOCK_SCALES:
+    q_scale_base = pointers.q_scale
+    k_scale_base = pointers.k_scale
+    v_scale_base = pointers.v_scale
+    if pointers.q_scale is not None:
+        first_scale = b64 * strides.q_scale_stride_b
+        first_scale += (head // lengths.q_scale_group) * strides.q_scale_stride_h
+        q_scale_base += first_scale
+    if pointers.k_scale is not None:
+        k_scale_base += b64 * strides.k_scale_stride_b + head_kv * strides.k_scale_stride_h
+    if pointers.v_scale is not None:
+        v_scale_base += b64 * strides.v_scale_stride_b + head_kv * strides.v_scale_stride_h
+    if C.BLOCK_SCALES:
         k_scale_base += first_k
         v_scale_base += first_k
         # A row behind the sequence's last takes its scale from the last block.
@@ -302,42 +362,45 @@ def attend_kernel(
     else:
         q_scale = tl.zeros([BLOCK_M], tl.float32) + load_scale(q_scale_base, 0)
 
-    slope = load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI)
-    q = load_rows(q_base, rows, len_q, q_stride_s, HEAD_DIM, BLOCK_D, NATIVE)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    v_unit = tl.zeros([], tl.float32)
-    v_largest = tl.zeros([], tl.float32)
+    slope = load_slope(pointers.alibi_slopes, lengths.alibi_stride_b, b, head, C.HAS_ALIBI)
+    q = load_rows(q_base, rows, len_q, strides.q_stride_s, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
+    operands = Operands(
+        q, q_scale, slope, k_base, v_base, k_scale_base, v_scale_base, row_start, offset, len_k
+    )
+    state = Accumulator(
+        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+        tl.full([BLOCK_M], -float("inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([], tl.float32),
+        tl.zeros([], tl.float32),
+    )
 
     first, full_first, full_last, last = block_range(
-        row_start, min(row_start + BLOCK_M, len_q), offset, len_k, window_left, window_right,
-        HAS_LEFT, HAS_RIGHT, BLOCK_N,
+        row_start, min(row_start + BLOCK_M, len_q), offset, len_k, lengths.window_left, lengths.window_right,
+        C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
-        if RUN != 0 or HAS_LEFT:
+        if RUN != 0 or C.HAS_LEFT:
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
-            acc, row_max, row_sum, v_unit, v_largest = attend_blocks(
-                acc, row_max, row_sum, v_unit, v_largest, q, q_scale, k_base, v_base, k_scale_base,
-                v_scale_base, k_stride_s, v_stride_s, begin, end, row_start, offset, len_k, window_left,
-                window_right, slope, softmax_scale, softcap, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI,
-                RUN != 1, BLOCK_SCALES, TRANSPOSED, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                NATIVE,
-            )  # fmt: skip
+            state = attend_blocks(state, begin, end, operands, strides, lengths, numbers, RUN != 1, C)
 
-    if not BLOCK_SCALES:
+    acc, row_max, row_sum, v_unit, _ = state
+    if not C.BLOCK_SCALES:
         v_unit = load_scale(v_scale_base, 0)
     row_max -= P_EXPONENT
-    if sink is not None:
-        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(sink + head).to(tl.float32))
+    if pointers.sink is not None:
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head).to(tl.float32))
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
     lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
     out_base, lse_base = result_bases(
-        out_ptr, lse_ptr, b, head, start_q, num_heads_q, seqlen_q, total_q, HEAD_DIM_V, VARLEN
+        pointers.out, pointers.lse, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
+        lengths.total_q, C.HEAD_DIM_V, C.VARLEN,
+    )  # fmt: skip
+    store_tile(
+        out_base, row_start, len_q, lengths.num_heads_q * C.HEAD_DIM_V, out, BLOCK_M, C.HEAD_DIM_V, BLOCK_DV
     )
-    store_tile(out_base, row_start, len_q, num_heads_q * HEAD_DIM_V, out, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     tl.store(lse_base + rows, lse, mask=rows < len_q)

@@ -11,10 +11,10 @@ import torch
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
 from flashtile.backends.portable.fp8 import config as configurations
 from flashtile.backends.portable.fp8.attend import attend_kernel
-from flashtile.backends.portable.fp8.launch import constants as attend_constants
+from flashtile.backends.portable.fp8.launch import variant_of as attend_variant
 from flashtile.backends.portable.fp8.quantize import LARGEST_GIVEN, LARGEST_ONLY, ONE_PASS, quantize_kernel
 from flashtile.backends.portable.fp8.quantize_launch import compile_options, spill_budget
-from flashtile.backends.portable.fp8.quantize_launch import constants as quantize_constants
+from flashtile.backends.portable.fp8.quantize_launch import variant_of as quantize_variant
 from flashtile.compile_report import CompileCase, architecture
 from flashtile.fp8.layout import E4M3
 from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
@@ -137,9 +137,9 @@ def _quantize_arguments(problem: QuantizeProblem, number: int, native: bool) -> 
         "sin_ptr": problem.rotary_dim > 0,
         "rotary_offsets": problem.varlen and problem.rotary_dim > 0,
     }
-    constants = {"PASS": number} | quantize_constants(problem, native)
+    variant = quantize_variant(problem, native, number)
     divisible = frozenset(("x_stride_b", "x_stride_s", "x_stride_h", "columns"))
-    return _arguments(quantize_kernel, constants, given, native) | {"divisible_by_16": divisible}
+    return _arguments(quantize_kernel, variant, given, native) | {"divisible_by_16": divisible}
 
 
 def _attend_arguments(problem: Fp8Problem, config: configurations.AttendConfig) -> dict[str, Any]:
@@ -150,16 +150,16 @@ def _attend_arguments(problem: Fp8Problem, config: configurations.AttendConfig) 
         "alibi_slopes": problem.alibi,
         "sink": problem.sink,
     }
-    arguments = _arguments(attend_kernel, attend_constants(problem, config), given, config.native)
+    arguments = _arguments(attend_kernel, attend_variant(problem, config), given, config.native)
     strides = [name for name in arguments["signature"] if name[:4] in ("q_st", "k_st", "v_st")]
     return arguments | {"divisible_by_16": frozenset(strides)}
 
 
 def _arguments(
-    kernel: Any, constants: dict[str, Any], given: dict[str, bool], native: bool
+    kernel: Any, variant: Any, given: dict[str, bool], native: bool
 ) -> dict[str, Any]:
     """Signature and constants of a launch; absent tensors are constants None."""
-    constants |= {name: None for name, present in given.items() if not present}
+    constants = {"C": variant} | {name: None for name, present in given.items() if not present}
     types = _TYPES | dict.fromkeys(_STORED_ROWS, "*fp8e4nv" if native else "*u8")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     return {"signature": signature, "constants": constants}

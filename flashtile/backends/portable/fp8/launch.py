@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
-from flashtile.attn.problem import Extras
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
-from flashtile.backends.portable.fp8.attend import attend_kernel
+from flashtile.backends.portable.fp8.attend import Lengths, Numbers, Strides, Variant, attend_kernel
 from flashtile.backends.portable.fp8.config import AttendConfig, padded
-from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.fp8.problem import AttendTensors, Fp8Problem
 from flashtile.problem import UNLIMITED
 
 
-def constants(problem: Fp8Problem, config: AttendConfig) -> dict[str, Any]:
-    """The constexpr arguments, in their order."""
+def variant_of(problem: Fp8Problem, config: AttendConfig) -> Variant:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return {
-        "VARLEN": problem.varlen,
-        "HAS_LEFT": left != UNLIMITED,
-        "HAS_RIGHT": right != UNLIMITED,
-        "HAS_SOFTCAP": problem.softcap > 0,
-        "HAS_ALIBI": problem.alibi,
-        "BLOCK_SCALES": problem.block_scales,
-        "TRANSPOSED": problem.v_transposed,
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded(problem.head_dim),
-        "BLOCK_DV": padded(problem.head_dim_v),
-        "BLOCK_M": config.tile.BLOCK_M,
-        "BLOCK_N": config.tile.BLOCK_N,
-        "NATIVE": config.native,
-    }
+    return Variant(
+        VARLEN=problem.varlen,
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_ALIBI=problem.alibi,
+        BLOCK_SCALES=problem.block_scales,
+        TRANSPOSED=problem.v_transposed,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.head_dim_v),
+        BLOCK_M=config.tile.BLOCK_M,
+        BLOCK_N=config.tile.BLOCK_N,
+        NATIVE=config.native,
+    )
 
 
 class AttendLaunch:
-    """``(q, k, v, scales, extras) -> (out, lse)`` for tensors of one signature."""
+    """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
         self._problem = problem
@@ -48,9 +44,7 @@ class AttendLaunch:
         self._lse_shape = problem.lse_shape
         self._kernel: KeptKernel | None = None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
         out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
         lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
@@ -62,37 +56,39 @@ class AttendLaunch:
         if out.numel() == 0 or programs == 0:
             return out, lse
         if self._kernel is None:
-            self._kernel = self._prepare(programs, q, k, v, scales, extras)
+            self._kernel = self._prepare(programs, q, k, v, tensors)
         if not self._config.native:
             q, k, v = (t.view(torch.uint8) for t in (q, k, v))
-        self._kernel(q.device, q, k, v, out, lse, *scales, *extras)
+        self._kernel(q.device, q, k, v, out, lse, *tensors)
         return out, lse
 
     def _prepare(
-        self, programs: int, q: Tensor, k: Tensor, v: Tensor, scales: Scales, extras: Extras
+        self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
     ) -> KeptKernel:
-        problem, slopes = self._problem, extras.alibi_slopes
+        problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        scalars = (
+        strides = Strides(
             *self._strides(q),
             *self._strides(k),
             *self._strides_of_v(v),
-            *(stride for scale in scales for stride in self._strides_of_scale(scale)),
-            problem.q_scale_group,
-            stride_of_two(slopes),
-            problem.num_heads_q,
-            problem.group_size,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.total_q,
-            problem.total_k,
-            left,
-            right,
-            problem.softmax_scale,
-            problem.softcap,
+            *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale)),
         )
-        fixed = tuple(constants(problem, self._config).values())
-        return KeptKernel(attend_kernel, programs, scalars, fixed, self._config.tile)
+        lengths = Lengths(
+            q_scale_group=problem.q_scale_group,
+            alibi_stride_b=stride_of_two(tensors.alibi_slopes),
+            num_heads_q=problem.num_heads_q,
+            group_size=problem.group_size,
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            total_q=problem.total_q,
+            total_k=problem.total_k,
+            window_left=left,
+            window_right=right,
+        )
+        numbers = Numbers(problem.softmax_scale, problem.softcap)
+        variant = variant_of(problem, self._config)
+        scalars = (*strides, *lengths, *numbers)
+        return KeptKernel(attend_kernel, programs, scalars, (variant,), self._config.tile)
 
     def _strides(self, rows: Tensor) -> tuple[int, int, int]:
         """Of a batch, a row and a head."""

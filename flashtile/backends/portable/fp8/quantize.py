@@ -8,6 +8,9 @@ One program owns one block of one head. Every sum of the transform has one order
 the result is the same to the bit as that of :mod:`flashtile.fp8.emulation`.
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -24,16 +27,76 @@ HEADROOM = tl.constexpr(2.0**-8)
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
 """A scale for each block, or the two passes of a scale for more than a block."""
 
-RUNTIME_INTEGERS = (
-    "num_heads",
-    "seqlen",
-    "total",
-    "scale_stride_b",
-    "scale_stride_h",
-    "seed",
-    "rotary_offset",
-    "rotary_rows",
-)
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    PASS: int
+    VARLEN: bool
+    TRANSPOSED: bool
+    """Whether values are stored transposed."""
+    TRANSFORM_STAGES: int
+    """log2 of the columns that the Hadamard transform mixes, 0 for no transform."""
+    ROTARY_DIM: int
+    INTERLEAVED: bool
+    HEAD_DIM: int
+    STORED_HEAD_DIM: int
+    BLOCK_D: int
+    BLOCK_M: int
+    NATIVE: bool
+    """Whether the GPU converts to e4m3, else bits are encoded in software."""
+
+
+class Pointers(NamedTuple):
+    """Tensors of the kernel; None for each that a call does not have."""
+
+    x: Any
+    quantized: Any
+    scales: Any
+    largest: Any
+    cu_seqlens: Any
+    seqused: Any
+    cos: Any
+    sin: Any
+    rotary_offsets: Any
+
+
+class Strides(NamedTuple):
+    """In elements."""
+
+    x_stride_b: Any
+    x_stride_s: Any
+    x_stride_h: Any
+    columns: Any
+    """Of a feature of transposed values."""
+
+
+class ScaleStrides(NamedTuple):
+    """In elements: of sequences and heads."""
+
+    scale_stride_b: Any
+    scale_stride_h: Any
+
+
+class Lengths(NamedTuple):
+    """Of x. Their values lead to no new compilation, nor do those of :class:`Numbers`."""
+
+    num_heads: Any
+    seqlen: Any
+    """Rows of the longest sequence."""
+    total: Any
+
+
+class Numbers(NamedTuple):
+    """Of the Hadamard transform and of the rotary embedding."""
+
+    seed: Any
+    rotary_offset: Any
+    rotary_rows: Any
+    """Positions that have a row in the tables of angles."""
+    normalizer: Any
+    """Of the transform, 1 without."""
 
 
 @triton.jit
@@ -95,8 +158,8 @@ def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr)
 
 
 @triton.jit
-def rotate_halves(x, pointers, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """The same of x, which lies at ``pointers``, whose pairs are columns i and i + HALF.
+def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """The same of x, which lies at ``x_ptrs``, whose pairs are columns i and i + HALF.
 
     Each number's other is read again: it is in the cache, and in another thread's registers.
     """
@@ -107,7 +170,7 @@ def rotate_halves(x, pointers, position, inside, column, cos_ptr, sin_ptr, HALF:
     if HALF % 8 == 0:
         pair = tl.max_contiguous(tl.multiple_of(pair, 8), 8)
         away = tl.max_constancy(tl.multiple_of(away, 8), 8)
-    other = tl.load(pointers + away[None, :], mask=rotated, other=0.0).to(tl.float32)
+    other = tl.load(x_ptrs + away[None, :], mask=rotated, other=0.0).to(tl.float32)
     angle = position[:, None] * HALF + pair[None, :]
     cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
@@ -135,94 +198,75 @@ def finite_or_nan(x):
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
-@kernel(do_not_specialize=RUNTIME_INTEGERS)
+@kernel(do_not_specialize=(*Lengths._fields, *ScaleStrides._fields, *Numbers._fields))
 def quantize_kernel(
-    x_ptr,
-    values_ptr,
-    scales_ptr,
-    largest_ptr,
-    cu_seqlens,
-    seqused,
-    cos_ptr,
-    sin_ptr,
-    rotary_offsets,
-    x_stride_b,
-    x_stride_s,
-    x_stride_h,
-    columns,
-    num_heads,
-    seqlen,
-    total,
-    scale_stride_b,
-    scale_stride_h,
-    seed,
-    rotary_offset,
-    rotary_rows,
-    normalizer,
-    PASS: tl.constexpr,
-    VARLEN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TRANSFORM_STAGES: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    STORED_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x_ptr, values_ptr, scales_ptr, largest_ptr, cu_seqlens, seqused, cos_ptr, sin_ptr, rotary_offsets,
+    x_stride_b, x_stride_s, x_stride_h, columns, num_heads, seqlen, total, scale_stride_b, scale_stride_h,
+    seed, rotary_offset, rotary_rows, normalizer, C: tl.constexpr,
+):  # fmt: skip
     """Grid: (heads * blocks * batch,), heads fastest, for they are neighbours in memory.
 
     x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN; values like x with STORED_HEAD_DIM
     columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns]; e4m3, or its bits unless NATIVE. scales and
     largest have strides of a batch (VARLEN: of a sequence) and a head, and in ONE_PASS of 1 for a block, in
-    which sequences of VARLEN stand behind one another. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and
-    rotary_offsets [batch] may be None. TRANSFORM_STAGES: log2 of the columns, 0 for no transform.
+    which sequences of VARLEN are packed. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and
+    rotary_offsets [batch] may be None.
     """
-    num_blocks = tl.cdiv(seqlen, BLOCK_M)
+    pointers = Pointers(
+        x_ptr, values_ptr, scales_ptr, largest_ptr, cu_seqlens, seqused, cos_ptr, sin_ptr, rotary_offsets
+    )
+    strides = Strides(x_stride_b, x_stride_s, x_stride_h, columns)
+    lengths = Lengths(num_heads, seqlen, total)
+    scale_strides = ScaleStrides(scale_stride_b, scale_stride_h)
+    numbers = Numbers(seed, rotary_offset, rotary_rows, normalizer)
+    num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
     pid = tl.program_id(0)
-    head = pid % num_heads
-    block = (pid // num_heads) % num_blocks
-    b = (pid // num_heads) // num_blocks
+    head = pid % lengths.num_heads
+    block = (pid // lengths.num_heads) % num_blocks
+    b = (pid // lengths.num_heads) // num_blocks
 
-    start, length = sequence(cu_seqlens, b, seqlen, total, VARLEN)
-    used = used_length(seqused, b, length)
+    start, length = sequence(pointers.cu_seqlens, b, lengths.seqlen, lengths.total, C.VARLEN)
+    used = used_length(pointers.seqused, b, length)
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
-    scale_at = b64 * scale_stride_b + head64 * scale_stride_h
-    if PASS == LARGEST_GIVEN:
-        largest = tl.maximum(tl.load(largest_ptr + scale_at), SMALLEST_LARGEST)
+    scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
+    if C.PASS == LARGEST_GIVEN:
+        largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
         if block == 0:  # a sequence without rows has a scale, too
-            tl.store(scales_ptr + scale_at, tl.div_rn(largest, E4M3_MAX) * normalizer)
-    if block * BLOCK_M >= length:
+            tl.store(pointers.scales + scale_at, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
+    if block * C.BLOCK_M >= length:
         return
 
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    if TRANSPOSED:
-        row = block * BLOCK_M + key_of_column(tl.arange(0, BLOCK_M))
-    column = tl.arange(0, BLOCK_D)
-    x_base = x_ptr + b64 * x_stride_b + start * x_stride_s + head64 * x_stride_h
-    pointers = x_base + row.to(tl.int64)[:, None] * x_stride_s + column[None, :]
+    row = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    if C.TRANSPOSED:
+        row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
+    column = tl.arange(0, C.BLOCK_D)
+    x_base = pointers.x + b64 * strides.x_stride_b + start * strides.x_stride_s
+    x_base += head64 * strides.x_stride_h
+    x_ptrs = x_base + row.to(tl.int64)[:, None] * strides.x_stride_s + column[None, :]
     inside = (row < used)[:, None]
-    if HEAD_DIM < BLOCK_D:
-        inside = inside & (column < HEAD_DIM)[None, :]
-    x = tl.load(pointers, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
-    if cos_ptr is not None:
-        offset = rotary_offset
-        if rotary_offsets is not None:
-            offset += tl.load(rotary_offsets + b)
-        position = tl.minimum(tl.maximum(row + offset, 0), rotary_rows - 1)
+    if C.HEAD_DIM < C.BLOCK_D:
+        inside = inside & (column < C.HEAD_DIM)[None, :]
+    x = tl.load(x_ptrs, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
+    if pointers.cos is not None:
+        offset = numbers.rotary_offset
+        if pointers.rotary_offsets is not None:
+            offset += tl.load(pointers.rotary_offsets + b)
+        position = tl.minimum(tl.maximum(row + offset, 0), numbers.rotary_rows - 1)
         in_use = (row < used)[:, None]
-        HALF: tl.constexpr = ROTARY_DIM // 2
-        if INTERLEAVED:
-            x = rotate_neighbours(x.to(tl.float32), position, in_use, cos_ptr, sin_ptr, HALF)
+        HALF: tl.constexpr = C.ROTARY_DIM // 2
+        if C.INTERLEAVED:
+            x = x.to(tl.float32)
+            x = rotate_neighbours(x, position, in_use, pointers.cos, pointers.sin, HALF)
         else:
-            x = rotate_halves(x, pointers, position, in_use, column, cos_ptr, sin_ptr, HALF)
-    if TRANSFORM_STAGES > 0:
-        signs = sign_of_column(column, seed) * HEADROOM
-        x = hadamard(x.to(tl.float32) * signs[None, :], TRANSFORM_STAGES)
+            x = rotate_halves(
+                x, x_ptrs, position, in_use, column, pointers.cos, pointers.sin, HALF
+            )
+    if C.TRANSFORM_STAGES > 0:
+        signs = sign_of_column(column, numbers.seed) * HEADROOM
+        x = hadamard(x.to(tl.float32) * signs[None, :], C.TRANSFORM_STAGES)
 
-    if PASS == LARGEST_GIVEN:
+    if C.PASS == LARGEST_GIVEN:
         x = finite_or_nan(x)
     else:
         largest = largest_magnitude(x)
@@ -230,29 +274,31 @@ def quantize_kernel(
         if not (largest < float("inf")):
             x = finite_or_nan(x)
             largest = largest_magnitude(tl.where(x == x, x, 0.0))
-        if PASS == LARGEST_ONLY:
-            tl.atomic_max(largest_ptr + scale_at, largest)
+        if C.PASS == LARGEST_ONLY:
+            tl.atomic_max(pointers.largest + scale_at, largest)
             return
         largest = tl.maximum(largest, SMALLEST_LARGEST)
         number = block
-        if VARLEN:
-            number += (start // BLOCK_M).to(tl.int32) + b
-        tl.store(scales_ptr + scale_at + number, tl.div_rn(largest, E4M3_MAX) * normalizer)
+        if C.VARLEN:
+            number += (start // C.BLOCK_M).to(tl.int32) + b
+        tl.store(pointers.scales + scale_at + number, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
     scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
-    values = scaled.to(tl.float8e4nv) if NATIVE else encode_bits(scaled)
+    values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
 
-    if TRANSPOSED:
+    if C.TRANSPOSED:
         place = block
-        if VARLEN:
-            place += (start // BLOCK_M).to(tl.int32) + b
-        place = place.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        first = head64 if VARLEN else b64 * num_heads + head
-        out = values_ptr + first * HEAD_DIM * columns + column.to(tl.int64)[:, None] * columns
-        tl.store(out + place[None, :], tl.trans(values), mask=(column < HEAD_DIM)[:, None])
+        if C.VARLEN:
+            place += (start // C.BLOCK_M).to(tl.int32) + b
+        place = place.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+        first = head64 if C.VARLEN else b64 * lengths.num_heads + head
+        out = pointers.quantized + first * C.HEAD_DIM * strides.columns
+        out += column.to(tl.int64)[:, None] * strides.columns
+        tl.store(out + place[None, :], tl.trans(values), mask=(column < C.HEAD_DIM)[:, None])
     else:
-        out = values_ptr + ((b64 * seqlen * (not VARLEN) + start) * num_heads + head) * STORED_HEAD_DIM
-        out += row.to(tl.int64)[:, None] * (num_heads * STORED_HEAD_DIM) + column[None, :]
+        first = b64 * lengths.seqlen * (not C.VARLEN) + start
+        out = pointers.quantized + (first * lengths.num_heads + head) * C.STORED_HEAD_DIM
+        out += row.to(tl.int64)[:, None] * (lengths.num_heads * C.STORED_HEAD_DIM) + column[None, :]
         inside = (row < length)[:, None]
-        if STORED_HEAD_DIM < BLOCK_D:
-            inside = inside & (column < STORED_HEAD_DIM)[None, :]
+        if C.STORED_HEAD_DIM < C.BLOCK_D:
+            inside = inside & (column < C.STORED_HEAD_DIM)[None, :]
         tl.store(out, values, mask=inside)

@@ -14,41 +14,46 @@ from flashtile.backends.portable.fp8.quantize import (
     LARGEST_GIVEN,
     LARGEST_ONLY,
     ONE_PASS,
+    Lengths,
+    Numbers,
+    Strides,
+    Variant,
     quantize_kernel,
 )
 from flashtile.fp8.hadamard import normalizer
 from flashtile.fp8.layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 from flashtile.fp8.problem import QuantizeProblem, QuantizeTensors
 
-NUMBERS_A_THREAD = 32
+ELEMENTS_PER_THREAD = 32
 """Of a tile, held in registers."""
 REGISTERS = 64
 """Of a thread: enough for them, and few enough for two to four programs on a multiprocessor, of which one
 reads while another computes."""
-ROTARY_NUMBERS_A_THREAD = 64
+ROTARY_ELEMENTS_PER_THREAD = 64
 """With rotary embedding, whose angles take registers, too."""
 
 
-def constants(problem: QuantizeProblem, native: bool) -> dict[str, Any]:
-    """The constexpr arguments but PASS, which is the first."""
+def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
+    """``number``: of the pass."""
     stored = problem.stored_head_dim
-    return {
-        "VARLEN": problem.varlen,
-        "TRANSPOSED": problem.role == "v",
-        "TRANSFORM_STAGES": stored.bit_length() - 1 if problem.transformed else 0,
-        "ROTARY_DIM": problem.rotary_dim,
-        "INTERLEAVED": problem.rotary_interleaved,
-        "HEAD_DIM": problem.head_dim,
-        "STORED_HEAD_DIM": stored,
-        "BLOCK_D": padded(stored),
-        "BLOCK_M": problem.rows,
-        "NATIVE": native,
-    }
+    return Variant(
+        PASS=number,
+        VARLEN=problem.varlen,
+        TRANSPOSED=problem.role == "v",
+        TRANSFORM_STAGES=stored.bit_length() - 1 if problem.transformed else 0,
+        ROTARY_DIM=problem.rotary_dim,
+        INTERLEAVED=problem.rotary_interleaved,
+        HEAD_DIM=problem.head_dim,
+        STORED_HEAD_DIM=stored,
+        BLOCK_D=padded(stored),
+        BLOCK_M=problem.rows,
+        NATIVE=native,
+    )
 
 
 def num_warps(problem: QuantizeProblem) -> int:
-    numbers = ROTARY_NUMBERS_A_THREAD if problem.rotary_dim else NUMBERS_A_THREAD
-    return max(problem.rows * padded(problem.stored_head_dim) // numbers // 32, 1)
+    elements = ROTARY_ELEMENTS_PER_THREAD if problem.rotary_dim else ELEMENTS_PER_THREAD
+    return max(problem.rows * padded(problem.stored_head_dim) // elements // 32, 1)
 
 
 def spill_budget(problem: QuantizeProblem) -> int:
@@ -65,7 +70,7 @@ def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
 
 
 class QuantizeLaunch:
-    """``(x, tensors, seed) -> (values, scales)`` for tensors of one signature."""
+    """``(x, tensors) -> (values, scales)`` for tensors of one signature."""
 
     def __init__(self, problem: QuantizeProblem, native: bool) -> None:
         self._problem = problem
@@ -74,7 +79,7 @@ class QuantizeLaunch:
         self._programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
         self._kernels: list[KeptKernel] = []
 
-    def __call__(self, x: Tensor, tensors: QuantizeTensors, seed: int | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
         # Scales and columns of no sequence, and rows behind the last, are written by no program.
         allocate = x.new_zeros if problem.varlen else x.new_empty
@@ -83,14 +88,14 @@ class QuantizeLaunch:
         if self._programs == 0:
             return values, scales.fill_(SMALLEST_LARGEST / E4M3_MAX)
         if not self._kernels:
-            self._kernels = self._prepare(x, tensors, seed)
+            self._kernels = self._prepare(x, tensors)
         stored = values if self._native else values.view(torch.uint8)
         largest = None if problem.method == "block" else torch.zeros_like(scales)
         for kernel in self._kernels:
             kernel(x.device, x, stored, scales, largest, *tensors)
         return values, scales
 
-    def _prepare(self, x: Tensor, tensors: QuantizeTensors, seed: int | None) -> list[KeptKernel]:
+    def _prepare(self, x: Tensor, tensors: QuantizeTensors) -> list[KeptKernel]:
         problem = self._problem
         heads, blocks = problem.num_heads, problem.blocks
         scale_strides = {
@@ -98,28 +103,27 @@ class QuantizeLaunch:
             "head": (heads, 1),
             "block": (0 if problem.varlen else heads * blocks, blocks),
         }[problem.method]
-        scalars = (
-            0 if problem.varlen else x.stride(0),
-            x.stride(-3),
-            x.stride(-2),
-            blocks * problem.rows,
-            heads,
-            problem.seqlen,
-            problem.total,
-            *scale_strides,
-            seed or 0,
-            problem.rotary_offset,
-            1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
-            normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
+        strides = Strides(
+            x_stride_b=0 if problem.varlen else x.stride(0),
+            x_stride_s=x.stride(-3),
+            x_stride_h=x.stride(-2),
+            columns=blocks * problem.rows,
         )
+        lengths = Lengths(heads, problem.seqlen, problem.total)
+        numbers = Numbers(
+            seed=problem.seed or 0,
+            rotary_offset=problem.rotary_offset,
+            rotary_rows=1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
+            normalizer=normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
+        )
+        scalars = (*strides, *lengths, *scale_strides, *numbers)
         passes = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)
-        fixed = tuple(constants(problem, self._native).values())
         return [
             KeptKernel(
                 quantize_kernel,
                 self._programs,
                 scalars,
-                (number.value, *fixed),
+                (variant_of(problem, self._native, number.value),),
                 None,
                 **compile_options(problem),
             )

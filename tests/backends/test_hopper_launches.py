@@ -20,7 +20,7 @@ from flashtile.attn.problem import Extras, Problem
 from flashtile.backends import hopper
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.hopper import fp8 as hopper_fp8
-from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales
 
 PATIENCE = 20.0
 """Seconds after which threads that wait for one another are said to."""
@@ -69,7 +69,8 @@ def fp8(scales: Scales, varlen: bool = True) -> Callable[[], object]:
     q, k, v = (tensor(128, dtype) for _ in range(3))
     if not varlen:
         q, k, v = (t.unflatten(0, (BATCH, ROWS)) for t in (q, k, v))
-    return lambda: launch(q, k, v, scales, EXTRAS if varlen else Extras())
+    extras = EXTRAS if varlen else Extras()
+    return lambda: launch(q, k, v, AttendTensors(*scales, *extras))
 
 
 CALLS = {

@@ -8,7 +8,7 @@ import os
 import torch
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.common.device import capability, is_nvidia
+from flashtile.backends.common.device import Target, capability, is_nvidia
 
 NAME = "portable"
 
@@ -20,23 +20,35 @@ def interpreting() -> bool:
 
 def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
+    return reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
+
+
+def reason_of_device(
+    device: torch.device | Target, computed: set[torch.dtype], explicit: bool
+) -> str | None:
+    """Why kernels that compute in these dtypes do not run on the device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if problem.device.type != "cuda":
+    if device.type != "cuda":
         if not interpreting():
-            return f"its kernels run on GPUs, not on {problem.device} (TRITON_INTERPRET=1 interprets them)"
-        if problem.device.type != "cpu":
-            return f"Triton's interpreter takes CPU tensors, not tensors on {problem.device}"
+            return f"its kernels run on GPUs, not on {device} (TRITON_INTERPRET=1 interprets them)"
+        if device.type != "cpu":
+            return f"Triton's interpreter takes CPU tensors, not tensors on {device}"
         if not explicit:
             return "Triton's interpreter is used on CPU tensors only when backend='portable' asks for it"
-    if problem.device.type == "cpu" and problem.dtype == torch.bfloat16:
-        return "Triton's interpreter cannot multiply bfloat16: it takes the bits for integers"
-    if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it computes in float16, bfloat16 or float32, not {problem.dtype}"
-    if problem.dtype == torch.bfloat16 and is_nvidia(problem.device):
-        major, minor = capability(problem.device)
+        if torch.bfloat16 in computed:
+            return "Triton's interpreter cannot multiply bfloat16: it takes the bits for integers"
+    elif torch.bfloat16 in computed and is_nvidia(device):
+        major, minor = capability(device)
         if major < 8:
-            return f"bfloat16 needs compute capability 8.0, {problem.device} has {major}.{minor}"
+            return f"bfloat16 needs compute capability 8.0, {device} has {major}.{minor}"
+    return None
+
+
+def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
+    """Why it does not take one of these dtypes; None if it takes all."""
+    for dtype in dtypes - {torch.float16, torch.bfloat16, torch.float32}:
+        return f"it computes in float16, bfloat16 or float32, not {dtype}"
     return None
 
 

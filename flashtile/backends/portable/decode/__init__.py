@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import torch
-
 from flashtile.backends import portable
 from flashtile.decode.problem import FP8, AppendProblem, CombineProblem, CopyProblem, DecodeProblem
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def reason_against(
     problem: DecodeProblem | AppendProblem | CombineProblem | CopyProblem, explicit: bool
 ) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    device = problem.device
-    if device.type != "cuda":
-        if not portable.interpreting():
-            return f"its kernels run on GPUs, not on {device} (TRITON_INTERPRET=1 interprets them)"
-        if device.type != "cpu":
-            return f"Triton's interpreter takes CPU tensors, not tensors on {device}"
-        if not explicit:
-            return "Triton's interpreter is used on CPU tensors only when backend='portable' asks for it"
     dtypes = {getattr(problem, name, problem.dtype) for name in ("dtype", "cache_dtype")}
-    if device.type == "cpu" and torch.bfloat16 in dtypes and not isinstance(problem, CopyProblem):
-        return "Triton's interpreter cannot compute in bfloat16: it takes the bits for integers"
-    for dtype in dtypes:
-        if dtype not in (*DTYPES, FP8):
-            return f"it computes in float16, bfloat16 or float32, not {dtype}"
-    return None
+    computed = set() if isinstance(problem, CopyProblem) else dtypes  # a copy moves bits
+    reason = portable.reason_of_device(problem.device, computed, explicit)
+    return reason or portable.reason_of_dtypes(dtypes - {FP8})
 
 
 def configure_decode(problem: DecodeProblem):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -17,20 +16,8 @@ NATIVE_CAPABILITY = (8, 9)
 
 def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    device = problem.device
-    if device.type != "cuda":
-        if not portable.interpreting():
-            return f"its kernels run on GPUs, not on {device} (TRITON_INTERPRET=1 interprets them)"
-        if device.type != "cpu":
-            return f"Triton's interpreter takes CPU tensors, not tensors on {device}"
-        if not explicit:
-            return "Triton's interpreter is used on CPU tensors only when backend='portable' asks for it"
-        dtype = problem.dtype if isinstance(problem, QuantizeProblem) else problem.out_dtype
-        if dtype == torch.bfloat16:
-            return "Triton's interpreter cannot compute in bfloat16: it takes the bits for integers"
-    return None
+    computed = problem.dtype if isinstance(problem, QuantizeProblem) else problem.out_dtype
+    return portable.reason_of_device(problem.device, {computed}, explicit)
 
 
 def is_native(device: torch.device | Target) -> bool:

@@ -48,7 +48,7 @@ def attention(
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
     if cu_seqlens_q is None and (seqused_k is None or problem.batch == 0):
-        return _dense(q, k, v, alibi_slopes, sink, problem, round_p)
+        return _one_problem(q, k, v, alibi_slopes, sink, problem, round_p)
 
     outs, lses = [], []
     for b in range(problem.batch):
@@ -61,7 +61,7 @@ def attention(
         )
         if seqused_k is not None:
             one_k, one_v = one_k[:, : seqused_k[b]], one_v[:, : seqused_k[b]]
-        out, lse = _dense(one_q, one_k, one_v, slopes, sink, problem, round_p)
+        out, lse = _one_problem(one_q, one_k, one_v, slopes, sink, problem, round_p)
         outs.append(out)
         lses.append(lse)
     if cu_seqlens_q is None:
@@ -72,60 +72,107 @@ def attention(
     return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
 
 
+def standard(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    *,
+    hidden: Tensor | None = None,
+    empty: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    round_p: Callable[[Tensor], Tensor] | None = None,
+    lse_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of softmax(q k^T) v with every score in memory. What is not asked for is not computed.
+
+    Args:
+        q: (..., heads_q, seqlen_q, head_dim), heads before rows as for matrix products.
+        k, v: (..., heads_kv, seqlen_k, head_dim), in the dtype of q; each head serves heads_q / heads_kv.
+        softmax_scale: multiplies q.
+        hidden: bool, broadcast to the scores (..., heads_q, seqlen_q, seqlen_k): True for keys not seen.
+        empty: bool, broadcast to (..., heads_q, seqlen_q, 1): True for rows that see no key, whose out is 0
+            and lse -inf. None: there are none.
+        bias: added to the scores after the soft-cap.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0 turns it off.
+        sink: (heads_q,), a score that every row sees and that has no value.
+        round_p: what becomes of the probabilities before they meet v; lse does not see it.
+        lse_dtype: that of lse; None: no lse.
+    """
+    group_size = q.shape[-3] // max(1, k.shape[-3])
+    if group_size > 1:
+        k, v = (t.repeat_interleave(group_size, -3) for t in (k, v))
+    scores = (q * softmax_scale) @ k.transpose(-2, -1)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, -torch.inf)
+    if sink is not None:  # one more key
+        column = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        if empty is not None:
+            empty = empty & (column == -torch.inf)
+            column = column.masked_fill(empty, 0.0)
+        scores = torch.cat([scores, column], -1)
+    probabilities = torch.softmax(scores, -1)
+    if empty is not None:  # a softmax over nothing is NaN
+        probabilities = probabilities.masked_fill(empty, 0.0)
+    if round_p is not None:
+        probabilities = round_p(probabilities)
+    out = (probabilities if sink is None else probabilities[..., :-1]) @ v
+    if lse_dtype is None:
+        return out, None
+    lse = torch.logsumexp(scores.to(lse_dtype), -1)
+    return out, lse if empty is None else lse.masked_fill(empty.squeeze(-1), -torch.inf)
+
+
 def visible(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int, device=None) -> Tensor:
     """(seqlen_q, seqlen_k) bool: which key each query sees, aligned to the bottom right; -1 is unlimited."""
-    distance = _distance(seqlen_q, seqlen_k, device)
-    seen = torch.ones_like(distance, dtype=torch.bool)
+    offset = distance(seqlen_q, seqlen_k, device)
+    seen = torch.ones_like(offset, dtype=torch.bool)
     if window_left >= 0:
-        seen &= distance >= -window_left
+        seen &= offset >= -window_left
     if window_right >= 0:
-        seen &= distance <= window_right
+        seen &= offset <= window_right
     return seen
 
 
-def _distance(seqlen_q: int, seqlen_k: int, device) -> Tensor:
-    """Key position minus the query's own position, (seqlen_q, seqlen_k)."""
+def distance(seqlen_q: int, seqlen_k: int, device=None) -> Tensor:
+    """(seqlen_q, seqlen_k): key position minus the query's own position, aligned to the bottom right."""
     rows = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     return torch.arange(seqlen_k, device=device)[None, :] - rows
+
+
+def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
+    """(..., heads, seqlen_q, seqlen_k) of slopes (..., heads): what ALiBi adds to the scores, in ``dtype``."""
+    wide = torch.promote_types(dtype, torch.float32)
+    offsets = distance(seqlen_q, seqlen_k, slopes.device).abs()
+    return -(slopes.to(wide)[..., None, None] * offsets).to(dtype)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _dense(
+def _one_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    alibi_slopes: Tensor | None,
+    slopes: Tensor | None,
     sink: Tensor | None,
     problem: Problem,
     round_p: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    k, v = (t.repeat_interleave(problem.group_size, dim=2) for t in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q * problem.softmax_scale, k)
-    if problem.softcap > 0:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    seqlen_q, seqlen_k = scores.shape[-2:]
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(_lse_dtype(q)).reshape(-1, problem.num_heads_q, 1, 1)
-        scores = scores - (slopes * _distance(seqlen_q, seqlen_k, q.device).abs()).to(scores.dtype)
-    seen = visible(seqlen_q, seqlen_k, problem.window_left, problem.window_right, q.device)
-    # A row that sees nothing would be a softmax over nothing: give it finite scores, then zero its output.
-    empty = ~seen.any(-1, keepdim=True)
-    if sink is not None:
-        sink = sink.to(scores.dtype)[None, :, None, None]  # a key that every row sees
-        empty = empty & (sink == -torch.inf)
-    scores = scores.masked_fill(~(seen | empty), -torch.inf)
-    if sink is not None:
-        column = sink.expand(*scores.shape[:-1], 1).masked_fill(empty, 0.0)
-        scores = torch.cat([scores, column], dim=-1)
-    if scores.shape[-1] == 0:
-        probabilities = scores
-    else:
-        probabilities = torch.softmax(scores, dim=-1).masked_fill(empty, 0.0)
-    if round_p is not None:
-        probabilities = round_p(probabilities)
-    out = torch.einsum("bhqk,bkhd->bqhd", probabilities[..., :seqlen_k], v)
-    lse = torch.logsumexp(scores.to(_lse_dtype(q)), dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
-    return out, lse
+    """(out, lse) of dense q, k, v (batch, seqlen, heads, head_dim) with the options of ``problem``."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    seen = visible(q.shape[2], k.shape[2], problem.window_left, problem.window_right, q.device)
+    bias = None if slopes is None else alibi_bias(slopes, q.shape[2], k.shape[2], q.dtype)
+    out, lse = standard(
+        q, k, v, problem.softmax_scale, hidden=~seen, empty=~seen.any(-1, keepdim=True), bias=bias,
+        softcap=problem.softcap, sink=sink, round_p=round_p, lse_dtype=_lse_dtype(q),
+    )  # fmt: skip
+    assert lse is not None
+    return out.transpose(1, 2), lse

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashtile.decode.addresses import destinations, new_tokens
 from flashtile.decode.problem import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
 from flashtile.decode.rotary import rotate
+from flashtile.reference import alibi_bias, standard, visible
 
 
 def attention_with_kvcache(
@@ -86,27 +87,23 @@ def attention_with_kvcache(
         k_b = sequence(k_cache, b, length, tensors_b, k_descale, compute)
         v_b = sequence(v_cache, b, length, tensors_b, v_descale, compute)
         seqlen_q, seqlen_k = mine.stop - mine.start, k_b.shape[0]
-        offset = seqlen_k - seqlen_q
-        distance = (
-            torch.arange(seqlen_k, device=q.device)
-            - torch.arange(seqlen_q, device=q.device)[:, None]
-            - offset
-        )
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if left >= 0:
-            seen &= distance >= -left
-        if right >= 0:
-            seen &= distance <= right
+        seen = visible(seqlen_q, seqlen_k, left, right, q.device)
         if tree_mask is not None:
             mask = tree_mask if tree_mask.dim() == 2 else tree_mask[min(b, tree_mask.shape[0] - 1)]
             tree = min(seqlen_q, seqlen_k)
             seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
         if cache_leftpad is not None:
             seen[:, : int(cache_leftpad[b])] = False
-        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
-        out[mine], lse[:, mine] = _attend(
-            rows[mine].to(compute), k_b, v_b, seen, distance, scale, softcap, slopes, sink, lse_dtype
-        )
+        bias = None
+        if alibi_slopes is not None:
+            slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
+            bias = alibi_bias(slopes, seqlen_q, seqlen_k, compute)
+        out_b, lse_b = standard(
+            *(t.transpose(0, 1) for t in (rows[mine].to(compute), k_b, v_b)), scale, hidden=~seen,
+            empty=~seen.any(-1, keepdim=True), bias=bias, softcap=softcap, sink=sink, lse_dtype=lse_dtype,
+        )  # fmt: skip
+        assert lse_b is not None
+        out[mine], lse[:, mine] = out_b.transpose(0, 1), lse_b
     if varlen:
         return out, lse, k_cache, v_cache
     unflat = (batch, q.shape[1])
@@ -183,33 +180,3 @@ def sequence(
         if descale is not None and descale.dim() == 2:
             factor = descale[blocks].repeat_interleave(page_size, 0)[:length]
     return tokens if factor is None else (tokens * factor.to(wide).unsqueeze(-1)).to(dtype)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    distance: Tensor,
-    scale: float,
-    softcap: float,
-    slopes: Tensor | None,
-    sink: Tensor | None,
-    lse_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (seqlen_q, heads_q, head_dim) over k and v (seqlen_k, heads_kv, ...)."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q * scale, k)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if slopes is not None:
-        scores = scores - (slopes.to(lse_dtype)[:, None, None] * distance.abs()).to(scores.dtype)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sink is not None:  # a key more, in front, whose value is 0
-        scores = torch.cat([sink.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1), scores], -1)
-        v = torch.cat([v.new_zeros((1, *v.shape[1:])), v])
-    empty = ~(scores > -torch.inf).any(-1)
-    lse = torch.logsumexp(scores.to(lse_dtype), -1).masked_fill(empty, -torch.inf)
-    probabilities = torch.softmax(scores, -1).masked_fill(empty[..., None], 0.0)
-    return torch.einsum("hqk,khd->qhd", probabilities, v), lse

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile import flash_attn_func
+from flashtile import flash_attn_func, reference
+from flashtile.problem import UNLIMITED
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q, k, v) -> out, each (batch, seqlen, heads, head_dim): causal, aligned to the bottom right."""
@@ -25,9 +26,8 @@ def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> T
     """
     if hidden is None:
         hidden = later_keys(q.shape[1], k.shape[1], q.device)
-    q, k, v = q.transpose(1, 2) * q.shape[-1] ** -0.5, k.transpose(1, 2), v.transpose(1, 2)
-    scores = q @ k.transpose(-2, -1)
-    return (torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1) @ v).transpose(1, 2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return reference.standard(q, k, v, q.shape[-1] ** -0.5, hidden=hidden)[0].transpose(1, 2)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def later_keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """(seqlen_q, seqlen_k) bool: the keys that a causal query must not see."""
-    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device).triu(1 + seqlen_k - seqlen_q)
+    return ~reference.visible(seqlen_q, seqlen_k, UNLIMITED, 0, device)
 
 
 ATTENTIONS: dict[str, Attention] = {"flashtile": flashtile, "standard": standard, "sdpa": sdpa}

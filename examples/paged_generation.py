@@ -33,9 +33,9 @@ from flashtile.demo.generation import (
 )
 from flashtile.demo.huggingface import load_llama
 from flashtile.demo.llama import Llama, LlamaConfig
-from flashtile.demo.setting import choose_device
 from flashtile.demo.training import DTYPES, TrainingConfig, fit
 from flashtile.kv_cache import OutOfBlocksError, PagedKVCache
+from flashtile.machine import find_device
 
 PROMPTS = [
     "class Reader:\n    def __init__(self, stream, errors='strict'):\n        ",
@@ -95,7 +95,7 @@ def main(
     if not all(prompt or PROMPTS):
         raise typer.BadParameter("prompt must not be empty")
     try:
-        place = choose_device(device)
+        place = find_device(device)
         if model is None:
             llama: Llama = small_llama(checkpoint, steps, seed, place, console)
             text: Text = Bytes()

@@ -20,7 +20,6 @@ from rich.console import Console
 from flashtile.demo.attention import ATTENTIONS
 from flashtile.demo.corpus import python_library
 from flashtile.demo.model import PRESETS, GPTConfig
-from flashtile.demo.setting import choose_device
 from flashtile.demo.training import (
     DTYPES,
     TrainingConfig,
@@ -31,6 +30,7 @@ from flashtile.demo.training import (
     train,
     validate,
 )
+from flashtile.machine import find_device
 
 PROMPT = "class Reader:\n    def __init__(self"
 
@@ -88,8 +88,7 @@ def main(
         loss = validate(model, corpus, config)
         written = generate(model, prompt.encode(), sample, config).decode(errors="replace") if sample else ""
     console.print(
-        f"{result.parameters:,} parameters, {result.tokens_per_second:,.0f} tokens/s, "
-        f"{result.seconds:.1f} s"
+        f"{result.parameters:,} parameters, {result.tokens_per_second:,.0f} tokens/s, {result.seconds:.1f} s"
     )
     console.print(f"validation loss {loss:.4f} nats a byte = {bits_per_byte(loss):.3f} bits a byte")
     if sample:
@@ -106,7 +105,7 @@ def configure(
     """The device's default, with the preset ``size`` and every option that is not None put in."""
     if size is not None and size not in PRESETS:
         raise ValueError(f"size must be one of {', '.join(PRESETS)}, got {size!r}")
-    config = default_config(choose_device(device))
+    config = default_config(find_device(device))
     shape: GPTConfig = config.model if size is None else PRESETS[size]
     return replace(config, model=replace(shape, **_given(model)), **_given(chosen))
 

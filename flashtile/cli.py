@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -26,11 +27,24 @@ def application() -> Any:
 
 
 def main() -> None:
-    """Run the command line; without its extras, say how to install them."""
+    """Run the command line. Bad input is one line and exit code 2; missing extras say how to install them."""
     try:
         app = application()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
             raise
         sys.exit(f"flashtile: the command line needs {error.name}: pip install 'flashtile[cli]'")
-    app()
+    if not sys.argv[1:]:
+        app()
+    try:
+        code = app(standalone_mode=False)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        # Typer's exceptions come from Click, or since 0.25 from a copy of Click without a public name.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            print(f"flashtile: {' '.join(error.format_message().split())}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        raise
+    sys.exit(code)

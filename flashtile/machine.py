@@ -76,6 +76,35 @@ def source_commit() -> dict[str, Any] | None:
     return None if commit is None else {"commit": commit, "dirty": changes is None or changes != ""}
 
 
+def free_memory() -> int | None:
+    """Bytes of main memory that a new process could get without swapping; None where the system is silent."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name, a GPU with its index; None is the first GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: not the name of a device that is here.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device must be cuda, cuda:N or cpu, got {name!r}")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"device {name!r} is not here: torch finds {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
 def _driver_version() -> str | None:
     if not torch.cuda.is_available():
         return None

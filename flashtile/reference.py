@@ -129,9 +129,16 @@ def standard(
     return out, lse if empty is None else lse.masked_fill(empty.squeeze(-1), -torch.inf)
 
 
-def visible(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int, device=None) -> Tensor:
-    """(seqlen_q, seqlen_k) bool: which key each query sees, aligned to the bottom right; -1 is unlimited."""
-    offset = distance(seqlen_q, seqlen_k, device)
+def visible(
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int,
+    window_right: int,
+    device=None,
+    position: int | None = None,
+) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: which key each query sees; -1 is unlimited, ``position`` as below."""
+    offset = distance(seqlen_q, seqlen_k, device, position)
     seen = torch.ones_like(offset, dtype=torch.bool)
     if window_left >= 0:
         seen &= offset >= -window_left
@@ -140,14 +147,19 @@ def visible(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int, d
     return seen
 
 
-def distance(seqlen_q: int, seqlen_k: int, device=None) -> Tensor:
-    """(seqlen_q, seqlen_k): key position minus the query's own position, aligned to the bottom right."""
-    rows = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
-    return torch.arange(seqlen_k, device=device)[None, :] - rows
+def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = None) -> Tensor:
+    """(seqlen_q, seqlen_k): key position minus the query's own.
+
+    The first query stands at key ``position``; None aligns the last query with the last key.
+    """
+    first = seqlen_k - seqlen_q if position is None else position
+    return (
+        torch.arange(seqlen_k, device=device) - torch.arange(first, first + seqlen_q, device=device)[:, None]
+    )
 
 
 def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
-    """(..., heads, seqlen_q, seqlen_k) of slopes (..., heads): what ALiBi adds to the scores, in ``dtype``."""
+    """(..., heads, seqlen_q, seqlen_k) in ``dtype``: what ALiBi with slopes (..., heads) adds to scores."""
     wide = torch.promote_types(dtype, torch.float32)
     offsets = distance(seqlen_q, seqlen_k, slopes.device).abs()
     return -(slopes.to(wide)[..., None, None] * offsets).to(dtype)

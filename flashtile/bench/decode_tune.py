@@ -1,4 +1,4 @@
-"""Offline search for the decoding kernels' tiles: ``python -m flashtile.bench.decode_tune -w 1x8192-32/8``.
+"""Offline search for the decoding kernels' tiles: ``python -m flashtile.bench.decode_tune -w decode-grid``.
 
 Every candidate is timed as the benchmark times calls: cold, and in a graph over rotating caches. Rows that
 win go into ``flashtile/backends/portable/decode/config.py``.
@@ -20,29 +20,30 @@ from torch import Tensor
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.portable.decode.config import DecodeConfig, choose
 from flashtile.backends.portable.decode.launch import DecodeLaunch
-from flashtile.bench.decode import capture, check, time_replays
-from flashtile.bench.decode_workloads import DecodeInputs, DecodeWorkload, make_inputs, select
-from flashtile.bench.runner import time_call
+from flashtile.bench.gate import Oracle
+from flashtile.bench.inputs import Inputs, make_inputs
+from flashtile.bench.timing import capture, median_time, replay_time
+from flashtile.bench.workloads import Workload, select
 from flashtile.decode.problem import CacheTensors, DecodeOptions, DecodeProblem
 
 SHARED_LIMIT = 227 * 1024
 
 
-def describe(workload: DecodeWorkload, inputs: DecodeInputs) -> tuple[DecodeProblem, CacheTensors]:
+def describe(workload: Workload, inputs: Inputs) -> tuple[DecodeProblem, CacheTensors]:
     """The problem of a workload's call, and its tensors beside q and the caches."""
     tensors = CacheTensors(
         cache_seqlens=inputs.cache_seqlens,
         block_table=inputs.block_tables[0] if inputs.block_tables else None,
         **inputs.descales,
     )
-    options = DecodeOptions(causal=workload.seqlen_q > 1)
-    return DecodeProblem.from_tensors(inputs.q, inputs.k_cache, inputs.v_cache, tensors, options), tensors
+    options = DecodeOptions(causal=workload.causal)
+    return DecodeProblem.from_tensors(inputs.q, inputs.k, inputs.v, tensors, options), tensors
 
 
-def candidates(workload: DecodeWorkload, chosen: DecodeConfig) -> Iterator[DecodeConfig]:
+def candidates(workload: Workload, chosen: DecodeConfig) -> Iterator[DecodeConfig]:
     """The tile in the table, then others that about fit the shared memory of a multiprocessor."""
     yield chosen
-    row_bytes = workload.bytes_per_token // workload.num_heads_kv
+    row_bytes = 2 * workload.head_dim * workload.cache_dtype.itemsize
     for BLOCK_N, num_warps, num_stages, programs_per_sm in itertools.product(
         (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (1, 2, 3)
     ):
@@ -55,29 +56,26 @@ def candidates(workload: DecodeWorkload, chosen: DecodeConfig) -> Iterator[Decod
             yield candidate
 
 
-def time_candidate(
-    workload: DecodeWorkload, inputs: DecodeInputs, config: DecodeConfig, rep: float
-) -> dict[str, Any]:
+def time_candidate(workload: Workload, inputs: Inputs, config: DecodeConfig, rep: float) -> dict[str, Any]:
     """Microseconds of one candidate, or why it has none."""
     problem, tensors = describe(workload, inputs)
     launch = DecodeLaunch(problem, config)
 
     def call(table: Tensor | None) -> Tensor:
-        given = tensors._replace(block_table=table)
-        return launch(inputs.q, inputs.k_cache, inputs.v_cache, given)[0]
+        return launch(inputs.q, inputs.k, inputs.v, tensors._replace(block_table=table))[0]
 
-    tables: list[Tensor | None] = list(inputs.block_tables) or [None]
+    calls = [partial(call, table) for table in inputs.block_tables or (None,)]
     try:
-        wrong = check(workload, inputs, tables[0], call(tables[0]))
-        if wrong:
-            return {"refused": wrong}
-        graph = capture(call, tables)
+        (found,) = Oracle(workload, inputs, gradients=False).check({"out": calls[0]()})
+        if not found.holds:
+            return {"refused": str(found)}
+        graph = capture(calls)
     except Exception as error:  # what does not fit this device
         return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     device = inputs.q.device
     return {
-        "cold_us": time_call(partial(call, tables[0]), rep, device) * 1e3,
-        "graph_us": time_replays(graph, rep) * 1e3 / len(tables),
+        "cold_us": median_time(calls[0], rep, device) * 1e3,
+        "graph_us": replay_time(graph, rep) * 1e3 / len(calls),
     }
 
 
@@ -89,7 +87,7 @@ def main(
     """Time tiles of the decoding kernel on the GPU of this machine, the fastest first."""
     found: list[dict[str, Any]] = []
     for one in select(workload):
-        inputs = make_inputs(one, "cuda", one.copies if one.page_size else 1)
+        inputs = make_inputs(one, "cuda")
         rows = []
         for config in candidates(one, choose(describe(one, inputs)[0])):
             tile = config.tile
@@ -101,7 +99,7 @@ def main(
             if "refused" in row:
                 typer.echo(f"  {row['tile']} {row['refused'][:100]}")
                 continue
-            speed = one.bytes / row["graph_us"] / 1e6
+            speed = one.bytes() / row["graph_us"] / 1e6
             first = " (the table's)" if row is rows[0] else ""
             typer.echo(
                 f"  {row['tile']} cold {row['cold_us']:.1f} us, graph {row['graph_us']:.1f} us, "

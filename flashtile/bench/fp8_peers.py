@@ -6,17 +6,14 @@ before timing but where the name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashtile import fp8
-from flashtile.bench import peers
-from flashtile.bench.peers import Call, FlashAttention, Flashtile, Peer, offsets
-from flashtile.bench.workloads import Inputs, Workload
+from flashtile.bench.inputs import Inputs
+from flashtile.bench.peers import Call, FlashAttention, Flashtile, first_of, options
+from flashtile.bench.workloads import Workload
 from flashtile.fp8.layout import E4M3, E4M3_MAX
 from flashtile.problem import UNLIMITED
 
@@ -27,20 +24,20 @@ class Quantized(Flashtile):
     """flashtile's attention over tensors that were quantised before, by block, with the transform."""
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
-        done = [
-            fp8.quantize(
-                x,
-                role,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=None if cu_seqlens is None else longest,
-            )
-            for x, role, cu_seqlens, longest in (
-                (inputs.q, "q", inputs.cu_seqlens_q, workload.seqlen_q),
-                (inputs.k, "k", inputs.cu_seqlens_k, workload.seqlen_k),
-                (inputs.v, "v", inputs.cu_seqlens_k, workload.seqlen_k),
-            )
+        given = options(workload, inputs)
+        sides = {
+            side: {
+                "cu_seqlens": given.pop(f"cu_seqlens_{side}"),
+                "max_seqlen": given.pop(f"max_seqlen_{side}"),
+            }
+            for side in ("q", "k")
+            if workload.varlen
+        }
+        quantized = [
+            fp8.quantize(x, role, **sides.get(side, {}))
+            for x, role, side in ((inputs.q, "q", "q"), (inputs.k, "k", "k"), (inputs.v, "v", "k"))
         ]
-        attend = partial(fp8.attention, *done, **_options(workload), backend=self._backend)
+        attend = partial(fp8.attention, *quantized, **given, backend=self._backend)
         return Call(lambda q, k, v: attend())
 
 
@@ -52,8 +49,7 @@ class Quantizing(Flashtile):
         self.name = self.name.replace("flashtile", FROM_BF16)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
-        options = _options(workload) | (offsets(workload, inputs) if workload.varlen else {})
-        return Call(partial(fp8.attention, **options, backend=self._backend))
+        return Call(partial(fp8.attention, **options(workload, inputs), backend=self._backend))
 
 
 class InBf16(Flashtile):
@@ -80,7 +76,7 @@ class FlashAttention3(FlashAttention):
         names = ("q_descale", "k_descale", "v_descale")
         descales = {name: scale.expand(batch, -1) for name, scale in zip(names, scales, strict=True)}
         attend = partial(self.function(workload, inputs), *values, **descales)
-        return Call(lambda q, k, v: peers.first_of(attend()))
+        return Call(lambda q, k, v: first_of(attend()))
 
 
 def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
@@ -89,22 +85,3 @@ def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
     others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
     scale = groups.abs().amax(others) / E4M3_MAX
     return (groups / scale[:, None, None]).to(E4M3).flatten(-3, -2), scale
-
-
-def contestants(names: Sequence[str], backends: Sequence[str], device: torch.device) -> list[Peer]:
-    """As :func:`flashtile.bench.peers.contestants`, for workloads in e4m3."""
-    return peers.contestants(
-        names,
-        backends,
-        device,
-        ours=lambda backend: [Quantized(backend), Quantizing(backend)],
-        others=lambda: [InBf16(), FlashAttention3()],
-    )
-
-
-def _options(workload: Workload) -> dict[str, Any]:
-    return {
-        "causal": workload.causal,
-        "window_size": (workload.window_left, UNLIMITED),
-        "softcap": workload.softcap,
-    }

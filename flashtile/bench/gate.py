@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from flashtile import testing
-from flashtile.bench.workloads import Inputs, Workload
-from flashtile.problem import UNLIMITED
+from flashtile import reference, testing
+from flashtile.bench.inputs import Inputs
+from flashtile.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
@@ -47,7 +46,7 @@ class Oracle:
     """Exact results of a workload on a sample of heads, and plain PyTorch's in the dtype of the inputs."""
 
     def __init__(self, workload: Workload, inputs: Inputs, gradients: bool) -> None:
-        self._workload = workload
+        self._workload, self._inputs = workload, inputs
         self.heads = sample_heads(workload, inputs.q.device.type)
         """The heads that are compared."""
         wide = torch.float32 if workload.torch_dtype.itemsize < 4 else torch.float64
@@ -71,7 +70,7 @@ class Oracle:
             if not torch.isfinite(result).all():
                 raise ArithmeticError(f"{name} holds infinities or NaN")
             side = 0 if name in ("out", "dq") else 1
-            sample = torch.cat([self._slice(result, head, side).flatten() for head in self.heads])
+            sample = torch.cat([self._head(result, head, side).flatten() for head in self.heads])
             exact, plain = self._exact[name], self._plain[name].to(sample.dtype)
             comparisons.append(
                 testing.compare(
@@ -91,25 +90,20 @@ class Oracle:
         values = exact.double()
         return relative * values.abs().max().item(), relative * values.square().mean().sqrt().item()
 
-    def _slice(self, tensor: Tensor, head: Head, side: int) -> Tensor:
+    def _head(self, tensor: Tensor, head: Head, side: int) -> Tensor:
         """(seqlen, query heads of the group or 1, head_dim) of one head; side 0 is queries, 1 keys."""
-        workload = self._workload
-        group = workload.group_size if side == 0 else 1
-        columns = slice(head.kv_head * group, (head.kv_head + 1) * group)
-        if not workload.varlen:
-            return tensor[head.sequence, :, columns]
-        offsets = list(accumulate((pair[side] for pair in workload.sequences), initial=0))
-        return tensor[offsets[head.sequence] : offsets[head.sequence + 1], columns]
+        rows = (self._inputs.rows_of, self._inputs.keys_of)[side](tensor, head.sequence)
+        group = self._workload.group_size if side == 0 else 1
+        return rows[:, head.kv_head * group : (head.kv_head + 1) * group]
 
     def _compute(self, inputs: Inputs, dtype: torch.dtype, gradients: bool) -> dict[str, Tensor]:
         names = RESULTS if gradients else RESULTS[:1]
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         for head in self.heads:
-            q, dout = (self._slice(t, head, 0).to(dtype) for t in (inputs.q, inputs.dout))
-            k, v = (self._slice(t, head, 1).to(dtype)[:, 0] for t in (inputs.k, inputs.v))
-            for name, result in zip(
-                names, _attend_head(self._workload, q, k, v, dout, gradients), strict=True
-            ):
+            q, dout = (self._head(t, head, 0).to(dtype) for t in (inputs.q, inputs.dout))
+            k, v = (inputs.keys_of(t, head.sequence)[:, head.kv_head].to(dtype) for t in (inputs.k, inputs.v))
+            results = _attend_head(self._workload, q, k, v, dout, gradients)
+            for name, result in zip(names, results, strict=True):
                 parts[name].append(result.flatten())
         return {name: torch.cat(results) for name, results in parts.items()}
 
@@ -166,19 +160,13 @@ def _attend_head(
 
 
 def _attend_rows(workload: Workload, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-    """Standard attention of some query rows, the first of which is at ``position`` among the keys."""
-    scores = torch.einsum("rgd,kd->grk", q * workload.head_dim**-0.5, k)
-    if workload.softcap:
-        scores = workload.softcap * torch.tanh(scores / workload.softcap)
-    distance = torch.arange(k.shape[0], device=q.device) - torch.arange(
-        position, position + q.shape[0], device=q.device
-    ).unsqueeze(1)
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if workload.causal:
-        hidden |= distance > 0
-    if workload.window_left != UNLIMITED:
-        hidden |= distance < -workload.window_left
-    empty = hidden.all(-1, keepdim=True)
-    scores = scores.masked_fill(hidden & ~empty, -torch.inf)
-    probabilities = torch.softmax(scores, -1).masked_fill(empty, 0.0)
-    return torch.einsum("grk,kd->rgd", probabilities, v)
+    """(rows, group, head_dim) of some query rows, the first of which stands at key ``position``."""
+    rows, group = q.shape[:2]
+    window = (workload.window_left, workload.window_right)
+    seen = reference.visible(rows, k.shape[0], *window, q.device, position)
+    hidden = ~seen.repeat_interleave(group, 0)  # the heads of a group share their keys: so many more rows
+    out, _ = reference.standard(
+        q.flatten(0, 1)[None], k[None], v[None], workload.head_dim**-0.5, hidden=hidden,
+        empty=hidden.all(-1, keepdim=True), softcap=workload.softcap,
+    )  # fmt: skip
+    return out[0].unflatten(0, (rows, group))

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile import reference
+from flashtile import machine, reference
 from flashtile.attn import functional
-from flashtile.bench.workloads import Inputs, Workload
+from flashtile.bench.inputs import Inputs
+from flashtile.bench.workloads import Workload
 from flashtile.problem import UNLIMITED
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,11 +36,13 @@ class Call:
         attend: (q, k, v) -> out, in the contestant's layout.
         enter: a context to run it in; entered around the timed region, not in it.
         heads_first: the layout is (batch, heads, seqlen, head_dim), batch 1 for variable length.
+        copies: ``attend`` over each copy of the inputs, which a CUDA graph rotates over; () is one copy.
     """
 
     attend: Attend
     enter: Callable[[], AbstractContextManager] = nullcontext
     heads_first: bool = False
+    copies: tuple[Attend, ...] = ()
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """The contestant's view of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
@@ -56,24 +58,33 @@ class Call:
         return tensor[0] if like.dim() == 3 else tensor
 
 
-class Peer(Protocol):
-    """What the runner needs of a contestant."""
+class Peer:
+    """A contestant: why it cannot run, what it refuses, and how it is called."""
 
     name: str
-    ours: bool
+    ours = False
     """Whether it is flashtile, which the others are compared with."""
+    device_type: str | None = None
+    """What it runs on; None is anything."""
+    needs: tuple[str, str] | None = None
+    """(module, name) that must be there."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why it cannot run on this device; None if it can."""
+        if self.device_type not in (None, device.type):
+            return f"runs on {self.device_type}, not on {device.type}"
+        return None if self.needs is None else _import_error(*self.needs)
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         """Why it does not take a workload; None if it does, or if only trying will tell."""
+        return None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         """Everything that is not timed."""
+        raise NotImplementedError
 
 
-class Flashtile:
+class Flashtile(Peer):
     """flashtile: the backend that dispatch chooses, or one asked for by name."""
 
     ours = True
@@ -82,33 +93,17 @@ class Flashtile:
         self.name = "flashtile" if backend is None else f"flashtile:{backend}"
         self._backend = backend
 
-    def unavailable(self, device: torch.device) -> str | None:
-        return None
-
-    def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        return None
-
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
-        options: dict[str, Any] = {
-            "causal": workload.causal,
-            "window_size": (workload.window_left, UNLIMITED),
-            "softcap": workload.softcap,
-            "backend": self._backend,
-        }
-        if not workload.varlen:
-            return Call(partial(functional.flash_attn_func, **options))
-        return Call(partial(functional.flash_attn_varlen_func, **offsets(workload, inputs), **options))
+        function = functional.flash_attn_varlen_func if workload.varlen else functional.flash_attn_func
+        return Call(partial(function, **options(workload, inputs), backend=self._backend))
 
 
-class Standard:
+class Standard(Peer):
     """Standard attention, as models wrote it before: every score stored, in the dtype of the inputs."""
 
-    name, ours = "standard", False
+    name = "standard"
     STORED_COPIES = 5
     """Scores, masked scores, probabilities and, backward, the gradients of two of them."""
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return None
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -116,54 +111,39 @@ class Standard:
         scores = max(seqlen_q * seqlen_k for seqlen_q, seqlen_k in workload.sequences) * workload.num_heads_q
         scores *= 1 if workload.varlen else workload.batch
         needed = scores * workload.torch_dtype.itemsize * self.STORED_COPIES
-        available = _available_memory()
+        available = machine.free_memory()
         if available is not None and needed > available / 2:
             return f"needs about {needed >> 20} MiB, more than half of the free {available >> 20} MiB"
         return None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
-        hidden = {
-            pair: None if _sees_all(workload) else ~_visible(workload, *pair, inputs.q.device)
-            for pair in set(workload.sequences)
+        attends = {
+            pair: _standard(workload, *pair, device=inputs.q.device) for pair in set(workload.sequences)
         }
         if workload.lengths is None:
-            (mask,) = hidden.values()
-            return Call(partial(_standard, workload=workload, hidden=mask), heads_first=True)
-        lengths_q, lengths_k = ([pair[side] for pair in workload.lengths] for side in (0, 1))
+            return Call(attends[workload.seqlen_q, workload.seqlen_k], heads_first=True)
+        lengths_q, lengths_k = zip(*workload.lengths, strict=True)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            pieces = zip(
-                workload.sequences,
-                q.split(lengths_q, 2),
-                k.split(lengths_k, 2),
-                v.split(lengths_k, 2),
-                strict=True,
-            )
-            return torch.cat(
-                [_standard(*qkv, workload=workload, hidden=hidden[pair]) for pair, *qkv in pieces], 2
-            )
+        def attend(*qkv: Tensor) -> Tensor:
+            lengths = (lengths_q, lengths_k, lengths_k)
+            pieces = zip(*(t.split(length, 2) for t, length in zip(qkv, lengths, strict=True)), strict=True)
+            found = zip(workload.sequences, pieces, strict=True)
+            return torch.cat([attends[pair](*piece) for pair, piece in found], 2)
 
         return Call(attend, heads_first=True)
 
 
-class Sdpa:
+class Sdpa(Peer):
     """torch's ``scaled_dot_product_attention`` held to one of its backends."""
 
-    ours = False
-
     def __init__(self, name: str, backend: str, device_type: str) -> None:
-        self.name = name
+        self.name, self.device_type = name, device_type
         self._backend = backend
-        self._device_type = device_type
 
     def unavailable(self, device: torch.device) -> str | None:
-        if device.type != self._device_type:
-            return f"runs on {self._device_type}, not on {device.type}"
-        from torch.nn.attention import SDPBackend
-
-        return (
-            None if hasattr(SDPBackend, self._backend) else f"torch {torch.__version__} has no such backend"
-        )
+        known = hasattr(torch.nn.attention.SDPBackend, self._backend)
+        missing = None if known else f"torch {torch.__version__} has no such backend"
+        return super().unavailable(device) or missing
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen:
@@ -177,23 +157,19 @@ class Sdpa:
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        options: dict[str, Any] = {"is_causal": workload.causal}
-        if workload.group_size > 1:
-            options["enable_gqa"] = True
-        attend = partial(torch.nn.functional.scaled_dot_product_attention, **options)
+        attend = partial(
+            torch.nn.functional.scaled_dot_product_attention,
+            is_causal=workload.causal, enable_gqa=workload.group_size > 1,
+        )  # fmt: skip
         backend = getattr(SDPBackend, self._backend)
         return Call(attend, enter=lambda: sdpa_kernel(backend), heads_first=True)
 
 
-class TorchVarlen:
+class TorchVarlen(Peer):
     """torch's own ``varlen_attn`` (2.10 and newer), for variable-length batches."""
 
-    name, ours = "torch-varlen", False
-
-    def unavailable(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"runs on cuda, not on {device.type}"
-        return _import_error("torch.nn.attention.varlen", "varlen_attn")
+    name, device_type = "torch-varlen", "cuda"
+    needs = ("torch.nn.attention.varlen", "varlen_attn")
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if not workload.varlen:
@@ -216,22 +192,16 @@ class TorchVarlen:
         return Call(lambda q, k, v: varlen_attn(q, k, v, *offsets, **options))
 
 
-class FlexAttention:
+class FlexAttention(Peer):
     """torch's FlexAttention compiled for each shape, masks as block masks built beforehand."""
 
-    name, ours = "flex", False
+    name = "flex"
+    needs = ("torch.nn.attention.flex_attention", "flex_attention")
 
     def __init__(self, compiled: bool = True) -> None:
         """Eager, it stores the scores and runs on any device."""
         self._compiled = compiled
-
-    def unavailable(self, device: torch.device) -> str | None:
-        if self._compiled and device.type != "cuda":
-            return f"is measured on cuda, not on {device.type}"
-        return _import_error("torch.nn.attention.flex_attention", "flex_attention")
-
-    def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        return None
+        self.device_type = "cuda" if compiled else None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         from torch.nn.attention import flex_attention as flex
@@ -255,23 +225,14 @@ class FlexAttention:
         return Call(partial(attend, **options), enter, heads_first=True)
 
 
-class FlashAttention:
+class FlashAttention(Peer):
     """Dao-AILab's packages: FlashAttention-2, -3 and -4, which differ in module, window and results."""
 
-    ours = False
+    device_type = "cuda"
 
     def __init__(self, name: str, module: str, unlimited: int | None) -> None:
-        self.name = name
-        self._module = module
-        self._unlimited = unlimited
-
-    def unavailable(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"runs on cuda, not on {device.type}"
-        return _import_error(self._module, "flash_attn_func")
-
-    def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        return None
+        self.name, self.needs = name, (module, "flash_attn_func")
+        self._module, self._unlimited = module, unlimited
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         attend = self.function(workload, inputs)
@@ -280,72 +241,23 @@ class FlashAttention:
     def function(self, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
         """The package's function with the workload's options."""
         module = importlib.import_module(self._module)
-        options: dict[str, Any] = {"causal": workload.causal}
-        if workload.window_left != UNLIMITED:
-            right = 0 if workload.causal else self._unlimited
-            options["window_size"] = (workload.window_left, right)
-        if workload.softcap:
-            options["softcap"] = workload.softcap
-        if workload.varlen:
-            return partial(module.flash_attn_varlen_func, **offsets(workload, inputs), **options)
-        return partial(module.flash_attn_func, **options)
+        given = options(workload, inputs)
+        if workload.window_left == UNLIMITED:
+            del given["window_size"]
+        else:
+            given["window_size"] = (workload.window_left, 0 if workload.causal else self._unlimited)
+        if not workload.softcap:
+            del given["softcap"]
+        return partial(module.flash_attn_varlen_func if workload.varlen else module.flash_attn_func, **given)
 
 
-def peers() -> tuple[Peer, ...]:
-    """Every peer, new: in the order of the tables."""
-    return (
-        Sdpa("sdpa-flash", "FLASH_ATTENTION", "cuda"),
-        Sdpa("sdpa-cudnn", "CUDNN_ATTENTION", "cuda"),
-        Sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", "cuda"),
-        Sdpa("sdpa-cpu", "FLASH_ATTENTION", "cpu"),
-        FlexAttention(),
-        TorchVarlen(),
-        FlashAttention("fa2", "flash_attn", UNLIMITED),
-        FlashAttention("fa3", "flash_attn_interface", UNLIMITED),
-        FlashAttention("fa4", "flash_attn.cute", None),
-        Standard(),
-    )
-
-
-def contestants(
-    names: Sequence[str],
-    backends: Sequence[str],
-    device: torch.device,
-    *,
-    ours: Callable[[str | None], Sequence[Peer]] = lambda backend: [Flashtile(backend)],
-    others: Callable[[], Sequence[Peer]] = peers,
-) -> list[Peer]:
-    """flashtile (or each of its backends that is named), then the peers.
-
-    Args:
-        names: of peers; empty takes all that are available on ``device``, ``["none"]`` none.
-        backends: of flashtile; empty lets dispatch choose for each call.
-        ours: flashtile with a backend.
-        others: the peers.
-
-    Raises:
-        ValueError: a name that no peer or backend has, or a named peer that cannot run here.
-    """
-    from flashtile.problem import PREFERENCE
-
-    known = {peer.name: peer for peer in others()} if list(names) != ["none"] else {}
-    for name in names if known else ():
-        if name not in known:
-            raise ValueError(f"peer must be one of {', '.join(known)}, got {name!r}")
-        reason = known[name].unavailable(device)
-        if reason is not None:
-            raise ValueError(f"peer {name!r} cannot run here: {reason}")
-    for backend in backends:
-        if backend not in PREFERENCE:
-            raise ValueError(f"backend must be one of {', '.join(PREFERENCE)}, got {backend!r}")
-    return [contestant for backend in backends or (None,) for contestant in ours(backend)] + [
-        peer for name, peer in known.items() if (name in names if names else peer.unavailable(device) is None)
-    ]
-
-
-def offsets(workload: Workload, inputs: Inputs) -> dict[str, Any]:
-    """The variable-length arguments that all FlashAttention functions share."""
-    return {
+def options(workload: Workload, inputs: Inputs) -> dict[str, Any]:
+    """The arguments that flashtile's functions have from FlashAttention-2."""
+    window_size = (workload.window_left, UNLIMITED)
+    given = {"causal": workload.causal, "window_size": window_size, "softcap": workload.softcap}
+    if not workload.varlen:
+        return given
+    return given | {
         "cu_seqlens_q": inputs.cu_seqlens_q,
         "cu_seqlens_k": inputs.cu_seqlens_k,
         "max_seqlen_q": workload.seqlen_q,
@@ -361,23 +273,19 @@ def _sees_all(workload: Workload) -> bool:
     return not workload.causal and workload.window_left == UNLIMITED
 
 
-def _visible(workload: Workload, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    return reference.visible(seqlen_q, seqlen_k, workload.window_left, workload.window_right, device)
-
-
-def _standard(q: Tensor, k: Tensor, v: Tensor, *, workload: Workload, hidden: Tensor | None) -> Tensor:
-    """On (batch, heads, seqlen, head_dim); ``hidden`` (seqlen_q, seqlen_k) is True for keys not seen."""
-    if workload.group_size > 1:
-        k, v = (t.repeat_interleave(workload.group_size, 1) for t in (k, v))
-    scores = (q * workload.head_dim**-0.5) @ k.transpose(-1, -2)
-    if workload.softcap:
-        scores = workload.softcap * torch.tanh(scores / workload.softcap)
-    if hidden is None:
-        return torch.softmax(scores, -1) @ v
-    probabilities = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-    if workload.seqlen_q > workload.seqlen_k or workload.varlen:  # rows that see no key are NaN
-        probabilities = probabilities.masked_fill(hidden, 0.0)
-    return probabilities @ v
+def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, device: torch.device) -> Attend:
+    """On (batch, heads, seqlen, head_dim), its mask made before."""
+    hidden = empty = None
+    if not _sees_all(workload):
+        seen = reference.visible(seqlen_q, seqlen_k, workload.window_left, workload.window_right, device)
+        hidden = ~seen
+        if not bool(seen.any(-1).all()):
+            empty = hidden.all(-1, keepdim=True)
+    attend = partial(
+        reference.standard, softmax_scale=workload.head_dim**-0.5, hidden=hidden, empty=empty,
+        softcap=workload.softcap,
+    )  # fmt: skip
+    return lambda q, k, v: attend(q, k, v)[0]
 
 
 def _retainable_graphs() -> AbstractContextManager:
@@ -434,11 +342,3 @@ def _import_error(module: str, name: str) -> str | None:
             f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
     return None
-
-
-def _available_memory() -> int | None:
-    """Bytes of free main memory, where the system tells."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None

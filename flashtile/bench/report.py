@@ -1,11 +1,9 @@
-"""A document of measurements as tables on the terminal, as JSON and as a plot."""
+"""A document of measurements as tables on the terminal."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,23 +16,21 @@ UNITS = ("tflops", "gbps")
 MARKS = {"wrong": "[red]WRONG[/]", "refused": "–", "out of memory": "OOM", "failed": "[red]failed[/]"}
 
 
-def write_json(document: dict[str, Any], path: Path) -> None:
-    """Replace the file in one step, so that a run cut short leaves the last complete one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(path)
-
-
-def print_report(document: dict[str, Any], console: Console, unit: str = "tflops") -> None:
+def print_report(document: dict[str, Any], console: Console, unit: str | None = None) -> None:
     """Every table; the geometric means come last."""
     print_head(document, console)
-    for which in document["settings"]["passes"]:
-        cells = [cell for cell in document["cells"] if cell["pass"] == which]
-        if cells:
-            console.print(cells_table(document, cells, unit))
+    console.print(*(cells_table(document, cells, unit) for cells in by_pass(document).values()))
     print_notes(document, console)
     if any(row["peer"] == summary.BEST_PEER for row in document["summary"]):
         console.print(summary_table(document))
+
+
+def by_pass(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The cells of each pass that was measured."""
+    passes: dict[str, list[dict[str, Any]]] = {}
+    for cell in document["cells"]:
+        passes.setdefault(cell["pass"], []).append(cell)
+    return passes
 
 
 def print_head(document: dict[str, Any], console: Console) -> None:
@@ -42,6 +38,8 @@ def print_head(document: dict[str, Any], console: Console) -> None:
     settings, ceilings = document["settings"], document["ceilings"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
     console.print(f"{headline(document)}{threads}", highlight=False, markup=False)
+    if ceilings is None:
+        return
     factor, label = scale(document, "tflops")
     products = ", ".join(
         f"{dtype} {factor * speed:.3g} {label}" for dtype, speed in ceilings["matmul_tflops"].items()
@@ -56,12 +54,16 @@ def print_head(document: dict[str, Any], console: Console) -> None:
 def print_notes(document: dict[str, Any], console: Console) -> None:
     """What was not timed and why, and the host time of a small call."""
     _print_refusals(document, console)
-    if "host_time_us" in document:
+    if document.get("host_time_us"):
         console.print(_host_times(document), highlight=False, markup=False)
 
 
-def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str = "tflops") -> Table:
-    """One pass: a row for each workload, a column for each contestant, the fastest in bold."""
+def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str | None = None) -> Table:
+    """One pass: a row for each workload, a column for each contestant, the fastest in bold.
+
+    Without a ``unit`` it is the one that says more of these calls.
+    """
+    unit = unit or summary.unit_of(cells)
     ours, peers = (summary.names(document, ours=side) for side in (True, False))
     factor, label = scale(document, unit)
     shown = [*ours, *(peer for peer in peers if any(summary.timed(cell, [peer]) for cell in cells))]
@@ -103,67 +105,8 @@ def summary_table(document: dict[str, Any]) -> Table:
     return table
 
 
-def write_plot(document: dict[str, Any], path: Path, unit: str = "tflops") -> None:
-    """A panel for each series and pass: lines over the sequence length, or bars where there is one length.
-
-    Raises:
-        ValueError: nothing was measured, or matplotlib does not know the file's suffix.
-    """
-    from matplotlib.figure import Figure
-
-    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for cell in document["cells"]:
-        panels.setdefault((cell["pass"], cell["series"]), []).append(cell)
-    if not panels:
-        raise ValueError("there is nothing to plot: no cell was measured")
-    columns = min(len(panels), max(2, len(document["settings"]["passes"])))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.4 * rows + 0.8), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    contestants = [c["name"] for c in document["contestants"]]
-    styles = {name: _style(document, name, index) for index, name in enumerate(contestants)}
-    handles: dict[str, Any] = {}
-    factor, label = scale(document, unit)
-    for axis, ((which, series), cells) in zip(axes, panels.items(), strict=False):
-        lengths = sorted({cell["seqlen_k"] for cell in cells})
-        for index, name in enumerate(contestants):
-            points = [
-                (cell["seqlen_k"], factor * cell["results"][name][unit])
-                for cell in cells
-                if summary.timed(cell, [name])
-            ]
-            if points and len(lengths) == 1:
-                (handles[name],) = axis.bar([index], [points[0][1]], color=styles[name]["color"])
-            elif points:
-                (handles[name],) = axis.plot(*zip(*sorted(points), strict=True), **styles[name])
-        if len(lengths) == 1:
-            axis.set_xticks([])
-            axis.set_xlabel(f"sequence length {lengths[0]}", fontsize=8)
-        else:
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(lengths, [str(length) for length in lengths], fontsize=8)
-            axis.minorticks_off()
-            axis.set_xlabel("sequence length", fontsize=8)
-        kind = f"{cells[0]['mask']}, D {cells[0]['head_dim']}, {cells[0]['dtype']}"
-        axis.set_title(f"{series}, {which}\n{kind}", fontsize=9)
-        axis.set_ylabel(label, fontsize=8)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=min(len(handles), 6) or 1,
-        fontsize=9,
-    )
-    figure.suptitle(headline(document), fontsize=10)
-    figure.savefig(path, dpi=150)
-
-
 def scale(document: dict[str, Any], unit: str) -> tuple[float, str]:
-    """What to multiply numbers in ``unit`` by for display, and what to call them then."""
+    """(factor, name): numbers in ``unit`` times ``factor`` are shown as ``name``."""
     if unit == "gbps":
         return 1.0, "GB/s"
     return (1e3, "GFLOP/s") if _on_cpu(document) else (1.0, "TFLOP/s")
@@ -173,15 +116,10 @@ def _on_cpu(document: dict[str, Any]) -> bool:
     return document["device"]["device"] == "cpu"
 
 
-def _style(document: dict[str, Any], name: str, index: int) -> dict[str, Any]:
-    ours = name in summary.names(document, ours=True)
-    return {"color": f"C{index % 10}", "marker": "o" if ours else ".", "linewidth": 2.4 if ours else 1.2}
-
-
 def headline(document: dict[str, Any]) -> str:
     versions = document["versions"]
     software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "cuda") if versions[name])
-    return f"{document['device']['name']}, {software}, {document['date'][:10]}"
+    return ", ".join(filter(None, (document["device"]["name"], software, document["date"][:10])))
 
 
 def _host_times(document: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -17,14 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from flashtile.bench import summary
-from flashtile.bench.report import headline, scale
+from flashtile.bench.report import by_pass, headline, scale
 from flashtile.io_model.tables import format_bytes, format_tokens
 
 INK = "#010203"
 """Stands for the colour of the text around the picture."""
-
-DECODE_RATIO = 16
-"""From so many keys a query on, a call reads its keys and values more than it computes: GB/s, not TFLOP/s."""
 
 ABSENT = {"wrong": "wrong", "refused": "", "out of memory": "OOM", "failed": "failed"}
 """In place of a bar."""
@@ -50,15 +48,8 @@ def charts(document: dict[str, Any]) -> Iterator[Chart]:
     Raises:
         ValueError: nothing was measured.
     """
-    if not document["cells"]:
-        raise ValueError("there is nothing to draw: no cell was measured")
-    for series in dict.fromkeys(cell["series"] for cell in document["cells"]):
-        cells = [cell for cell in document["cells"] if cell["series"] == series]
-        what = f"{series}: {cells[0]['mask']}, head_dim {cells[0]['head_dim']}, {cells[0]['dtype']}"
-        passes = {
-            which: [cell for cell in cells if cell["pass"] == which]
-            for which in dict.fromkeys(cell["pass"] for cell in cells)
-        }
+    for series, cells, passes in _by_series(document):
+        what = _what(cells)
         for which, measured in passes.items():
             yield _chart(document, series, f"{which} speed", what, _speed_bars(document, measured))
         if len({cell["seqlen_k"] for cell in cells}) > 1:
@@ -104,10 +95,41 @@ def render(draw: Draw, title: str, footer: str) -> str:
     return svg[svg.index("<svg") :].replace(INK, "currentColor").strip()
 
 
-def unit_of(cells: Sequence[Cell]) -> str:
-    """ "gbps" where calls mostly read their keys and values, as in decoding; "tflops" else."""
-    decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
-    return "gbps" if decoding else "tflops"
+def write_plot(document: dict[str, Any], path: Path, unit: str | None = None) -> None:
+    """One picture with a panel for each series and pass: the speed of each contestant.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    panels = [(which, cells) for _, _, passes in _by_series(document) for which, cells in passes.items()]
+    columns = min(len(panels), max(2, len({which for which, _ in panels})))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows + 0.5), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, (which, cells) in zip(axes, panels, strict=False):
+        _speed_bars(document, cells, unit)(axis)
+        axis.set_title(f"{which}, {_what(cells)}", loc="left", fontsize=9)
+        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(headline(document), fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _by_series(document: dict[str, Any]) -> Iterator[tuple[str, list[Cell], dict[str, list[Cell]]]]:
+    """(series, its cells, its cells by pass)."""
+    if not document["cells"]:
+        raise ValueError("there is nothing to draw: no cell was measured")
+    for series in dict.fromkeys(cell["series"] for cell in document["cells"]):
+        cells = [cell for cell in document["cells"] if cell["series"] == series]
+        yield series, cells, by_pass({"cells": cells})
+
+
+def _what(cells: Sequence[Cell]) -> str:
+    """What all workloads of a series have in common."""
+    kinds = (("{}", "mask"), ("head_dim {}", "head_dim"), ("{}", "dtype"))
+    same = [text.format(cells[0][key]) for text, key in kinds if len({cell[key] for cell in cells}) == 1]
+    return f"{cells[0]['series']}: {', '.join(same)}"
 
 
 def _chart(document: dict[str, Any], series: str, kind: str, what: str, draw: Draw) -> Chart:
@@ -116,9 +138,9 @@ def _chart(document: dict[str, Any], series: str, kind: str, what: str, draw: Dr
     return Chart(name, series, title, render(draw, title, headline(document)))
 
 
-def _speed_bars(document: dict[str, Any], cells: Sequence[Cell]) -> Draw:
-    """A group of bars for each length, a bar for each contestant that was timed at some length."""
-    unit = unit_of(cells)
+def _speed_bars(document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> Draw:
+    """A group of bars for each workload, a bar for each contestant that was timed in some of them."""
+    unit = unit or summary.unit_of(cells)
     factor, label = scale(document, unit)
     shown = [name for name in _names(document) if any(summary.timed(cell, [name]) for cell in cells)]
     ordered = sorted(cells, key=lambda cell: (cell["seqlen_k"], cell["workload"]))
@@ -135,15 +157,21 @@ def _speed_bars(document: dict[str, Any], cells: Sequence[Cell]) -> Draw:
                 for speed, result in zip(speeds, results, strict=True)
             ]
             axes.bar_label(bars, texts, padding=1.5, fontsize=6, rotation=90, color=INK)
-        ceiling = factor * _ceiling(document, cells[0], unit)
-        axes.axhline(ceiling, color=INK, alpha=0.5, linewidth=0.8, linestyle=":")
-        what = "copy" if unit == "gbps" else "matrix product"
-        axes.annotate(
-            f"{what}, measured", (0, ceiling), xycoords=("axes fraction", "data"), fontsize=6.5, color=INK,
-            xytext=(2, 2), textcoords="offset points",
-        )  # fmt: skip
-        axes.set_xticks(range(len(ordered)), [_length(cell) for cell in ordered])
-        axes.set_xlabel("sequence length", fontsize=8)
+        ceiling = summary.ceiling(document, cells[0], unit)
+        if ceiling is not None:
+            axes.axhline(factor * ceiling, color=INK, alpha=0.5, linewidth=0.8, linestyle=":")
+            what = "copy" if unit == "gbps" else "matrix product"
+            axes.annotate(
+                f"{what}, measured", (0, factor * ceiling), xycoords=("axes fraction", "data"), fontsize=6.5,
+                color=INK, xytext=(2, 2), textcoords="offset points",
+            )  # fmt: skip
+        lengths = [_length(cell) for cell in ordered]
+        if len(set(lengths)) == len(lengths):
+            axes.set_xticks(range(len(ordered)), lengths)
+            axes.set_xlabel("sequence length", fontsize=8)
+        else:
+            names = [cell["workload"] for cell in ordered]
+            axes.set_xticks(range(len(ordered)), names, rotation=20, ha="right")
         axes.set_ylabel(label, fontsize=8)
         axes.margins(y=0.14)
 
@@ -215,11 +243,6 @@ def _speed_up(document: dict[str, Any], cell: Cell, name: str) -> float | None:
 
 def _peak(document: dict[str, Any], cell: Cell, name: str) -> float | None:
     return cell["results"][name].get("peak_memory_bytes")
-
-
-def _ceiling(document: dict[str, Any], cell: Cell, unit: str) -> float:
-    ceilings = document["ceilings"]
-    return ceilings["copy_gbps"] if unit == "gbps" else ceilings["matmul_tflops"][cell["dtype"]]
 
 
 def _names(document: dict[str, Any]) -> list[str]:

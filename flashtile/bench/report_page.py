@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from flashtile.bench import report, summary
+from flashtile.bench import report
 from flashtile.bench.report_charts import charts
 
 
@@ -35,23 +38,22 @@ def render_page(document: dict[str, Any]) -> str:
         loader=PackageLoader("flashtile.bench", "."), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    factor, label = report.scale(document, "tflops")
     return environment.get_template("report_page.html.jinja").render(
         headline=report.headline(document),
         head=_text(report.print_head, document),
         notes=_text(report.print_notes, document),
-        document=document,
         sections=sections,
-        contestants=[contestant["name"] for contestant in document["contestants"]],
-        floors=[summary.over_floor(document, cell, _ours(document)) for cell in document["cells"]],
-        best=[summary.best(cell, cell["results"]) for cell in document["cells"]],
-        factor=factor,
-        label=label,
+        means=report.summary_table(document) if document["summary"] else None,
+        tables=[report.cells_table(document, cells) for cells in report.by_pass(document).values()],
+        rows=_rows,
     )
 
 
-def _ours(document: dict[str, Any]) -> str:
-    return summary.names(document, ours=True)[0]
+def _rows(table: Table) -> Iterator[list[tuple[str, str]]]:
+    """The rows of a table, each cell as (text, style), the style as Rich has it."""
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        texts = [Text.from_markup(str(cell)) for cell in cells]
+        yield [(text.plain, " ".join(str(span.style) for span in text.spans)) for text in texts]
 
 
 def _text(print_part: Any, document: dict[str, Any]) -> str:

@@ -1,19 +1,17 @@
 """Measuring: contestants pass the gate, then take turns for some rounds; all numbers go into one document.
 
-On CUDA a measurement is the median of ``triton.testing.do_bench`` (CUDA events, L2 flushed before each
-call), on the CPU the median of wall times. A contestant that refuses, fails, runs out of memory or is wrong
-is recorded as such with its reason, and the others go on.
+A measurement is the median of its calls, each on a cold L2 cache on CUDA, or the time of one of the calls of
+a replayed CUDA graph (pass "graph"). A contestant that refuses, fails, runs out of memory or is wrong is
+recorded as such with its reason, and the others go on.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -22,30 +20,38 @@ import torch
 from torch import Tensor
 
 from flashtile import machine, testing
+from flashtile.bench import timing
+from flashtile.bench.contestants import kind_of
 from flashtile.bench.gate import Oracle
+from flashtile.bench.inputs import Inputs, make_inputs
 from flashtile.bench.peers import Call, Peer
-from flashtile.bench.workloads import FP8, SMALL_CALL, Inputs, Workload, make_inputs
+from flashtile.bench.workloads import PASSES, Workload, small_call
 
-SCHEMA = 1
-MIN_CALLS = 3
-HOST_BATCHES = 7
-HOST_CALLS = {"cuda": 200, "cpu": 20}
-"""In a batch; fewer than the launches that CUDA queues."""
-CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+SCHEMA = 2
 
 OK, WRONG, REFUSED, NO_MEMORY, FAILED = "ok", "wrong", "refused", "out of memory", "failed"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure: ``rep`` milliseconds a measurement, ``rounds`` turns of each contestant."""
+    """How to measure: ``rep`` milliseconds a measurement, ``rounds`` turns of each contestant.
+
+    Raises:
+        ValueError: a pass that there is not, or not on this device.
+    """
 
     device: torch.device
     passes: tuple[str, ...] = ("forward",)
     rounds: int = 3
     rep: float = 25.0
     host_time: bool = True
+
+    def __post_init__(self) -> None:
+        for which in self.passes:
+            if which not in PASSES:
+                raise ValueError(f"pass must be one of {', '.join(PASSES)}, got {which!r}")
+            if which == "graph" and self.device.type != "cuda":
+                raise ValueError(f"pass graph needs a CUDA device, got {self.device}")
 
 
 @dataclass
@@ -77,20 +83,22 @@ def run(
         after_cell: called with the document so far after each cell, so that a run cut short loses nothing.
     """
     document = describe_run(contestants, settings)
+    measured = (settings.device, settings.rounds, settings.rep)
+    dtypes = dict.fromkeys(w.dtype for w in workloads)
     document["ceilings"] = {
-        "matmul_tflops": {d: matmul_ceiling(d, settings) for d in dict.fromkeys(w.dtype for w in workloads)},
-        "copy_gbps": copy_ceiling(settings),
+        "matmul_tflops": {dtype: timing.matmul_ceiling(dtype, *measured) for dtype in dtypes},
+        "copy_gbps": timing.copy_ceiling(*measured),
     }
     if settings.host_time:
-        fp8 = any(workload.fp8 for workload in workloads)
-        document["host_time_us"] = {peer.name: host_time(peer, settings.device, fp8) for peer in contestants}
+        kind = kind_of(workloads)
+        document["host_time_us"] = {peer.name: host_time(peer, settings.device, kind) for peer in contestants}
     document["cells"] = []
     after_cell(document)
     for workload in workloads:
         for cell in measure_workload(workload, contestants, settings):
             document["cells"].append(cell)
             after_cell(document)
-        release_memory(settings.device)
+        timing.release_memory(settings.device)
     return document
 
 
@@ -120,7 +128,7 @@ def measure_workload(
 ) -> Iterator[dict[str, Any]]:
     """A cell for each pass of ``settings``."""
     inputs = make_inputs(workload, settings.device)
-    oracle = Oracle(workload, inputs, gradients=any(which != "forward" for which in settings.passes))
+    oracle = Oracle(workload, inputs, gradients=any(map(needs_gradients, settings.passes)))
     for which in settings.passes:
         entries = [Entry(peer) for peer in contestants]
         for entry in entries:
@@ -141,28 +149,36 @@ def _admit(entry: Entry, workload: Workload, which: str, inputs: Inputs, oracle:
         return
     call = entry.peer.prepare(workload, inputs)
     with call.enter():
-        comparisons = oracle.check(_results(call, inputs, which))
+        comparisons = oracle.check(results_of(call, inputs, which))
     entry.gate = [_gate_row(comparison) for comparison in comparisons]
     wrong = [comparison for comparison in comparisons if not comparison.holds]
     if wrong:
         entry.reject(WRONG, str(wrong[0]))
         return
-    if inputs.q.is_cuda:
+    if inputs.q.is_cuda and workload.cache is None:
         entry.peak_memory = _peak_memory(call, inputs, which)
     entry.call = call
 
 
-def _leaves(call: Call, inputs: Inputs, gradients: bool) -> list[Tensor]:
+def needs_gradients(which: str) -> bool:
+    """Whether a pass computes gradients."""
+    return which in ("backward", "both")
+
+
+def _leaves(call: Call, inputs: Inputs, which: str) -> list[Tensor]:
     """q, k, v in the contestant's layout, sharing the memory of the inputs."""
+    gradients = needs_gradients(which)
     return [call.arrange(t).detach().requires_grad_(gradients) for t in (inputs.q, inputs.k, inputs.v)]
 
 
-def _results(call: Call, inputs: Inputs, which: str) -> dict[str, Tensor]:
-    """out and, but for the forward pass, the gradients in the layout of the inputs."""
-    with torch.set_grad_enabled(which != "forward"):
-        leaves = _leaves(call, inputs, gradients=which != "forward")
+def results_of(call: Call, inputs: Inputs, which: str) -> dict[str, Tensor]:
+    """out and, where the pass computes them, the gradients in the layout of the inputs."""
+    gradients: tuple[Tensor, ...] = ()
+    with torch.set_grad_enabled(needs_gradients(which)):
+        leaves = _leaves(call, inputs, which)
         out = call.attend(*leaves)
-        gradients = torch.autograd.grad(out, leaves, call.arrange(inputs.dout)) if which != "forward" else ()
+        if needs_gradients(which):
+            gradients = torch.autograd.grad(out, leaves, call.arrange(inputs.dout))
     results = zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=False)
     return {name: call.restore(result, inputs.q) for name, result in results}
 
@@ -170,10 +186,10 @@ def _results(call: Call, inputs: Inputs, which: str) -> dict[str, Tensor]:
 @contextmanager
 def _timed_function(call: Call, inputs: Inputs, which: str) -> Iterator[Callable[[], Any]]:
     """What is timed, with the rest done before: views, contexts, the graph of a backward pass."""
-    leaves = _leaves(call, inputs, gradients=which != "forward")
+    leaves = _leaves(call, inputs, which)
     dout = call.arrange(inputs.dout)
     with call.enter():
-        if which == "forward":
+        if not needs_gradients(which):
             with torch.no_grad():
                 yield lambda: call.attend(*leaves)
         elif which == "backward":
@@ -186,35 +202,28 @@ def _timed_function(call: Call, inputs: Inputs, which: str) -> Iterator[Callable
 def _measure(entry: Entry, inputs: Inputs, which: str, settings: Settings) -> None:
     """One turn."""
     assert entry.call is not None
-    with _timed_function(entry.call, inputs, which) as function:
-        entry.times.append(time_call(function, settings.rep, settings.device))
+    if which == "graph":
+        milliseconds = _graph_time(entry.call, inputs, settings)
+    else:
+        with _timed_function(entry.call, inputs, which) as function:
+            milliseconds = timing.median_time(function, settings.rep, settings.device)
+    entry.times.append(milliseconds)
 
 
-def time_call(function: Callable[[], Any], rep: float, device: torch.device) -> float:
-    """Median milliseconds of one call over about ``rep`` milliseconds of calls."""
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        with torch.cuda.device(device):
-            return do_bench(
-                function, warmup=max(1, round(rep / 4)), rep=max(1, round(rep)), return_mode="median"
-            )
-    function()
-    times: list[float] = []
-    while len(times) < MIN_CALLS or sum(times) < rep:
-        start = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+def _graph_time(call: Call, inputs: Inputs, settings: Settings) -> float:
+    """Milliseconds of one of the calls of a replayed graph, which holds one over each copy of the inputs."""
+    leaves = _leaves(call, inputs, "graph")
+    copies = [partial(attend, *leaves) for attend in call.copies or (call.attend,)]
+    with call.enter(), torch.no_grad(), torch.cuda.device(settings.device):
+        return timing.replay_time(timing.capture(copies), settings.rep) / len(copies)
 
 
-def host_time(peer: Peer, device: torch.device, fp8: bool = False) -> dict[str, Any]:
+def host_time(peer: Peer, device: torch.device, kind: str = "attention") -> dict[str, Any]:
     """Microseconds of host time of a forward call without gradients, issued without waiting for the GPU.
 
     On the CPU there is no difference between issuing and computing, so it is the time of a small call.
     """
-    dtype = FP8 if fp8 else "bfloat16" if device.type == "cuda" else "float32"
-    workload = replace(SMALL_CALL, dtype=dtype)
+    workload = small_call(kind, device.type)
     entry, microseconds = Entry(peer), None
     with _contained(entry, device):
         reason = peer.refuses(workload, device)
@@ -223,60 +232,16 @@ def host_time(peer: Peer, device: torch.device, fp8: bool = False) -> dict[str, 
         else:
             inputs = make_inputs(workload, device)
             with _timed_function(peer.prepare(workload, inputs), inputs, "forward") as function:
-                microseconds = _issue_time(function, device)
+                microseconds = timing.issue_time(function, device)
     return {"status": entry.status, "reason": entry.reason, "us": microseconds, "call": workload.shape}
-
-
-def _issue_time(function: Callable[[], Any], device: torch.device) -> float:
-    batches, calls = [], HOST_CALLS[device.type]
-    for batch in range(HOST_BATCHES + 1):
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if batch:  # the first compiles and warms up
-            batches.append((time.perf_counter() - start) / calls * 1e6)
-        _synchronize(device)
-    return statistics.median(batches)
-
-
-def matmul_ceiling(dtype: str, settings: Settings) -> float:
-    """Measured TFLOP/s of a square matrix product in ``dtype``: what attention's products could reach."""
-    size = CEILING_SIZE[settings.device.type]
-    made_in = torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)
-    a, b = (testing.random_tensor((size, size), made_in, settings.device, seed=seed) for seed in (0, 1))
-    multiply: Callable[[], Tensor] = partial(torch.matmul, a, b)
-    if dtype == FP8 and settings.device.type == "cuda":  # a CPU emulates it in bfloat16 at best
-        one = torch.ones((), device=settings.device)
-        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-        multiply = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=made_in)
-    best = min(time_call(multiply, settings.rep, settings.device) for _ in range(settings.rounds))
-    return 2 * size**3 / best * 1e-9
-
-
-def copy_ceiling(settings: Settings) -> float:
-    """Measured GB/s of a copy, bytes read and written together."""
-    source = torch.zeros(COPY_BYTES[settings.device.type], dtype=torch.uint8, device=settings.device)
-    target = torch.empty_like(source)
-    best = min(
-        time_call(lambda: target.copy_(source), settings.rep, settings.device) for _ in range(settings.rounds)
-    )
-    return 2 * source.numel() / best * 1e-6
 
 
 def _peak_memory(call: Call, inputs: Inputs, which: str) -> int:
     """Most bytes allocated at once during a pass (with the forward pass for gradients), inputs included."""
-    device = inputs.q.device
-    tensors = [inputs.q, inputs.k, inputs.v] + ([inputs.dout] if which != "forward" else [])
-    with _timed_function(call, inputs, "forward" if which == "forward" else "both") as function:
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        results = function()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device)
-        del results
-    return peak - before + sum(t.numel() * t.element_size() for t in tensors)
+    tensors = [inputs.q, inputs.k, inputs.v] + ([inputs.dout] if needs_gradients(which) else [])
+    with _timed_function(call, inputs, "both" if needs_gradients(which) else "forward") as function:
+        peak = timing.peak_allocated(function, inputs.q.device)
+    return peak + sum(t.numel() * t.element_size() for t in tensors)
 
 
 @contextmanager
@@ -290,7 +255,7 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
         warnings.simplefilter("default")
         try:
             yield
-            _synchronize(device)
+            timing.synchronize(device)
             return
         except torch.OutOfMemoryError as error:
             said_first = _first_line(error).split(". ")[:2]  # the rest is about this process
@@ -306,22 +271,10 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             refused = "No available kernel" in str(error) or "can't allocate memory" in str(error)
             entry.reject(REFUSED if refused else FAILED, reason)
     try:
-        release_memory(device)
-        _synchronize(device)
+        timing.release_memory(device)
+        timing.synchronize(device)
     except RuntimeError as error:
         raise RuntimeError(f"{entry.peer.name} left {device} unusable: {_first_line(error)}") from error
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back what no tensor holds any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _first_line(error: BaseException) -> str:
@@ -344,7 +297,12 @@ def _gate_row(comparison: testing.Comparison) -> dict[str, Any]:
 
 
 def _cell(workload: Workload, which: str, entries: Sequence[Entry], oracle: Oracle) -> dict[str, Any]:
-    flops, moved = workload.flops(which), workload.bytes(which)
+    results = {entry.peer.name: _result(entry, workload, which) for entry in entries}
+    return describe_cell(workload, which) | {"heads_checked": len(oracle.heads), "results": results}
+
+
+def describe_cell(workload: Workload, which: str) -> dict[str, Any]:
+    """What a cell says beside its results."""
     return {
         "workload": workload.name,
         "series": workload.series,
@@ -355,24 +313,28 @@ def _cell(workload: Workload, which: str, entries: Sequence[Entry], oracle: Orac
         "seqlen_k": workload.seqlen_k,
         "head_dim": workload.head_dim,
         "dtype": workload.dtype,
-        "flops": flops,
-        "bytes": moved,
+        "flops": workload.flops(which),
+        "bytes": workload.bytes(which),
         "resident_bytes": workload.resident_bytes(),
-        "heads_checked": len(oracle.heads),
-        "results": {entry.peer.name: _result(entry, flops, moved) for entry in entries},
+        "copies": workload.copies,
     }
 
 
-def _result(entry: Entry, flops: float, moved: int) -> dict[str, Any]:
+def _result(entry: Entry, workload: Workload, which: str) -> dict[str, Any]:
     result: dict[str, Any] = {"status": entry.status, "reason": entry.reason, "gate": entry.gate}
     if entry.status == OK:
-        median = statistics.median(entry.times)
-        result |= {
-            "ms": median,
-            "rounds_ms": entry.times,
-            "spread": (max(entry.times) - min(entry.times)) / median,
-            "tflops": flops / median * 1e-9,
-            "gbps": moved / median * 1e-6,
-            "peak_memory_bytes": entry.peak_memory,
-        }
+        result |= summarize_times(entry.times, workload, which)
+        result["peak_memory_bytes"] = entry.peak_memory
     return result
+
+
+def summarize_times(times: Sequence[float], workload: Workload, which: str) -> dict[str, Any]:
+    """Median, spread and speed of a contestant's milliseconds, one a round."""
+    median = statistics.median(times)
+    return {
+        "ms": median,
+        "rounds_ms": list(times),
+        "spread": (max(times) - min(times)) / median,
+        "tflops": workload.flops(which) / median * 1e-9,
+        "gbps": workload.bytes(which) / median * 1e-6,
+    }

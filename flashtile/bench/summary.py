@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 BEST_PEER = "best peer"
+
+DECODE_RATIO = 16
+"""From so many keys a query on, a call reads its keys and values more than it computes: GB/s, not TFLOP/s."""
 
 
 def names(document: dict[str, Any], *, ours: bool) -> list[str]:
@@ -54,28 +57,39 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, unit: str) -> float | None:
-    """Part of the measured ceiling that a contestant reaches, in TFLOP/s ("tflops") or GB/s ("gbps")."""
-    result = cell["results"][name]
-    if result["status"] != "ok":
+def ceiling(document: dict[str, Any], cell: dict[str, Any], unit: str) -> float | None:
+    """The measured speed that a cell could reach, in TFLOP/s ("tflops") or GB/s ("gbps"), if there is one."""
+    ceilings = document["ceilings"]
+    if ceilings is None:
         return None
-    ceilings = document["ceilings"]
-    ceiling = ceilings["copy_gbps"] if unit == "gbps" else ceilings["matmul_tflops"][cell["dtype"]]
-    return result[unit] / ceiling
+    return ceilings["copy_gbps"] if unit == "gbps" else ceilings["matmul_tflops"][cell["dtype"]]
 
 
-def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float:
+def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, unit: str) -> float | None:
+    """Part of :func:`ceiling` that a contestant reaches."""
+    result, most = cell["results"][name], ceiling(document, cell, unit)
+    return None if result["status"] != "ok" or most is None else result[unit] / most
+
+
+def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
     """Milliseconds that a cell takes at least at the measured ceilings: its FLOPs at the speed of a matrix
-    product, or the least bytes at that of a copy, whichever is longer."""
-    ceilings = document["ceilings"]
-    compute = cell["flops"] / ceilings["matmul_tflops"][cell["dtype"]] * 1e-9
-    return max(compute, cell["bytes"] / ceilings["copy_gbps"] * 1e-6)
+    product, or the least bytes at that of a copy, whichever is longer. None where no ceiling was measured."""
+    flops, bytes_ = (ceiling(document, cell, unit) for unit in ("tflops", "gbps"))
+    if flops is None or bytes_ is None:
+        return None
+    return max(cell["flops"] / flops * 1e-9, cell["bytes"] / bytes_ * 1e-6)
 
 
 def over_floor(document: dict[str, Any], cell: dict[str, Any], name: str) -> float | None:
-    """A contestant's time over :func:`floor_ms`; None if it was not timed."""
-    result = cell["results"][name]
-    return result["ms"] / floor_ms(document, cell) if result["status"] == "ok" else None
+    """A contestant's time over :func:`floor_ms`; None if either is not known."""
+    result, floor = cell["results"][name], floor_ms(document, cell)
+    return None if result["status"] != "ok" or floor is None else result["ms"] / floor
+
+
+def unit_of(cells: Sequence[dict[str, Any]]) -> str:
+    """ "gbps" where calls mostly read their keys and values, as in decoding; "tflops" else."""
+    decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
+    return "gbps" if decoding else "tflops"
 
 
 def _statistics(ratios: dict[str, float]) -> dict[str, Any]:

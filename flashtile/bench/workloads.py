@@ -11,14 +11,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from flashtile.io_model.calls import Call
 from flashtile.problem import UNLIMITED
-from flashtile.testing import cu_seqlens, random_tensor
 
-PASSES = ("forward", "backward", "both")
+PASSES = ("forward", "backward", "both", "graph")
+"""The last is a forward call in a replayed CUDA graph."""
 FP8 = "float8_e4m3fn"
 """Inputs are bfloat16, and attention is over what a contestant quantises them to; so is the output."""
 DTYPES = ("float16", "bfloat16", "float32", "float64", FP8)
@@ -27,6 +28,25 @@ PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER_HEAD_DIMS = (64, 128, 256)
+
+L2_BYTES = 1e9
+"""Calls that rotate over about so many bytes of cache find none of them in any L2 cache of today."""
+MOST_COPIES = 16
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where a decoding call finds its keys and values.
+
+    Args:
+        page_size: tokens of a page; 0 is a dense cache.
+        dtype: None is that of q; else "float8_e4m3fn".
+        prefix: first tokens that all sequences share.
+    """
+
+    page_size: int = 16
+    dtype: str | None = None
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,9 @@ class Workload:
         series: what workloads that differ in sequence length only have in common; one line of a plot.
         batch, seqlen_q, seqlen_k: the longest sequences when ``lengths`` is given.
         window_left: keys that a query sees before its own position; -1 is unlimited.
-        lengths: (seqlen_q, seqlen_k) of each sequence of a variable-length batch; None is a dense batch.
+        lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None: all
+            sequences are as long.
+        cache: for decoding, attention of ``seqlen_q`` new tokens of each sequence over a cache.
         tags: names of the sets that it belongs to.
     """
 
@@ -55,11 +77,21 @@ class Workload:
     window_left: int = UNLIMITED
     softcap: float = 0.0
     lengths: tuple[tuple[int, int], ...] | None = None
+    cache: Cache | None = None
     tags: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """ "attention", "fp8" or "decode": each kind has contestants of its own."""
+        return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return getattr(torch, (self.cache and self.cache.dtype) or self.dtype)
 
     @property
     def fp8(self) -> bool:
@@ -76,16 +108,25 @@ class Workload:
 
     @property
     def varlen(self) -> bool:
-        return self.lengths is not None
+        """Whether it is a batch of packed sequences."""
+        return self.lengths is not None and self.cache is None
 
     @property
     def window_right(self) -> int:
         return 0 if self.causal else UNLIMITED
 
     @property
+    def call(self) -> Call:
+        """The same call for the I/O model."""
+        return Call(
+            self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
+            None, self.dtype, self.window_left, self.window_right, self.lengths,
+        )  # fmt: skip
+
+    @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """(seqlen_q, seqlen_k) of each sequence."""
-        return ((self.seqlen_q, self.seqlen_k),) * self.batch if self.lengths is None else self.lengths
+        return self.call.sequences
 
     @property
     def mask(self) -> str:
@@ -94,6 +135,10 @@ class Workload:
         words += [f"window {self.window_left + 1}"] if self.window_left != UNLIMITED else []
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
         words += ["varlen"] if self.varlen else []
+        if self.cache is not None:
+            words.append(f"pages of {self.cache.page_size}" if self.cache.page_size else "dense cache")
+            words += [f"cache in {self.cache.dtype}"] if self.cache.dtype else []
+            words += [f"shared prefix {self.cache.prefix}"] if self.cache.prefix else []
         return ", ".join(words)
 
     @property
@@ -101,72 +146,47 @@ class Workload:
         """The shape in words: batch, lengths, heads, head size, dtype."""
         lengths = str(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}/{self.seqlen_k}"
         heads = str(self.num_heads_q) if self.group_size == 1 else f"{self.num_heads_q}/{self.num_heads_kv}"
-        longest = "up to " if self.varlen else ""
+        longest = "up to " if len(set(self.sequences)) > 1 else ""
         return f"B {self.batch}, S {longest}{lengths}, H {heads}, D {self.head_dim}, {self.dtype}"
 
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head over the batch; seqlen^2 / 2 each for a dense causal square."""
-        square = self.seqlen_q == self.seqlen_k and not self.varlen
+        square = self.seqlen_q == self.seqlen_k and self.lengths is None
         if square and self.causal and self.window_left == UNLIMITED:
             return self.batch * self.seqlen_q * self.seqlen_k // 2
-        return sum(
-            _visible_pairs(seqlen_q, seqlen_k, self.window_left, self.window_right)
-            for seqlen_q, seqlen_k in self.sequences
-        )
+        return self.call.visible_pairs // self.num_heads_q
 
     def flops(self, which: str = "forward") -> float:
-        """Floating-point operations of a pass: "forward", "backward", or "both" together."""
+        """Floating-point operations of a pass."""
         forward = 4.0 * self.visible_pairs() * self.num_heads_q * self.head_dim
-        return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
+        return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5, "graph": 1.0}[which]
 
     def bytes(self, which: str = "forward") -> int:
-        """The least HBM traffic of a pass: every input read once and every result written once."""
-        rows_q = sum(seqlen_q for seqlen_q, _ in self.sequences) * self.num_heads_q
-        rows_kv = sum(seqlen_k for _, seqlen_k in self.sequences) * self.num_heads_kv
-        q, kv = (rows * self.head_dim * self.torch_dtype.itemsize for rows in (rows_q, rows_kv))
-        lse = rows_q * 4
-        out = rows_q * self.head_dim * self.source_dtype.itemsize
-        forward = q + out + 2 * kv + lse
-        backward = 4 * q + 4 * kv + lse  # q, k, v, out, dout, lse in; dq, dk, dv out
-        return {"forward": forward, "backward": backward, "both": forward + backward}[which]
+        """The least HBM traffic of a pass: every input read once (a shared prefix once for all sequences) and
+        every result written once."""
+        call = self.call
+        out = call.rows_q * self.head_dim * self.source_dtype.itemsize
+        forward = call.q_bytes + out + self.kv_bytes() + call.lse_bytes
+        # q, k, v, out, dout, lse in; dq, dk, dv out
+        backward = 2 * (call.q_bytes + out + self.kv_bytes()) + call.lse_bytes
+        both = forward + backward
+        return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
+
+    def kv_bytes(self) -> int:
+        """Keys and values, each read once."""
+        prefix = self.cache.prefix if self.cache is not None else 0
+        tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
+        return 2 * tokens * self.num_heads_kv * self.head_dim * self.cache_dtype.itemsize
 
     def resident_bytes(self) -> int:
         """q, k, v, out, their gradients and lse: what forward and backward together cannot do without."""
         return self.bytes("backward")
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """Data of a workload: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-
-
-def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -> Inputs:
-    """Standard normal q, k, v and dout, contiguous, from a fixed seed."""
-
-    def normal(seqlen: int, side: int, heads: int, number: int) -> Tensor:
-        rows = (
-            (sum(pair[side] for pair in workload.sequences),) if workload.varlen else (workload.batch, seqlen)
-        )
-        return random_tensor(
-            (*rows, heads, workload.head_dim), workload.source_dtype, device, seed=4 * seed + number
-        )
-
-    offsets = [cu_seqlens([pair[side] for pair in workload.sequences], device) for side in (0, 1)]
-    return Inputs(
-        q=normal(workload.seqlen_q, 0, workload.num_heads_q, 0),
-        k=normal(workload.seqlen_k, 1, workload.num_heads_kv, 1),
-        v=normal(workload.seqlen_k, 1, workload.num_heads_kv, 2),
-        dout=normal(workload.seqlen_q, 0, workload.num_heads_q, 3),
-        cu_seqlens_q=offsets[0] if workload.varlen else None,
-        cu_seqlens_k=offsets[1] if workload.varlen else None,
-    )
+    @property
+    def copies(self) -> int:
+        """Caches to rotate over, so that none is in the L2 cache when its turn comes; 1 but for pages."""
+        paged = self.cache is not None and self.cache.page_size
+        return max(1, min(MOST_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
 
 
 def select(
@@ -180,7 +200,8 @@ def select(
         dtype: replaces the dtype of each.
 
     Raises:
-        ValueError: a name that nothing has, or a dtype that is none.
+        ValueError: a name that nothing has, a dtype that is none, or workloads that no dtype or head size
+            leaves.
     """
     for name in names:
         if not any(name in (w.name, w.series, *w.tags) for w in WORKLOADS):
@@ -190,20 +211,25 @@ def select(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     chosen = [w for w in WORKLOADS if not set(names).isdisjoint((w.name, w.series, *w.tags))]
+    if dtype == FP8 and any(w.cache for w in chosen):
+        raise ValueError(f"dtype must be that of q in decoding, got {dtype!r}; decode-fp8 has such caches")
+    if head_dims and not any(w.head_dim in head_dims for w in chosen):
+        have = ", ".join(map(str, sorted({w.head_dim for w in chosen})))
+        raise ValueError(
+            f"head-dim must be one of {have} in these workloads, got {', '.join(map(str, head_dims))}"
+        )
     chosen = [w for w in chosen if not head_dims or w.head_dim in head_dims]
     return tuple(chosen if dtype is None else (replace(w, dtype=dtype) for w in chosen))
 
 
-def _visible_pairs(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int) -> int:
-    """Visible (query, key) pairs of one sequence, aligned to the bottom right."""
-    position = torch.arange(seqlen_q) + seqlen_k - seqlen_q
-    first = position.sub(window_left).clamp(min=0) if window_left != UNLIMITED else torch.zeros_like(position)
-    after = position + window_right + 1 if window_right != UNLIMITED else torch.full_like(position, seqlen_k)
-    return int((after.clamp(max=seqlen_k) - first).clamp(min=0).sum())
+Heads = tuple[int, int, int]
+"""(heads_q, heads_kv, head_dim)."""
 
 
-def _dense(series: str, seqlens: Iterable[int], tokens: int, tags: str, heads: tuple[int, int, int], **more):
-    """Workloads of ``tokens`` tokens each; heads is (heads_q, heads_kv, head_dim)."""
+def _dense(
+    series: str, seqlens: Iterable[int], tokens: int, tags: str, heads: Heads, **more: Any
+) -> list[Workload]:
+    """Workloads of ``tokens`` tokens each."""
     return [
         Workload(
             f"{series}-s{s}", series, max(1, tokens // s), s, s, *heads, tags=tuple(tags.split()), **more
@@ -212,11 +238,38 @@ def _dense(series: str, seqlens: Iterable[int], tokens: int, tags: str, heads: t
     ]
 
 
-def _varlen(series: str, lengths: Sequence[tuple[int, int]], tags: str, heads: tuple[int, int, int], **more):
+def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> list[Workload]:
+    """The head sizes of the FlashAttention papers, full and causal: 2048 = heads * head_dim."""
+    return [
+        workload
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in _dense(
+            f"{prefix}-d{d}{suffix}", seqlens, PAPER_TOKENS, tags, (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d),
+            causal=causal, **more,
+        )
+    ]  # fmt: skip
+
+
+def _lengths(
+    name: str, lengths: Sequence[tuple[int, int]], tags: str, heads: Heads, series: str = "", **more: Any
+) -> Workload:
+    """One workload of sequences of these (seqlen_q, seqlen_k)."""
     longest_q, longest_k = (max(pair[side] for pair in lengths) for side in (0, 1))
     return Workload(
-        series, series, len(lengths), longest_q, longest_k, *heads,
+        name, series or name, len(lengths), longest_q, longest_k, *heads,
         lengths=tuple(lengths), tags=tuple(tags.split()), **more,
+    )  # fmt: skip
+
+
+def _decode(
+    name: str, contexts: Sequence[int], tags: str, heads: Heads = (32, 8, 128), *, series: str = "",
+    seqlen_q: int = 1, page_size: int = 16, cache_dtype: str | None = None, prefix: int = 0, **more: Any,
+) -> Workload:  # fmt: skip
+    """``seqlen_q`` new tokens of each sequence over the ``contexts`` keys that it has in the cache."""
+    return _lengths(
+        f"decode-{name}", [(seqlen_q, context) for context in contexts], tags, heads,
+        f"decode-{series or name}", causal=seqlen_q > 1, cache=Cache(page_size, cache_dtype, prefix), **more,
     )  # fmt: skip
 
 
@@ -235,66 +288,31 @@ def _square(*lengths: int) -> list[tuple[int, int]]:
     return [(length, length) for length in lengths]
 
 
-def _paper() -> list[Workload]:
-    """The grid of Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608), section 4.1."""
-    return [
-        workload
-        for head_dim in PAPER_HEAD_DIMS
-        for causal in (False, True)
-        for workload in _dense(
-            f"paper-d{head_dim}{'-causal' if causal else ''}",
-            PAPER_SEQLENS,
-            PAPER_TOKENS,
-            "paper",
-            (PAPER_HIDDEN // head_dim, PAPER_HIDDEN // head_dim, head_dim),
-            causal=causal,
-        )
-    ]
-
-
 def _models() -> list[Workload]:
     """Attention of known models: heads, head sizes and masks from their published configurations."""
     return [
         *_dense("llama3-8b", (2048, 8192, 16384), 16384, "llama models", (32, 8, 128), causal=True),
         Workload(
-            "llama3-8b-chunk",
-            "llama3-8b-chunk",
-            2,
-            2048,
-            8192,
-            32,
-            8,
-            128,
-            causal=True,
+            "llama3-8b-chunk", "llama3-8b-chunk", 2, 2048, 8192, 32, 8, 128, causal=True,
             tags=("llama", "models"),
         ),
         *_dense("qwen2.5-7b", (4096, 16384), 16384, "qwen models", (28, 4, 128), causal=True),
         *_dense("qwen3-0.6b", (4096,), 16384, "qwen models", (16, 8, 128), causal=True),
         *_dense("gpt2", (1024,), 16384, "gpt2 models", (12, 12, 64), causal=True),
         *_dense(
-            "mixtral-window",
-            (8192, 16384),
-            16384,
-            "mixtral window models",
-            (32, 8, 128),
-            causal=True,
-            window_left=4095,
+            "mixtral-window", (8192, 16384), 16384, "mixtral window models", (32, 8, 128),
+            causal=True, window_left=4095,
         ),
         *_dense("gemma2-2b", (8192,), 16384, "gemma models", (8, 4, 256), causal=True, softcap=50.0),
-        _varlen(
-            "llama3-8b-varlen",
-            _square(8192, 37, 4096, 64, 2048, 128, 1024, 27, 512, 256),
-            "varlen llama models",
-            (32, 8, 128),
-            causal=True,
+        _lengths(
+            "llama3-8b-varlen", _square(8192, 37, 4096, 64, 2048, 128, 1024, 27, 512, 256),
+            "varlen llama models", (32, 8, 128), causal=True,
         ),
-        _varlen(
-            "bert-varlen",
-            _square(*(64 + (index * 149) % 449 for index in range(56))),
-            "varlen models",
-            (16, 16, 64),
+        _lengths(
+            "bert-varlen", _square(*(64 + (index * 149) % 449 for index in range(56))),
+            "varlen models", (16, 16, 64),
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _windows() -> list[Workload]:
@@ -316,53 +334,48 @@ def _ragged() -> list[Workload]:
         workload
         for suffix, causal in (("", False), ("-causal", True))
         for workload in (
-            _varlen(f"ragged{suffix}", _square(*lengths), "lengths", heads, causal=causal),
+            _lengths(f"ragged{suffix}", _square(*lengths), "lengths", heads, causal=causal),
             *_dense(
-                f"ragged-equal{suffix}",
-                (PAPER_TOKENS // batch,),
-                PAPER_TOKENS,
-                "lengths",
-                heads,
+                f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, "lengths", heads,
                 causal=causal,
             ),
         )
-    ]
+    ]  # fmt: skip
 
 
-def _dtypes() -> list[Workload]:
-    """The same calls in bf16 and in fp16."""
+def _decoding() -> list[Workload]:
+    """One to 128 sequences of 1024 to 131072 keys; page sizes, e4m3 caches, several tokens, head sizes."""
+    fours = (4096,) * 32
     return [
-        workload
-        for dtype in ("bfloat16", "float16")
-        for head_dim in PAPER_HEAD_DIMS
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in _dense(
-            f"{dtype}-d{head_dim}{suffix}",
-            (2048, 8192),
-            PAPER_TOKENS,
-            "dtypes",
-            (PAPER_HIDDEN // head_dim, PAPER_HIDDEN // head_dim, head_dim),
-            causal=causal,
-            dtype=dtype,
-        )
-    ]
-
-
-def _fp8() -> list[Workload]:
-    """The FlashAttention-3 paper's grid in e4m3."""
-    return [
-        workload
-        for head_dim in PAPER_HEAD_DIMS
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in _dense(
-            f"fp8-d{head_dim}{suffix}",
-            (4096, 8192, 16384),
-            PAPER_TOKENS,
-            "fp8",
-            (PAPER_HIDDEN // head_dim, PAPER_HIDDEN // head_dim, head_dim),
-            causal=causal,
-            dtype=FP8,
-        )
+        *(
+            _decode(
+                f"{b}x{s}-{q}/{kv}", (s,) * b, "decode decode-grid", (q, kv, 128), series=f"{b}x-{q}/{kv}"
+            )
+            for q, kv in ((32, 8), (32, 32), (64, 8))
+            for b, s in ((1, 8192), (1, 131072), (8, 8192), (8, 65536), (32, 4096), (128, 1024), (128, 4096))
+        ),
+        *(
+            _decode(f"32x4096-page-{size}", fours, "decode decode-pages", series="pages", page_size=size)
+            for size in (1, 16, 64, 256)
+        ),
+        _decode("32x4096-dense", fours, "decode decode-pages", series="pages", page_size=0),
+        _decode("ragged-131072-63x512", (131072, *(512,) * 63), "decode decode-ragged"),
+        _decode("64x512", (512,) * 64, "decode decode-ragged"),
+        *(
+            _decode(
+                f"{b}x{s}-32/8-fp8", (s,) * b, "decode decode-fp8", series=f"{b}x-32/8-fp8", cache_dtype=FP8
+            )
+            for b, s in ((1, 8192), (8, 65536), (32, 4096), (128, 4096))
+        ),
+        *(
+            _decode(f"32x4096-32/8-q{n}", fours, "decode decode-tokens", series="tokens", seqlen_q=n)
+            for n in (4, 16, 64)
+        ),
+        *(
+            _decode(f"32x4096-d{d}", fours, "decode decode-head-dims", (32, 8, d), series="head-dims")
+            for d in (64, 256, 512)
+        ),
+        _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
     ]
 
 
@@ -379,7 +392,7 @@ def _cpu() -> list[Workload]:
 
 def _ci() -> list[Workload]:
     """Seconds on two cores; every kind of call once, lengths that are no powers of two."""
-    float32 = {"dtype": "float32"}
+    float32: dict[str, Any] = {"dtype": "float32"}
     return [
         *_dense("ci-full", (96, 160), 192, "ci", (2, 2, 32), **float32),
         *_dense("ci-causal", (96, 160), 192, "ci", (2, 2, 32), causal=True, **float32),
@@ -387,24 +400,37 @@ def _ci() -> list[Workload]:
         *_dense("ci-window", (150,), 0, "ci", (2, 1, 16), causal=True, window_left=31, **float32),
         *_dense("ci-softcap", (100,), 0, "ci", (2, 2, 64), softcap=5.0, **float32),
         Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
-        _varlen("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **float32),
+        _lengths(
+            "ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **float32
+        ),
         *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
-        _varlen("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
+        _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
+        _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **float32),
+        _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **float32),
+        _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
+        _decode("ci-prefix", (80, 70), "ci-decode", (4, 2, 32), prefix=64, **float32),
     ]
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    *_paper(),
+    *_paper_grid("paper", PAPER_SEQLENS, "paper"),  # Shah et al. 2024, arXiv:2407.08608, section 4.1
     *_models(),
     *_windows(),
     *_ragged(),
-    *_dtypes(),
-    *_fp8(),
+    *_paper_grid("bfloat16", (2048, 8192), "dtypes"),
+    *_paper_grid("float16", (2048, 8192), "dtypes", dtype="float16"),
+    *_paper_grid("fp8", (4096, 8192, 16384), "fp8", dtype=FP8),
+    *_decoding(),
     *_cpu(),
     *_ci(),
 )
 
 TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for tag in workload.tags))
 
-SMALL_CALL = Workload("small-call", "small-call", 1, 128, 128, 8, 8, 64, causal=True)
-"""A call whose GPU time is below its host time: what host time is measured on."""
+
+def small_call(kind: str, device_type: str) -> Workload:
+    """A call whose GPU time is below its host time: what host time is measured on."""
+    dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
+    if kind == "decode":
+        return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)
+    return Workload("small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,16 +9,20 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashtile.bench import fp8_peers, peers, report, report_page, runner, workloads
+from flashtile.bench import contestants, documents, report, report_charts, report_page, runner, workloads
 from flashtile.bench.summary import summarize
-from flashtile.commands.devices import parse_device
+from flashtile.commands.options import (
+    bad_parameters,
+    console,
+    finite,
+    output_file,
+    parse_device,
+    progress_bar,
+)
 
 Names = list[str]
-NARROW = 160
-"""Columns of a table that is not printed to a terminal."""
 
 
 def bench(
@@ -32,7 +34,12 @@ def bench(
     ] = None,
     passes: Annotated[
         Names | None,
-        typer.Option("--pass", "-p", help="forward, backward, both (as one); repeated or by commas."),
+        typer.Option(
+            "--pass",
+            "-p",
+            help=f"{', '.join(workloads.PASSES)}; repeated or by commas. both: forward and backward as one; "
+            "graph: forward calls in a CUDA graph. Default: forward, and graph for decoding on a GPU.",
+        ),
     ] = None,
     peer_names: Annotated[
         Names | None,
@@ -46,17 +53,26 @@ def bench(
     dtype: Annotated[str | None, typer.Option(help="Replaces the workloads' own dtype.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 3,
-    rep: Annotated[float, typer.Option(min=1.0, help="Milliseconds a measurement.")] = 25.0,
+    rep: Annotated[float, typer.Option(min=1.0, callback=finite, help="Milliseconds a measurement.")] = 25.0,
     host_time: Annotated[bool, typer.Option(help="Measure the host time of a call.")] = True,
-    unit: Annotated[str, typer.Option(help="Of the tables and the plot: tflops or gbps.")] = "tflops",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="All numbers, written after every cell.")
+    unit: Annotated[
+        str | None,
+        typer.Option(help="Of the tables and the plot: tflops or gbps. Default: gbps for decoding."),
     ] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="PNG, SVG or PDF.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", callback=output_file(), help="All numbers, written after every cell."),
+    ] = None,
+    plot_path: Annotated[
+        Path | None,
+        typer.Option("--plot", callback=output_file(".png", ".svg", ".pdf"), help="PNG, SVG or PDF."),
+    ] = None,
     report_path: Annotated[
         Path | None,
         typer.Option(
-            "--report", dir_okay=False, help="HTML: charts of speed, speed-up and memory, and tables."
+            "--report",
+            callback=output_file(),
+            help="HTML: charts of speed, speed-up and memory, and tables.",
         ),
     ] = None,
     show: Annotated[
@@ -68,96 +84,77 @@ def bench(
     ] = False,
 ) -> None:
     """Measure flashtile beside its peers: correctness first, then speed, peers in rotation."""
-    console = _console()
-    if unit not in report.UNITS:
-        raise typer.BadParameter(f"unit must be one of {', '.join(report.UNITS)}, got {unit!r}")
-    if show is not None:
-        _finish(json.loads(show.read_text()), console, unit, plot_path, report_path)
-        return
+    out = console()
+    with bad_parameters():
+        if unit is not None and unit not in report.UNITS:
+            raise ValueError(f"unit must be one of {', '.join(report.UNITS)}, got {unit!r}")
+        files = [path.resolve() for path in (json_path, plot_path, report_path) if path is not None]
+        if len(set(files)) < len(files):
+            raise ValueError(f"--json, --plot and --report must be different files, got {files[0]} twice")
+        earlier = None if show is None else documents.read(show)
     chosen_device = parse_device(device)
-    if list_all:
-        console.print(_workload_table(), _peer_table(chosen_device))
+    if earlier is not None:
+        _finish(earlier, out, unit, plot_path, report_path)
         return
-    try:
-        settings = runner.Settings(chosen_device, _passes(passes), rounds, rep, host_time)
+    if list_all:
+        out.print(_workload_table(), *map(_peer_table, contestants.OURS, [chosen_device] * 3))
+        return
+    with bad_parameters():
         chosen = workloads.select(
             _split(workload_names) or ["paper" if chosen_device.type == "cuda" else "cpu"],
             head_dims=_numbers(head_dims),
             dtype=dtype,
         )
-        fp8 = _all_or_none_fp8(chosen, settings.passes)
-        find = fp8_peers.contestants if fp8 else peers.contestants
-        contestants = find(_split(peer_names), _split(backends), chosen_device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if not chosen:
-        raise typer.BadParameter("no workload is left: none has that head size")
+        kind = contestants.kind_of(chosen)
+        settings = runner.Settings(
+            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time
+        )
+        entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
 
-    with _progress() as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("compiling, measuring ceilings", total=len(chosen) * len(settings.passes))
 
         def after_cell(document: dict[str, Any]) -> None:
             document["summary"] = summarize(document)
             if json_path is not None:
-                report.write_json(document, json_path)
+                documents.write(document, json_path)
             done = len(document["cells"])
             following = chosen[min(done // len(settings.passes), len(chosen) - 1)]
             progress.update(task, completed=done, description=following.name)
 
-        document = runner.run(chosen, contestants, settings, after_cell=after_cell)
-    _finish(document, console, unit, plot_path, report_path)
-    if any(
-        result["status"] == runner.WRONG for cell in document["cells"] for result in _ours(document, cell)
-    ):
+        document = runner.run(chosen, entrants, settings, after_cell=after_cell)
+    _finish(document, out, unit, plot_path, report_path)
+    ours = [contestant.name for contestant in entrants if contestant.ours]
+    if any(cell["results"][name]["status"] == runner.WRONG for cell in document["cells"] for name in ours):
         raise typer.Exit(1)
 
 
 def _finish(
-    document: dict[str, Any], console: Console, unit: str, plot_path: Path | None, report_path: Path | None
+    document: dict[str, Any],
+    out: Console,
+    unit: str | None,
+    plot_path: Path | None,
+    report_path: Path | None,
 ) -> None:
     if plot_path is not None:
-        report.write_plot(document, plot_path, unit)
+        report_charts.write_plot(document, plot_path, unit)
     if report_path is not None:
         report_page.write_page(document, report_path)
-    report.print_report(document, console, unit)
-
-
-def _ours(document: dict[str, Any], cell: dict[str, Any]) -> list[dict[str, Any]]:
-    return [cell["results"][c["name"]] for c in document["contestants"] if c["ours"]]
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=NARROW)
-
-
-def _progress() -> Progress:
-    """On the error stream, and only on a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    report.print_report(document, out, unit)
 
 
 def _split(values: Names | None) -> list[str]:
     return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
 
 
-def _passes(values: Names | None) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(_split(values))) or ("forward",)
-    for which in chosen:
-        if which not in workloads.PASSES:
-            raise ValueError(f"pass must be one of {', '.join(workloads.PASSES)}, got {which!r}")
+def _passes(values: Names | None, kind: str, device: torch.device) -> tuple[str, ...]:
+    chosen = tuple(dict.fromkeys(_split(values)))
+    if not chosen:
+        return ("forward", "graph") if kind == "decode" and device.type == "cuda" else ("forward",)
+    backward = [which for which in chosen if which in workloads.PASSES and runner.needs_gradients(which)]
+    if kind != "attention" and backward:
+        raise ValueError(f"pass must be forward or graph for {kind} workloads, got {', '.join(backward)}")
     return chosen
-
-
-def _all_or_none_fp8(chosen: Sequence[workloads.Workload], passes: tuple[str, ...]) -> bool:
-    """Whether the run is of e4m3, which has contestants of its own."""
-    kinds = {workload.fp8 for workload in chosen}
-    if len(kinds) > 1:
-        raise ValueError(f"workloads in {workloads.FP8} need a run of their own")
-    if True in kinds and passes != ("forward",):
-        raise ValueError(f"pass must be forward in {workloads.FP8}, got {', '.join(passes)}")
-    return True in kinds
 
 
 def _numbers(values: Names | None) -> list[int]:
@@ -168,18 +165,16 @@ def _numbers(values: Names | None) -> list[int]:
 
 
 def _workload_table() -> Table:
-    table = Table(title="workloads", title_justify="left")
-    for heading in ("name", "shape", "mask", "tags"):
-        table.add_column(heading)
+    table = Table("name", "shape", "mask", "tags", title="workloads", title_justify="left")
     for w in workloads.WORKLOADS:
         table.add_row(w.name, w.shape, w.mask, ", ".join(w.tags))
     return table
 
 
-def _peer_table(device: torch.device) -> Table:
-    table = Table(title=f"peers on {device}", title_justify="left")
-    for heading in ("name", "can run here"):
-        table.add_column(heading)
-    for peer in peers.peers():
+def _peer_table(kind: str, device: torch.device) -> Table:
+    table = Table(
+        "name", "can run here", title=f"peers of {kind} workloads on {device}", title_justify="left"
+    )
+    for peer in contestants.peers(kind):
         table.add_row(peer.name, escape(peer.unavailable(device) or "yes"))
     return table

@@ -12,16 +12,15 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashtile.commands.options import finite, output_folder, parse_device, progress_bar
 from flashtile.demo import exactness, scaling
 from flashtile.demo.agreement import agreement
-from flashtile.demo.corpus import python_library
+from flashtile.demo.corpus import Corpus, python_library
 from flashtile.demo.model import GPT, GPTConfig
-from flashtile.demo.plots import format_bytes
 from flashtile.demo.results import Results, Training, by_case, write
-from flashtile.demo.setting import Setting, choose_device, inspect_setting, natural_dtype
+from flashtile.demo.setting import Setting, inspect_setting, natural_dtype
 from flashtile.demo.training import (
     TrainingConfig,
     TrainingResult,
@@ -32,6 +31,7 @@ from flashtile.demo.training import (
     train,
     validate,
 )
+from flashtile.io_model.tables import format_bytes
 from flashtile.visualizer.page import write_page
 from flashtile.visualizer.settings import grid
 
@@ -46,9 +46,15 @@ differences grow about tenfold every fifty steps, and a few hundred steps would 
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Folder for results.json, the plots, report.html and visualize.html.")
+        Path,
+        typer.Option(
+            callback=output_folder,
+            help="Folder for results.json, the plots, report.html and visualize.html.",
+        ),
     ] = Path("flashtile-demo"),
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time to train with flashtile's attention.")] = 45.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Time to train with flashtile's attention.")
+    ] = 45.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a look at what it does.")] = False,
 ) -> None:
@@ -58,18 +64,19 @@ def demo(
     """
     console = Console()
     started, clock = datetime.now().astimezone(), time.perf_counter()
-    try:
-        chosen = choose_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from None
+    chosen = parse_device(device)
     dtype = natural_dtype(chosen)
+    try:
+        corpus = python_library()
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from None
 
     setting = inspect_setting(chosen, dtype)
     show_setting(console, setting)
     errors = measure_exactness(console, chosen, quick)
     workload = scaling.workload_for(chosen, dtype, quick)
     rows = measure_scaling(console, workload)
-    training = run_training(console, training_config(chosen, quick), seconds)
+    training = run_training(console, training_config(chosen, quick), corpus, seconds)
 
     results = Results(started, time.perf_counter() - clock, quick, setting, errors, workload, rows, training)
     page = None if quick else write_visualization(console, out / PAGE)
@@ -88,7 +95,7 @@ def write_visualization(console: Console, path: Path) -> str:
     """The interactive page beside the report; returns its file name."""
     console.rule("interactive page", align="left")
     settings = list(grid())
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("recording the algorithms", total=len(settings))
         size = write_page(path, settings, progress=lambda: progress.advance(task))
     console.print(f"{len(settings)} recorded runs, {format_bytes(size)}")
@@ -122,7 +129,7 @@ def measure_exactness(console: Console, device: torch.device, quick: bool) -> li
     console.rule("exactness: largest error against float64 standard attention", align="left")
     cases = exactness.CASES[-1:] if quick else exactness.CASES
     measured = []
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("forward and backward", total=len(cases) * len(exactness.DTYPES))
         for one in exactness.measure(device, cases):
             measured.append(one)
@@ -155,7 +162,7 @@ def measure_scaling(console: Console, workload: scaling.Workload) -> list[scalin
         "memory beyond q, k and v"
     )
     rows = []
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("sequence lengths", total=len(workload.seqlens))
         for row in scaling.measure(workload):
             rows.append(row)
@@ -181,10 +188,9 @@ def measure_scaling(console: Console, workload: scaling.Workload) -> list[scalin
     return rows
 
 
-def run_training(console: Console, config: TrainingConfig, seconds: float) -> Training:
+def run_training(console: Console, config: TrainingConfig, corpus: Corpus, seconds: float) -> Training:
     console.rule("training a byte-level GPT on Python's standard library", align="left")
-    corpus = python_library()
-    with _progress(console) as progress, fastest_threads(config, corpus) as threads:
+    with progress_bar(console) as progress, fastest_threads(config, corpus) as threads:
 
         def run(config: TrainingConfig) -> tuple[GPT, TrainingResult]:
             task = progress.add_task(f"{config.attention} attention", total=1.0)
@@ -222,17 +228,6 @@ def run_training(console: Console, config: TrainingConfig, seconds: float) -> Tr
         validation_loss=validation_loss,
         prompt=PROMPT.decode(),
         sample=sample,
-    )
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
     )
 
 

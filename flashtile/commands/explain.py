@@ -11,28 +11,30 @@ from torch import Tensor
 
 from flashtile import explanations
 from flashtile.bench.workloads import DTYPES
-from flashtile.commands.devices import parse_device
+from flashtile.commands.options import bad_parameters, console, parse_device
 from flashtile.io_model import CARDS, Call, Card, card_of_device, estimates, find_card, measured_card
 from flashtile.io_model.estimate import DECODE_ROWS, PASSES
 from flashtile.io_model.tables import card_table, estimate_table, kv_cache_table, memory_table
 from flashtile.problem import UNLIMITED
 
 HERE = "here"
-WIDTH = 150
-"""Columns of a table that is not printed to a terminal."""
+MOST, MOST_COLUMNS = 2**31 - 1, 2**16
+"""Sizes, and head sizes, that a call may have."""
 
 
 def explain(
-    batch: Annotated[int, typer.Option(min=0)] = 1,
-    seqlen_q: Annotated[int, typer.Option(min=0)] = 1024,
+    batch: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
+    seqlen_q: Annotated[int, typer.Option(min=0, max=MOST)] = 1024,
     seqlen_k: Annotated[
-        int | None, typer.Option(min=0, help="Default: that of q.", show_default=False)
+        int | None, typer.Option(min=0, max=MOST, help="Default: that of q.", show_default=False)
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Default: heads.", show_default=False)] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 16,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Default: heads.", show_default=False)
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=1, max=MOST_COLUMNS)] = 128,
     head_dim_v: Annotated[
-        int | None, typer.Option(min=1, help="Default: head_dim.", show_default=False)
+        int | None, typer.Option(min=1, max=MOST_COLUMNS, help="Default: head_dim.", show_default=False)
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Default: bfloat16; float32 on the CPU.", show_default=False)
@@ -120,18 +122,18 @@ def explain(
     call = Call.from_problem(explanation.problem)
     if card_name == HERE:
         card = measured_card(place, (dtype,))
-    console = _console()
+    out = console()
     if card is not None:
-        _print_costs(call, card, console)
+        _print_costs(call, card, out)
     else:
         typer.echo(
             "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
         )
     if memory:
         chosen = card or find_card("h100")
-        console.print(*(memory_table(call, chosen, training) for training in (False, True)))
+        out.print(*(memory_table(call, chosen, training) for training in (False, True)))
     if kv_cache:
-        console.print(kv_cache_table(dtype))
+        out.print(kv_cache_table(dtype))
     if explanation.backend is None:
         raise typer.Exit(1)
 
@@ -146,18 +148,11 @@ def _card(name: str | None, place: torch.device) -> Card | None:
         raise typer.BadParameter(f"{error}, or {HERE!r}") from None
 
 
-def _print_costs(call: Call, card: Card, console: Console) -> None:
-    try:
-        passes = ("forward",) if call.seqlen_q * call.group_size <= DECODE_ROWS else PASSES
+def _print_costs(call: Call, card: Card, out: Console) -> None:
+    passes = ("forward",) if call.seqlen_q * call.group_size <= DECODE_ROWS else PASSES
+    with bad_parameters():
         found = [estimates(call, card, which) for which in passes]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    console.print(card_table(card, call.dtype), *(estimate_table(rows, card) for rows in found))
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
+    out.print(card_table(card, call.dtype), *(estimate_table(rows, card) for rows in found))
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

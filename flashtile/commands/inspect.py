@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from flashtile.commands.options import bad_parameters, output_file
 from flashtile.compile_report import ARCHITECTURES, CompileReport, architecture, every_case, reports
 
 _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: this GPU's, else sm_90a."
@@ -20,7 +21,9 @@ _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: th
 def inspect(
     arch: Annotated[list[str] | None, typer.Option(help=_ARCH_HELP)] = None,
     kernel: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=output_file(), help="Write every number here.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Cases compiled at a time. Default: the CPU cores.")
     ] = None,
@@ -31,16 +34,15 @@ def inspect(
     should use tensor cores and does not.
     """
     console = Console()
-    try:
-        names = [architecture(name).name for name in arch or [_default_arch()]]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--arch") from None
-    found: list[CompileReport] = []
-    for name in names:
-        cases = [case for case in every_case(name) if kernel in case.name]
+    with bad_parameters():
+        names = dict.fromkeys(architecture(name).name for name in arch or [_default_arch()])
+    chosen = {name: [case for case in every_case(name) if kernel in case.name] for name in names}
+    for name, cases in chosen.items():
         if not cases:
             raise typer.BadParameter(f"no case of {name} has {kernel!r} in its name", param_hint="--kernel")
-        ready = reports(cases, name, jobs)
+    found: list[CompileReport] = []
+    for name, cases in chosen.items():
+        ready = reports(cases, name, None if jobs is None else min(jobs, len(cases)))
         progress = Console(stderr=True)
         done = list(track(ready, f"compiling for {name}", len(cases), console=progress, transient=True))
         console.print(_table(name, done))

@@ -8,18 +8,21 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from flashtile.algorithms.memory import KIB, SramExceededError
+from flashtile.commands.options import output_file, progress_bar
 from flashtile.visualizer.page import write_page
 from flashtile.visualizer.recording import RUNNERS, record
 from flashtile.visualizer.settings import MASKS, Setting, grid, own_runs
 
+LONGEST, WIDEST = 65536, 4096
+"""Sizes of a run of one's own: each is computed, and each of its moves recorded."""
+
 
 def visualize(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
-        "flashtile-visualize.html"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=output_file(), help="The HTML file to write.")
+    ] = Path("flashtile-visualize.html"),
     open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     algorithm: Annotated[
         str | None,
@@ -28,9 +31,12 @@ def visualize(
         ),
     ] = None,
     seqlen: Annotated[
-        int | None, typer.Option(min=1, help="Record a run of this length.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=LONGEST, help="Record a run of this length.", show_default=False),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Default: 64.", show_default=False)] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, max=WIDEST, help="Default: 64.", show_default=False)
+    ] = None,
     block: Annotated[
         str | None, typer.Option(help='Queries x keys, like 64x64, or "auto".', show_default=False)
     ] = None,
@@ -51,7 +57,7 @@ def visualize(
         "num_splits": num_splits, "page_size": page_size,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
-    console = Console()
+    out = Console()
     try:
         own = own_runs(algorithm or "flash2", **given) if algorithm or given else []
         for setting in own:
@@ -59,10 +65,10 @@ def visualize(
     except (ValueError, SramExceededError) as error:
         raise typer.BadParameter(str(error)) from None
     settings = list(grid())
-    with Progress(console=console, transient=True) as progress:
+    with progress_bar(out) as progress:
         task = progress.add_task("recording", total=len(settings) + len(own))
         size = write_page(output, settings, own, start_of(own), lambda: progress.advance(task))
-    console.print(
+    out.print(
         f"Wrote {output} ({size / 2**20:.1f} MiB, {len(settings) + len(own)} recorded runs)", soft_wrap=True
     )
     if open_:

@@ -98,9 +98,10 @@ def attention_with_kvcache(
         if alibi_slopes is not None:
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
             bias = alibi_bias(slopes, seqlen_q, seqlen_k, compute)
+        q_b, k_b, v_b = (t.transpose(0, 1) for t in (rows[mine].to(compute), k_b, v_b))
         out_b, lse_b = standard(
-            *(t.transpose(0, 1) for t in (rows[mine].to(compute), k_b, v_b)), scale, hidden=~seen,
-            empty=~seen.any(-1, keepdim=True), bias=bias, softcap=softcap, sink=sink, lse_dtype=lse_dtype,
+            q_b, k_b, v_b, scale, hidden=~seen, empty=~seen.any(-1, keepdim=True), bias=bias,
+            softcap=softcap, sink=sink, lse_dtype=lse_dtype,
         )  # fmt: skip
         assert lse_b is not None
         out[mine], lse[:, mine] = out_b.transpose(0, 1), lse_b

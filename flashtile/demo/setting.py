@@ -36,25 +36,6 @@ class Setting:
         return next((d["name"] for d in self.devices if d["device"] == index), self.device)
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The named device, or by default the GPU if there is one.
-
-    Raises:
-        ValueError: a name that torch does not know, a device that is neither, or a GPU that is not there.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be cpu, cuda or cuda:<index>, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu, cuda or cuda:<index>, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
-    return device
-
-
 def natural_dtype(device: torch.device) -> torch.dtype:
     """What one computes in there: float32 on a CPU, bfloat16 on a GPU that has it."""
     if device.type == "cpu":

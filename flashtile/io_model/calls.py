@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
 from flashtile.attn.problem import Problem
 from flashtile.problem import UNLIMITED
-
-if TYPE_CHECKING:
-    from flashtile.bench.workloads import Workload
 
 ELEMENT_BYTES = {
     "float8_e4m3fn": 1,
@@ -80,34 +76,9 @@ class Call:
     @classmethod
     def from_problem(cls, problem: Problem) -> Call:
         """What a Problem says. Of variable lengths it knows the longest only, which each sequence gets."""
-        return cls(
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.num_heads_q,
-            problem.num_heads_kv,
-            problem.head_dim,
-            problem.head_dim_v,
-            str(problem.dtype).removeprefix("torch."),
-            problem.window_left,
-            problem.window_right,
-        )
-
-    @classmethod
-    def from_workload(cls, workload: Workload) -> Call:
-        return cls(
-            workload.batch,
-            workload.seqlen_q,
-            workload.seqlen_k,
-            workload.num_heads_q,
-            workload.num_heads_kv,
-            workload.head_dim,
-            None,
-            workload.dtype,
-            workload.window_left,
-            workload.window_right,
-            workload.lengths,
-        )
+        shared = (field.name for field in fields(cls) if field.name not in ("dtype", "lengths"))
+        dtype = str(problem.dtype).removeprefix("torch.")
+        return cls(**{name: getattr(problem, name) for name in shared}, dtype=dtype)
 
     @property
     def width_v(self) -> int:

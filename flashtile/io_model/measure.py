@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,24 +23,22 @@ def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0
         >>> card.peak_tflops("float32") > 0 and card.bandwidth_gbps > 0
         True
     """
-    from flashtile.bench.runner import Settings, copy_ceiling, matmul_ceiling
+    from flashtile.bench.timing import copy_ceiling, matmul_ceiling
 
-    settings = Settings(device, rounds=2, rep=rep)
     described = machine.describe_device(device)
     known = card_of_device(described["name"])
     on_gpu = device.type == "cuda"
+    properties: Any = torch.cuda.get_device_properties(device) if on_gpu else None
     return Card(
         name=f"{described['name']}, measured",
         sm_count=described["sm_count"] if on_gpu else described["threads"],
         clock_mhz=known.clock_mhz if known is not None else 0,
-        tflops={dtype: matmul_ceiling(dtype, settings) for dtype in dtypes},
-        bandwidth_gbps=copy_ceiling(settings),
+        tflops={dtype: matmul_ceiling(dtype, device, 2, rep) for dtype in dtypes},
+        bandwidth_gbps=copy_ceiling(device, 2, rep),
         memory_bytes=described["memory_bytes"] or 0,
-        l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0,
-        shared_bytes=torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-        if on_gpu
-        else 0,
-        capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
+        l2_bytes=properties.L2_cache_size if on_gpu else 0,
+        shared_bytes=properties.shared_memory_per_multiprocessor if on_gpu else 0,
+        capability=(properties.major, properties.minor) if on_gpu else (0, 0),
         device_name=described["name"],
         source="measured here: a matrix product and a copy",
     )

@@ -6,20 +6,18 @@ Tables and charts are those of the commands that measured; nothing is copied by 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import markdown_tables
-from matplotlib.axes import Axes
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from rich.console import Console
 
-from flashtile.bench import decode, report
-from flashtile.bench.report_charts import charts, render
+from flashtile.bench import documents, report
+from flashtile.bench.report_charts import charts
 from flashtile.io_model import card_of_device, counters
 
 SECTION = "Measurements"
@@ -42,11 +40,9 @@ def page(document: dict[str, Any], name: str) -> str:
 
 def body(document: dict[str, Any]) -> list[str]:
     """The document's contents, by the command that wrote it."""
-    if "settings" in document:
-        return bench_parts(document)
+    if "cells" in document:
+        return bench_parts(documents.current(document))
     head = f"{machine(document)}."
-    if "contestants" in document:
-        return [head, *decode_parts(document)]
     card = card_of_device(document["device"]["name"])
     if "l2_bytes" in document and card is not None:
         rows = [list(comparison.cells) for comparison in counters.compare(document, card)]
@@ -66,28 +62,11 @@ def bench_parts(document: dict[str, Any]) -> list[str]:
     if document["summary"]:
         parts += ["## Speed over each peer", markdown_tables.of_table(report.summary_table(document))]
     parts += ["## Charts", _figures([(chart.title, chart.svg) for chart in charts(document)])]
-    for which in document["settings"]["passes"]:
-        cells = [cell for cell in document["cells"] if cell["pass"] == which]
-        if cells:
-            table = report.cells_table(document, cells)
-            parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_tables.of_table(table)]
+    for which, cells in report.by_pass(document).items():
+        table = report.cells_table(document, cells)
+        parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_tables.of_table(table)]
     notes = [f"- {line}" for line in _printed(report.print_notes, document)]
     return parts + (["## Refused, out of memory, host time", "\n".join(notes)] if notes else [])
-
-
-def decode_parts(document: dict[str, Any]) -> list[str]:
-    """What ``flashtile.bench.decode`` wrote: bandwidth as bars and as its table."""
-    table = decode.table_of(document)
-    pictures = []
-    for kind, what in (("graph_ms", "in a CUDA graph"), ("cold_ms", "after the L2 cache was overwritten")):
-        if any(kind in result for cell in document["cells"] for result in cell["results"].values()):
-            title = f"decoding, bytes of the cache over time, {what}"
-            pictures.append((title, render(_bandwidth_bars(document, kind), title, machine(document))))
-    parts = [_figures(pictures), f"{table.title}.", markdown_tables.of_table(table)]
-    if host := document.get("host_us"):
-        times = ", ".join(f"{name} {microseconds:.1f} us" for name, microseconds in host.items())
-        parts.append(f"Host time of a call: {times}.")
-    return parts
 
 
 def plain_parts(document: dict[str, Any]) -> list[str]:
@@ -99,29 +78,6 @@ def plain_parts(document: dict[str, Any]) -> list[str]:
             unit = ", microseconds" if title.endswith("_us") else ""
             parts += [f"## {heading}{unit}", markdown_tables.of_records(records)]
     return parts
-
-
-def _bandwidth_bars(document: dict[str, Any], kind: str) -> Callable[[Axes], None]:
-    """A group of bars for each workload, a bar for each contestant, in TB/s."""
-    names = [
-        name
-        for name in document["contestants"]
-        if any(cell["results"].get(name, {}).get(kind) for cell in document["cells"])
-    ]
-    width = 0.84 / max(1, len(names))
-
-    def draw(axes: Axes) -> None:
-        for index, name in enumerate(names):
-            for group, cell in enumerate(document["cells"]):
-                times = cell["results"].get(name, {}).get(kind)
-                speed = cell["bytes"] / statistics.median(times) / 1e9 if times else 0.0
-                place = group - 0.42 + (index + 0.5) * width
-                axes.bar(place, speed, width * 0.94, color=f"C{index}", label=name if group == 0 else None)
-        workloads = [cell["workload"] for cell in document["cells"]]
-        axes.set_xticks(range(len(workloads)), workloads, rotation=90)
-        axes.set_ylabel("TB/s", fontsize=8)
-
-    return draw
 
 
 def _printed(part: Callable[[dict[str, Any], Console], None], document: dict[str, Any]) -> list[str]:

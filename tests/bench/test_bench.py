@@ -16,7 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from flashtile import reference
-from flashtile.bench import gate, peers, report, runner, summary, workloads
+from flashtile.bench import contestants, documents, gate, peers, report, report_charts, runner, summary, timing, workloads
+from flashtile.bench.inputs import Inputs, make_inputs
 from flashtile.bench.peers import Call
 from flashtile.bench.workloads import WORKLOADS, Workload
 from flashtile.commands.bench import bench
@@ -40,7 +41,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def standard_results(workload: Workload, inputs: workloads.Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+def standard_results(workload: Workload, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     """out and gradients of the oracle of the test-suite."""
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     varlen = {
@@ -154,7 +155,7 @@ class TestWorkloads:
 
     @each_workload
     def test_inputs_fit_and_repeat(self, workload):
-        first, again = (workloads.make_inputs(workload, CPU) for _ in range(2))
+        first, again = (make_inputs(workload, CPU) for _ in range(2))
         assert torch.equal(first.q, again.q)
         assert not torch.equal(first.k.flatten()[:50], first.v.flatten()[:50])
         tokens = sum(sq for sq, _ in workload.sequences)
@@ -167,7 +168,7 @@ class TestWorkloads:
 class TestGate:
     @each_workload
     def test_oracle_agrees_with_the_suite_s(self, workload):
-        inputs = workloads.make_inputs(workload, CPU)
+        inputs = make_inputs(workload, CPU)
         oracle = gate.Oracle(workload, inputs, gradients=True)
         comparisons = oracle.check(standard_results(workload, inputs, torch.float64))
         assert [c.name for c in comparisons] == list(gate.RESULTS)
@@ -176,7 +177,7 @@ class TestGate:
         assert rounding <= 1.0  # the exact result is only rounded to float32
 
     def test_chunks_change_nothing(self, monkeypatch):
-        inputs = workloads.make_inputs(CHUNK, CPU)
+        inputs = make_inputs(CHUNK, CPU)
         whole = gate.Oracle(CHUNK, inputs, gradients=True)
         monkeypatch.setitem(gate.CHUNK_SCORES, "cpu", 7 * CHUNK.seqlen_k)
         chunked = gate.Oracle(CHUNK, inputs, gradients=True)
@@ -187,14 +188,14 @@ class TestGate:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_one_wrong_element_is_found(self, result, dtype):
         workload = replace(FULL, dtype=dtype)
-        inputs = workloads.make_inputs(workload, CPU)
+        inputs = make_inputs(workload, CPU)
         results = standard_results(workload, inputs, torch.float64)
         results[result][-1, 37, 1, 5] += 0.5
         wrong = [c.name for c in gate.Oracle(workload, inputs, True).check(results) if not c.holds]
         assert wrong == [result]
 
     def test_tf32_products_in_float32_are_found(self):
-        inputs = workloads.make_inputs(FULL, CPU)
+        inputs = make_inputs(FULL, CPU)
         rounded = replace(inputs, **{n: _round_to_tf32(getattr(inputs, n)) for n in ("q", "k", "v")})
         results = standard_results(FULL, rounded, torch.float64)
         assert not any(c.holds for c in gate.Oracle(FULL, inputs, True).check(results))
@@ -202,7 +203,7 @@ class TestGate:
     def test_nan_outside_of_the_sample_is_found(self, monkeypatch):
         workload = replace(FULL, num_heads_q=8, num_heads_kv=8)
         monkeypatch.setitem(gate.SCORES_CHECKED, "cpu", 2 * workload.seqlen_q**2)
-        inputs = workloads.make_inputs(workload, CPU)
+        inputs = make_inputs(workload, CPU)
         oracle = gate.Oracle(workload, inputs, False)
         results = {"out": standard_results(workload, inputs, torch.float64)["out"]}
         outside = next(h for h in range(8) if gate.Head(0, h) not in oracle.heads)
@@ -273,29 +274,29 @@ class TestAdapters:
         assert peers.Standard().refuses(FULL, CPU) is None
 
     def test_contestants(self):
-        names = [p.name for p in peers.contestants([], [], CPU)]
+        names = [p.name for p in contestants.contestants("attention", [], [], CPU)]
         assert names == ["flashtile", "sdpa-cpu", "standard"]
-        assert [p.name for p in peers.contestants(["none"], ["cpu"], CPU)] == ["flashtile:cpu"]
-        assert [p.name for p in peers.contestants(["standard"], [], CPU)] == ["flashtile", "standard"]
+        assert [p.name for p in contestants.contestants("attention", ["none"], ["cpu"], CPU)] == ["flashtile:cpu"]
+        assert [p.name for p in contestants.contestants("attention", ["standard"], [], CPU)] == ["flashtile", "standard"]
 
     @pytest.mark.parametrize(
         ("names", "backends", "message"),
         [
-            (["fa5"], [], "peer must be one of .*got 'fa5'"),
-            (["flex"], [], "peer 'flex' cannot run here: is measured on cuda"),
+            (["fa5"], [], "peer must be none or one of .*got 'fa5'"),
+            (["flex"], [], "peer 'flex' cannot run here: runs on cuda"),
             ([], ["hip"], "backend must be one of .*got 'hip'"),
         ],
     )
     def test_contestants_refuses(self, names, backends, message):
         with pytest.raises(ValueError, match=message):
-            peers.contestants(names, backends, CPU)
+            contestants.contestants("attention", names, backends, CPU)
 
     @staticmethod
     def check(peer, workload, gradients):
-        inputs = workloads.make_inputs(workload, CPU)
+        inputs = make_inputs(workload, CPU)
         call = peer.prepare(workload, inputs)
         with call.enter():
-            results = runner._results(call, inputs, "backward" if gradients else "forward")
+            results = runner.results_of(call, inputs, "backward" if gradients else "forward")
         assert results["out"].shape == inputs.q.shape
         comparisons = gate.Oracle(workload, inputs, gradients).check(results)
         assert all(c.holds for c in comparisons), "\n".join(map(str, comparisons))
@@ -377,7 +378,7 @@ class TestRunner:
 
     def test_document(self):
         seen = []
-        settings = replace(QUICK, passes=workloads.PASSES, rounds=2)
+        settings = replace(QUICK, passes=("forward", "backward", "both"), rounds=2)
         contestants = [peers.Flashtile(), peers.Standard()]
         document = runner.run(
             [FULL], contestants, settings, after_cell=lambda d: seen.append(len(d["cells"]))
@@ -398,7 +399,7 @@ class TestRunner:
             assert [row["result"] for row in result["gate"]] == list(gate.RESULTS[:compared])
 
     def test_host_time(self, monkeypatch):
-        monkeypatch.setitem(runner.HOST_CALLS, "cpu", 1)
+        monkeypatch.setitem(timing.HOST_CALLS, "cpu", 1)
         found = runner.host_time(peers.Flashtile(), CPU)
         assert found["status"] == "ok"
         assert found["us"] > 0
@@ -477,12 +478,12 @@ class TestReports:
     @pytest.mark.parametrize("suffix", ["png", "svg"])
     def test_plot(self, tmp_path, suffix):
         path = tmp_path / f"plot.{suffix}"
-        report.write_plot(made_up_document(), path)
+        report_charts.write_plot(made_up_document(), path)
         assert path.stat().st_size > 5000
 
     def test_plot_of_nothing(self, tmp_path):
-        with pytest.raises(ValueError, match="nothing to plot"):
-            report.write_plot(made_up_document() | {"cells": []}, tmp_path / "plot.png")
+        with pytest.raises(ValueError, match="nothing to draw"):
+            report_charts.write_plot(made_up_document() | {"cells": []}, tmp_path / "plot.png")
 
 
 class TestCommands:
@@ -519,20 +520,20 @@ class TestCommands:
         result = self.invoke(bench, "--list", "--device", "cpu")
         assert result.exit_code == 0
         assert all(w.name in result.output for w in WORKLOADS)
-        assert all(p.name in result.output for p in peers.peers())
+        assert all(p.name in result.output for p in contestants.peers("attention"))
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["-w", "papre"], "got 'papre'"),
-            (["--pass", "sideways"], "forward, backward, both, got 'sideways'"),
+            (["--pass", "sideways"], "forward, backward, both, graph, got 'sideways'"),
             (["--peers", "fa9"], "got 'fa9'"),
             (["--backend", "tpu"], "got 'tpu'"),
             (["--device", "tpu:0"], "got 'tpu:0'"),
             (["--device", "cuda:99"], "is not here"),
             (["--unit", "miles"], "got 'miles'"),
             (["--head-dim", "64,big"], "head-dim must be numbers"),
-            (["-w", "ci", "--head-dim", "77"], "no workload is left"),
+            (["-w", "ci", "--head-dim", "77"], "head-dim must be one of 16, 32, 40, 64 in these"),
         ],
     )
     def test_bench_refuses(self, arguments, message):
@@ -580,7 +581,7 @@ class TestCommands:
 def test_bench_on_a_gpu(name):
     device = torch.device("cuda", 0)
     settings = runner.Settings(device, ("forward", "backward"), rounds=1, rep=5.0)
-    document = runner.run(workloads.select([name]), peers.contestants([], [], device), settings)
+    document = runner.run(workloads.select([name]), contestants.contestants("attention", [], [], device), settings)
     for cell in document["cells"]:
         results = cell["results"]
         assert results["flashtile"]["status"] == "ok", results["flashtile"]

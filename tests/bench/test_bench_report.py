@@ -14,7 +14,7 @@ from test_bench import made_up_document
 from typer.testing import CliRunner
 
 from flashtile.bench import report_page, summary
-from flashtile.bench.report_charts import INK, charts, unit_of
+from flashtile.bench.report_charts import INK, charts
 from flashtile.commands.bench import bench
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
@@ -89,7 +89,7 @@ class TestCharts:
         document = copy.deepcopy(made_up_document())
         for cell in document["cells"]:
             cell["seqlen_q"] = 1
-        assert unit_of(document["cells"]) == "gbps"
+        assert summary.unit_of(document["cells"]) == "gbps"
         first = next(iter(charts(document)))
         assert "GB/s" in texts(first.svg)
         assert "copy, measured" in texts(first.svg)
@@ -136,15 +136,15 @@ class TestPage:
     @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
     def test_committed_results_can_be_drawn(self, path, tmp_path):
         document = json.loads(path.read_text())
-        if "summary" not in document:
+        if "cells" not in document:
             pytest.skip("not a document of flashtile bench")
-        first = document["cells"][0]["series"]
-        document["cells"] = [cell for cell in document["cells"] if cell["series"] == first]
+        first = document["cells"][0].get("series")
+        document["cells"] = [cell for cell in document["cells"] if cell.get("series") == first][:8]
         numbers, page = tmp_path / "numbers.json", tmp_path / "out.html"
         numbers.write_text(json.dumps(document))
         app = typer.Typer()
         app.command()(bench)
         result = CliRunner().invoke(app, ["--show", str(numbers), "--report", str(page)])
         assert result.exit_code == 0, result.output
-        assert "x floor" in result.output
+        assert "x best peer" in result.output
         assert page.read_text().count("<figure") >= 1

@@ -14,8 +14,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from flashtile import fp8
-from flashtile.bench import fp8_peers, runner, workloads
+from flashtile.bench import contestants, fp8_peers, runner, workloads
 from flashtile.bench.gate import Oracle, through_e4m3
+from flashtile.bench.inputs import make_inputs
 from flashtile.commands.bench import bench
 
 CPU = torch.device("cpu")
@@ -25,10 +26,10 @@ each_workload = pytest.mark.parametrize("workload", [DENSE, RAGGED], ids=lambda 
 
 @each_workload
 def test_contestants_pass_the_gate(workload: workloads.Workload) -> None:
-    inputs = workloads.make_inputs(workload, CPU)
+    inputs = make_inputs(workload, CPU)
     assert inputs.q.dtype == torch.bfloat16
     oracle = Oracle(workload, inputs, gradients=False)
-    for peer in fp8_peers.contestants([], [], CPU):
+    for peer in contestants.contestants("fp8", [], [], CPU):
         call = peer.prepare(workload, inputs)
         (comparison,) = oracle.check({"out": call.attend(inputs.q, inputs.k, inputs.v)})
         assert comparison.holds, comparison
@@ -36,7 +37,7 @@ def test_contestants_pass_the_gate(workload: workloads.Workload) -> None:
 
 def test_the_gate_sees_what_quantisation_does_not_excuse() -> None:
     """Keys of one head in another's place, or out scaled by 1.2."""
-    inputs = workloads.make_inputs(DENSE, CPU)
+    inputs = make_inputs(DENSE, CPU)
     oracle = Oracle(DENSE, inputs, gradients=False)
     for wrong in (
         fp8.attention(inputs.q, inputs.k.flip(2), inputs.v, causal=True),
@@ -62,7 +63,7 @@ def test_flash_attention_3_gets_scales_by_key_head(monkeypatch: pytest.MonkeyPat
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", module)
-    inputs = workloads.make_inputs(DENSE, CPU)
+    inputs = make_inputs(DENSE, CPU)
     call = fp8_peers.FlashAttention3().prepare(DENSE, inputs)
     (comparison,) = Oracle(DENSE, inputs, gradients=False).check(
         {"out": call.attend(inputs.q, inputs.k, inputs.v)}
@@ -109,7 +110,7 @@ def test_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["-w", "ci,ci-fp8"], "own"), (["-w", "ci-fp8", "-p", "backward"], "forward")]
+    ("arguments", "said"), [(["-w", "ci,ci-fp8"], "one kind"), (["-w", "ci-fp8", "-p", "backward"], "forward")]
 )
 def test_command_refuses(arguments: list[str], said: str) -> None:
     app = typer.Typer()

@@ -23,7 +23,7 @@ from flashtile.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
 from flashtile.demo.model import GPTConfig, rotary, rotate
 from flashtile.demo.results import Results, Training, write
 from flashtile.demo.schedule import FEWEST_STEPS, Schedule
-from flashtile.demo.setting import choose_device, inspect_setting
+from flashtile.demo.setting import inspect_setting
 from flashtile.demo.training import (
     TrainingConfig,
     bits_per_byte,
@@ -445,10 +445,10 @@ def test_bytes_are_readable(size, text):
 
 
 def test_devices_are_checked():
-    assert choose_device("cpu") == CPU
-    for name, message in (("toaster", "got 'toaster'"), ("meta", "got 'meta'"), ("cuda:99", "torch sees")):
+    assert find_device("cpu") == CPU
+    for name, message in (("toaster", "got 'toaster'"), ("meta", "got 'meta'"), ("cuda:99", "torch finds")):
         with pytest.raises(ValueError, match=message):
-            choose_device(name)
+            find_device(name)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class TestCalls:
     @pytest.mark.parametrize("name", ["ci-gqa-s113", "ci-varlen", "ci-window-s150", "ci-chunk"])
     def test_workloads_count_the_same(self, name):
         (workload,) = workloads.select([name])
-        call = Call.from_workload(workload)
+        call = workload.call
         forward, backward = estimates(call, H100)[-1], estimates(call, H100, "backward")[-1]
         assert forward.bytes == workload.bytes("forward")
         assert backward.bytes == workload.bytes("backward")
@@ -183,7 +183,7 @@ class TestEstimates:
         checked = 0
         for cell in json.loads(path.read_text())["cells"]:
             (workload,) = workloads.select([cell["workload"]])
-            found = estimates(Call.from_workload(workload), H100, cell["pass"])
+            found = estimates(workload.call, H100, cell["pass"])
             predicted = {row.algorithm: row.peak_bytes for row in found}
             for name, algorithm in (("flashtile", FLASHTILE), ("standard", STANDARD)):
                 measured = cell["results"][name].get("peak_memory_bytes")

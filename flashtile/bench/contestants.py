@@ -1,0 +1,79 @@
+"""Who takes part in a run: each kind of workload has contestants of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashtile.bench import decode_peers, fp8_peers
+from flashtile.bench.peers import FlashAttention, Flashtile, FlexAttention, Peer, Sdpa, Standard, TorchVarlen
+from flashtile.bench.workloads import Workload
+from flashtile.problem import PREFERENCE
+from flashtile.problem import UNLIMITED
+
+OURS: dict[str, tuple[type[Flashtile], ...]] = {
+    "attention": (Flashtile,),
+    "fp8": (fp8_peers.Quantized, fp8_peers.Quantizing),
+    "decode": (decode_peers.Decoding, decode_peers.SharedPrefix),
+}
+"""flashtile, by kind of workload; each takes the name of a backend, or None."""
+
+
+def peers(kind: str) -> tuple[Peer, ...]:
+    """Every peer of a kind of workload, new, in the order of the tables."""
+    if kind == "fp8":
+        return (fp8_peers.InBf16(), fp8_peers.FlashAttention3())
+    if kind == "decode":
+        return (decode_peers.FlashAttention3(),)
+    return (
+        Sdpa("sdpa-flash", "FLASH_ATTENTION", "cuda"),
+        Sdpa("sdpa-cudnn", "CUDNN_ATTENTION", "cuda"),
+        Sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", "cuda"),
+        Sdpa("sdpa-cpu", "FLASH_ATTENTION", "cpu"),
+        FlexAttention(),
+        TorchVarlen(),
+        FlashAttention("fa2", "flash_attn", UNLIMITED),
+        FlashAttention("fa3", "flash_attn_interface", UNLIMITED),
+        FlashAttention("fa4", "flash_attn.cute", None),
+        Standard(),
+    )
+
+
+def contestants(kind: str, names: Sequence[str], backends: Sequence[str], device: torch.device) -> list[Peer]:
+    """flashtile (or each of its backends that is named), then the peers.
+
+    Args:
+        kind: of the workloads.
+        names: of peers; empty takes all that are available on ``device``, ``["none"]`` none.
+        backends: of flashtile; empty lets dispatch choose for each call.
+
+    Raises:
+        ValueError: a name that no peer or backend has, or a named peer that cannot run here.
+    """
+    known = {peer.name: peer for peer in peers(kind)} if list(names) != ["none"] else {}
+    for name in names if known else ():
+        if name not in known:
+            raise ValueError(f"peer must be none or one of {', '.join(known)}, got {name!r}")
+        reason = known[name].unavailable(device)
+        if reason is not None:
+            raise ValueError(f"peer {name!r} cannot run here: {reason}")
+    for backend in backends:
+        if backend not in PREFERENCE:
+            raise ValueError(f"backend must be one of {', '.join(PREFERENCE)}, got {backend!r}")
+    return [ours(backend) for backend in backends or (None,) for ours in OURS[kind]] + [
+        peer for name, peer in known.items() if (name in names if names else peer.unavailable(device) is None)
+    ]
+
+
+def kind_of(workloads: Sequence[Workload]) -> str:
+    """The kind of all workloads.
+
+    Raises:
+        ValueError: they are of several kinds.
+    """
+    kinds = {workload.kind: workload.name for workload in workloads}
+    if len(kinds) > 1:
+        given = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())
+        raise ValueError(f"workloads must be of one kind, each needs a run of its own, got {given}")
+    return next(iter(kinds))

@@ -1,0 +1,108 @@
+"""The data of a workload: random q, k, v and dout, packed sequences, or a cache with its block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from flashtile.bench.workloads import Workload
+from flashtile.decode import reference
+from flashtile.decode.problem import FP8, CacheTensors
+from flashtile.testing import cu_seqlens, random_tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Data of a workload: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
+
+    In decoding k and v are the caches, which hold ``len(block_tables)`` copies of what a call reads. A dense
+    cache has one copy and no block table.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    block_tables: tuple[Tensor, ...] = ()
+    descales: dict[str, Tensor] = field(default_factory=dict)
+
+    def rows_of(self, tensor: Tensor, b: int) -> Tensor:
+        """(seqlen_q, heads, head_dim): sequence b of q, or of what has the tokens of q."""
+        return _sequence(tensor, self.cu_seqlens_q, b)
+
+    def keys_of(self, tensor: Tensor, b: int) -> Tensor:
+        """(seqlen_k, heads_kv, head_dim): sequence b of k or v, or of what has their tokens."""
+        if self.cache_seqlens is None:
+            return _sequence(tensor, self.cu_seqlens_k, b)
+        table = self.block_tables[0] if self.block_tables else None
+        descale = self.descales.get("k_descale" if tensor is self.k else "v_descale")
+        tensors = CacheTensors(self.cache_seqlens, block_table=table)
+        return reference.sequence(tensor, b, int(self.cache_seqlens[b]), tensors, descale, self.q.dtype)
+
+
+def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -> Inputs:
+    """Standard normal q, k, v and dout, contiguous, from a fixed seed; caches have their pages scattered."""
+    tokens = [sum(pair[side] for pair in workload.sequences) for side in (0, 1)]
+
+    def normal(side: int, number: int) -> Tensor:
+        heads = (workload.num_heads_q, workload.num_heads_kv)[side]
+        rows = (tokens[side],) if workload.varlen else (workload.batch, tokens[side] // workload.batch)
+        shape = (*rows, heads, workload.head_dim)
+        return random_tensor(shape, workload.source_dtype, device, seed=4 * seed + number)
+
+    q, dout = normal(0, 0), normal(0, 3)
+    if workload.cache is not None:
+        return _with_cache(workload, q, dout)
+    inputs = Inputs(q, normal(1, 1), normal(1, 2), dout)
+    if not workload.varlen:
+        return inputs
+    offsets_q, offsets_k = (cu_seqlens(lengths, device) for lengths in zip(*workload.sequences, strict=True))
+    return replace(inputs, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+
+
+def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:
+    """Filled caches of as many copies as a CUDA graph rotates over (one on the CPU)."""
+    assert workload.cache is not None
+    device, prefix = q.device, workload.cache.prefix
+    generator = torch.Generator(device=device).manual_seed(0)
+    contexts = [seqlen_k for _, seqlen_k in workload.sequences]
+    page_size = workload.cache.page_size or max(contexts)
+    own = [-(-(context - prefix) // page_size) for context in contexts]
+    shared = prefix // page_size
+    copies = 0
+    if workload.cache.page_size:
+        copies = workload.copies if device.type == "cuda" else 1
+    per_copy = sum(own) + shared
+    blocks = per_copy * copies or len(contexts)
+    shape = (blocks, page_size, workload.num_heads_kv, workload.head_dim)
+
+    def cache() -> Tensor:
+        filled = torch.empty(shape, dtype=workload.cache_dtype, device=device)
+        for part in filled.split(max(1, 2**27 // filled[0].numel())):
+            part.copy_(torch.randn(part.shape, generator=generator, dtype=q.dtype, device=device))
+        return filled
+
+    order = torch.randperm(blocks, generator=generator, device=device).int()
+    tables = []
+    for mine in order.split(per_copy)[:copies]:
+        table = torch.zeros((len(contexts), -(-max(contexts) // page_size)), dtype=torch.int32, device=device)
+        table[:, :shared] = mine[:shared]
+        for row, pages in zip(table, mine[shared:].split(own), strict=True):
+            row[shared : shared + len(pages)] = pages
+        tables.append(table)
+    ones = torch.ones(workload.num_heads_kv, device=device)
+    return Inputs(
+        q, cache(), cache(), dout,
+        cache_seqlens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=tuple(tables),
+        descales={"k_descale": ones, "v_descale": ones} if workload.cache_dtype == FP8 else {},
+    )  # fmt: skip
+
+
+def _sequence(tensor: Tensor, offsets: Tensor | None, b: int) -> Tensor:
+    return tensor[b] if offsets is None else tensor[int(offsets[b]) : int(offsets[b + 1])]

@@ -1,0 +1,87 @@
+"""What commands share: checks of options, made before anything runs, and the console."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from flashtile import machine
+
+WIDTH = 160
+"""Columns of a table that is not printed to a terminal."""
+
+
+@contextmanager
+def bad_parameters() -> Iterator[None]:
+    """Errors of arguments, raised inside, as errors of the command line: one line, exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_device(name: str | None) -> torch.device:
+    """:func:`flashtile.machine.find_device` for an option."""
+    with bad_parameters():
+        return machine.find_device(name)
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of an option: a number that is not infinite."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"must be finite, got {value}")
+    return value
+
+
+def output_file(*suffixes: str) -> Callable[[Path | None], Path | None]:
+    """Callback of an option: a file that can be written, its name ending in one of ``suffixes`` if given."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise typer.BadParameter(f"must end in {', '.join(suffixes)}, got {str(path)!r}")
+        if path.is_dir():
+            raise typer.BadParameter(f"must be a file, but {str(path)!r} is a folder")
+        if not path.parent.is_dir():
+            raise typer.BadParameter(
+                f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}"
+            )
+        _check_writable(path, path if path.exists() else path.parent)
+        return path
+
+    return check
+
+
+def output_folder(path: Path) -> Path:
+    """Callback of an option: a folder that can be written to, or made."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{str(path)!r} must be a folder, but {str(there)!r} is a file")
+    _check_writable(path, there)
+    return path
+
+
+def console() -> Console:
+    """As wide as the terminal; elsewhere as wide as the tables are."""
+    found = Console()
+    return found if found.is_terminal else Console(width=WIDTH)
+
+
+def progress_bar(to: Console) -> Progress:
+    """A bar that is gone when it is full, and that only a terminal sees."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
+
+
+def _check_writable(path: Path, there: Path) -> None:
+    if not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{str(path)!r} cannot be written: permission denied")

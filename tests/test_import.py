@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BUDGET_MS = 50
+PARTS = frozenset("algorithms bench commands demo io_model kv_cache visualizer fp8 testing".split())
+"""What comes when it is asked for."""
 
 
 def run(code, **environment):
@@ -26,22 +27,6 @@ def run(code, **environment):
     return json.loads(result.stdout)
 
 
-def test_import_time():
-    """Best of several: other processes must not count."""
-    code = (
-        "import time, torch\n"
-        "start = time.perf_counter()\n"
-        "import flashtile\n"
-        "print(1e3 * (time.perf_counter() - start))"
-    )
-    times = []
-    for _ in range(5):
-        times.append(run(code))
-        if min(times) < BUDGET_MS / 2:
-            break
-    assert min(times) < BUDGET_MS, f"import flashtile took {times} ms beyond torch"
-
-
 def test_import_loads_torch_and_the_standard_library_only():
     """What torch itself does not bring in does not come with flashtile, and no CUDA context is made."""
     code = (
@@ -54,6 +39,9 @@ def test_import_loads_torch_and_the_standard_library_only():
     brought, triton, cuda = run(code)
     assert {name.split(".")[0] for name in brought} - set(sys.stdlib_module_names) <= {"flashtile", "torch"}
     assert not [name for name in brought if name.startswith(("torch._inductor", "torch._dynamo"))]
+    ours = [name.split(".")[1:] for name in brought if name.startswith("flashtile.")]
+    assert not [parts for parts in ours if parts[0] in PARTS]
+    assert not [parts for parts in ours if parts[0] == "backends" and len(parts) > 1], "a backend is imported"
     assert not triton
     assert not cuda
 

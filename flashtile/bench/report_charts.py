@@ -64,32 +64,33 @@ def charts(document: dict[str, Any]) -> Iterator[Chart]:
                 yield _chart(document, series, "memory", what, _memory_lines(document, with_memory[-1]))
 
 
-def render(draw: Draw, title: str, footer: str) -> str:
-    """An SVG element of what ``draw`` draws."""
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        figure.patch.set_alpha(0)
-        axes = figure.add_subplot()
-        axes.patch.set_alpha(0)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_color(INK)
-        axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
-        axes.set_axisbelow(True)
-        draw(axes)
-        axes.set_title(title, loc="left", fontsize=10, color=INK)
-        axes.tick_params(which="both", colors=INK, labelsize=8)
-        axes.xaxis.label.set_color(INK)
-        axes.yaxis.label.set_color(INK)
-        handles, labels = axes.get_legend_handles_labels()
-        if labels:
-            axes.legend(
-                handles, labels, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8,
-                labelcolor=INK,
-            )  # fmt: skip
-        figure.supxlabel(footer, fontsize=7, color=INK, alpha=0.7)
-        file = io.StringIO()
+def figure_of(draw: Draw, title: str, footer: str = "") -> Figure:
+    """A figure of what ``draw`` draws, its text and lines in :data:`INK`."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(INK)
+    axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
+    axes.set_axisbelow(True)
+    draw(axes)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.tick_params(which="both", colors=INK, labelsize=8)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8, labelcolor=INK)
+    figure.supxlabel(footer, fontsize=7, color=INK, alpha=0.7)
+    return figure
+
+
+def as_svg(figure: Figure) -> str:
+    """An SVG element in the colour of the text around it, the same for the same figure."""
+    file = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.axes[0].get_title(loc="left")}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue()
     return svg[svg.index("<svg") :].replace(INK, "currentColor").strip()
@@ -135,7 +136,7 @@ def _what(cells: Sequence[Cell]) -> str:
 def _chart(document: dict[str, Any], series: str, kind: str, what: str, draw: Draw) -> Chart:
     title = f"{kind}, {what}"
     name = f"{series}-{kind}".replace(" ", "-")
-    return Chart(name, series, title, render(draw, title, headline(document)))
+    return Chart(name, series, title, as_svg(figure_of(draw, title, headline(document))))
 
 
 def _speed_bars(document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> Draw:

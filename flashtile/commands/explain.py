@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import torch
@@ -18,23 +19,23 @@ from flashtile.io_model.tables import card_table, estimate_table, kv_cache_table
 from flashtile.problem import UNLIMITED
 
 HERE = "here"
-MOST, MOST_COLUMNS = 2**31 - 1, 2**16
-"""Sizes, and head sizes, that a call may have."""
+MOST, MOST_TOKENS, MOST_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
+"""At most: sequences, heads and columns; tokens of a sequence; tokens of one whose cost is counted."""
 
 
 def explain(
     batch: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
-    seqlen_q: Annotated[int, typer.Option(min=0, max=MOST)] = 1024,
+    seqlen_q: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 1024,
     seqlen_k: Annotated[
-        int | None, typer.Option(min=0, max=MOST, help="Default: that of q.", show_default=False)
+        int | None, typer.Option(min=0, max=MOST_TOKENS, help="Default: that of q.", show_default=False)
     ] = None,
     heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 16,
     kv_heads: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Default: heads.", show_default=False)
     ] = None,
-    head_dim: Annotated[int, typer.Option(min=1, max=MOST_COLUMNS)] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, max=MOST)] = 128,
     head_dim_v: Annotated[
-        int | None, typer.Option(min=1, max=MOST_COLUMNS, help="Default: head_dim.", show_default=False)
+        int | None, typer.Option(min=1, max=MOST, help="Default: head_dim.", show_default=False)
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Default: bfloat16; float32 on the CPU.", show_default=False)
@@ -45,9 +46,7 @@ def explain(
     softcap: Annotated[float, typer.Option(help="0 turns it off.")] = 0.0,
     alibi: Annotated[bool, typer.Option("--alibi")] = False,
     sink: Annotated[bool, typer.Option("--sink", help="A learnable logit for each head.")] = False,
-    varlen: Annotated[
-        bool, typer.Option("--varlen", help="A batch of sequences behind one another.")
-    ] = False,
+    varlen: Annotated[bool, typer.Option("--varlen", help="A batch of packed sequences.")] = False,
     seqused_k: Annotated[
         bool, typer.Option("--seqused-k", help="Each sequence uses some of its keys.")
     ] = False,
@@ -93,6 +92,8 @@ def explain(
 
     def tensor(seqlen: int, number: int, width: int) -> Tensor:
         rows = (batch * seqlen,) if varlen else (batch, seqlen)
+        if math.prod((*rows, number, width)) >= 2**63:
+            raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements are no tensor")
         return empty_tensor((*rows, number, width), getattr(torch, dtype), place)
 
     q, k = tensor(seqlen_q, heads, head_dim), tensor(seqlen_k, kv_heads, head_dim)
@@ -118,8 +119,14 @@ def explain(
         )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
-    typer.echo(explanation)
     call = Call.from_problem(explanation.problem)
+    if card is not None and max(call.seqlen_q, call.seqlen_k) > MOST_COSTED_TOKENS:
+        raise typer.BadParameter(f"costs are counted up to {MOST_COSTED_TOKENS} tokens, got more")
+    if card is not None and call.dtype not in card.tflops:
+        raise typer.BadParameter(
+            f"dtype on {card.name} must be one of {', '.join(card.tflops)}, got {dtype!r}"
+        )
+    typer.echo(explanation)
     if card_name == HERE:
         card = measured_card(place, (dtype,))
     out = console()

@@ -15,7 +15,7 @@ from flashtile.visualizer.page import write_page
 from flashtile.visualizer.recording import RUNNERS, record
 from flashtile.visualizer.settings import MASKS, Setting, grid, own_runs
 
-LONGEST, WIDEST = 65536, 4096
+LONGEST, WIDEST, MOST_KIB = 16384, 4096, 2**20
 """Sizes of a run of one's own: each is computed, and each of its moves recorded."""
 
 
@@ -40,7 +40,9 @@ def visualize(
     block: Annotated[
         str | None, typer.Option(help='Queries x keys, like 64x64, or "auto".', show_default=False)
     ] = None,
-    sram_kib: Annotated[int | None, typer.Option(min=1, help="SRAM in KiB.", show_default=False)] = None,
+    sram_kib: Annotated[
+        int | None, typer.Option(min=1, max=MOST_KIB, help="SRAM in KiB.", show_default=False)
+    ] = None,
     mask: Annotated[str | None, typer.Option(help=f"{', '.join(MASKS)}.", show_default=False)] = None,
     num_splits: Annotated[int | None, typer.Option(min=1, help="For decoding.", show_default=False)] = None,
     page_size: Annotated[int | None, typer.Option(min=1, help="For paged.", show_default=False)] = None,

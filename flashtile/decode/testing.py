@@ -18,7 +18,7 @@ from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.decode.problem import FP8
 from flashtile.testing import LSE_UNITS, SCORE_UNITS, Report, compare, poisoned_memory
 
-HOW = ("num_splits", "split_size", "backend", "debug_checks")
+IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "backend", "debug_checks")
 """Arguments that say how a result is computed, and not what it is."""
 
 
@@ -41,7 +41,7 @@ def check(
     ours_k, ours_v = _copy(k_cache), _copy(v_cache)
     with poisoned_memory() if poison else nullcontext():
         out, lse = flash_attn_with_kvcache(q, ours_k, ours_v, k, v, return_softmax_lse=True, **arguments)
-    defining = {name: value for name, value in arguments.items() if name not in HOW}
+    defining = {name: value for name, value in arguments.items() if name not in IMPLEMENTATION_ARGUMENTS}
     call = (q, k_cache, v_cache, k, v)
     exact = reference.attention_with_kvcache(*call, upcast=torch.float64, **defining)
     plain = reference.attention_with_kvcache(*call, **defining)
@@ -77,16 +77,16 @@ def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, com
     if not torch.equal(_bits(actual)[~written], _bits(before)[~written]):
         where = ((_bits(actual) != _bits(before)) & ~written).nonzero()[0].tolist()
         raise AssertionError(f"{name} was changed at {where}, which is none of the call's places")
-    got, wanted = actual[written].double(), expected[written].double()
-    allowed = torch.zeros_like(wanted)
+    got, target = actual[written].double(), expected[written].double()
+    allowed = torch.zeros_like(target)
     if computed:
-        allowed = torch.finfo(actual.dtype).eps * wanted.abs()
-        allowed += 4 * torch.finfo(torch.float32).eps * (wanted.abs().max() if wanted.numel() else 0.0)
-    right = ((got - wanted).abs() <= allowed) | (got.isnan() & wanted.isnan())
+        allowed = torch.finfo(actual.dtype).eps * target.abs()
+        allowed += 4 * torch.finfo(torch.float32).eps * (target.abs().max() if target.numel() else 0.0)
+    right = ((got - target).abs() <= allowed) | (got.isnan() & target.isnan())
     if not right.all():
         i = int((~right).nonzero()[0])
         where = written.nonzero()[i].tolist()
-        raise AssertionError(f"{name} at {where} is {got[i].item()}, expected {wanted[i].item()}")
+        raise AssertionError(f"{name} at {where} is {got[i].item()}, expected {target[i].item()}")
 
 
 def _largest_score(q: Tensor, k_cache: Tensor, arguments: dict[str, Any]) -> float:

@@ -41,7 +41,7 @@ class Agreement:
 
 
 def agreement(losses: Sequence[float], twin: Sequence[float], dtype: str) -> Agreement:
-    """Compare two curves over their common steps, of which there must be at least one."""
+    """Compare two curves over their common steps; there must be at least one."""
     differences = [abs(a - b) for a, b in zip(losses, twin, strict=False)]
     early = differences[:EARLY_STEPS]
     tolerance = CURVE_TOLERANCES[dtype]

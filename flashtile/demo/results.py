@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -11,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 
+from flashtile.bench.report_charts import as_svg
 from flashtile.demo import exactness, plots, scaling
 from flashtile.demo.agreement import Agreement
 from flashtile.demo.check import Check
 from flashtile.demo.setting import Setting
 from flashtile.demo.training import TrainingConfig, TrainingResult, bits_per_byte
+from flashtile.io_model.tables import format_bytes
 
 LEARNED_BITS = 6.0
 """What the model may need at most, so that even the shortest run shows whether gradients lead anywhere."""
@@ -40,14 +42,14 @@ class Training:
     sample: str
 
     def checks(self) -> list[Check]:
-        agreed, allowed = self.agreement, self.agreement.tolerance
+        found, allowed = self.agreement, self.agreement.tolerance
         bits = bits_per_byte(self.validation_loss)
         return [
             Check(
                 "loss curve agrees with standard attention's",
-                agreed.holds,
-                f"at most {agreed.early_difference:.1e} nats a byte apart in {agreed.early_steps} steps "
-                f"({allowed.early:g} allowed), {agreed.largest_difference:.1e} in {agreed.steps} "
+                found.holds,
+                f"at most {found.early_difference:.1e} nats a byte apart in {found.early_steps} steps "
+                f"({allowed.early:g} allowed), {found.largest_difference:.1e} in {found.steps} "
                 f"({allowed.whole:g} allowed)",
             ),
             Check(
@@ -83,12 +85,13 @@ class Results:
         record["training"]["bits_per_byte"] = bits_per_byte(self.training.validation_loss)
         return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
-    def figures(self) -> dict[str, plots.Draw]:
+    def figures(self) -> dict[str, Figure]:
         training = self.training
+        losses = training.result.losses, training.twin.losses, training.validation_loss
         return {
-            "time": plots.time_plot(self.scaling),
-            "memory": plots.memory_plot(self.scaling),
-            "loss": plots.loss_plot(training.result.losses, training.twin.losses, training.validation_loss),
+            "time": plots.time_figure(self.scaling),
+            "memory": plots.memory_figure(self.scaling),
+            "loss": plots.loss_figure(*losses),
         }
 
 
@@ -99,33 +102,23 @@ def write(results: Results, folder: Path, page: str | None = None) -> list[Path]
         page: file name of the interactive page in the same folder, for the report to link to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {
-        name: {theme: plots.render(draw, colours) for theme, colours in plots.THEMES.items()}
-        for name, draw in results.figures().items()
-    }
-    contents = {
-        "results.json": results.as_json().encode(),
-        **{f"{name}.png": themes["light"] for name, themes in pictures.items()},
-        "report.html": as_html(results, pictures, page).encode(),
-    }
-    written = []
-    for name, content in contents.items():
-        path = folder / name
-        path.write_bytes(content)
-        written.append(path)
+    figures = results.figures()
+    names = ("results.json", *(f"{name}.png" for name in figures), "report.html")
+    written = [folder / name for name in names]
+    written[0].write_text(results.as_json())
+    for path, figure in zip(written[1:], figures.values(), strict=False):
+        figure.savefig(path, dpi=160, facecolor="white")
+    written[-1].write_text(as_html(results, {name: as_svg(figure) for name, figure in figures.items()}, page))
     return written
 
 
-def as_html(results: Results, pictures: dict[str, dict[str, bytes]], page: str | None = None) -> str:
-    """One page that needs nothing else: style and pictures are inside."""
+def as_html(results: Results, pictures: dict[str, str], page: str | None = None) -> str:
+    """One page that needs nothing else: style and pictures, SVG elements, are inside."""
     environment = Environment(
-        loader=PackageLoader("flashtile.demo", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["bytes"] = plots.format_bytes
+        loader=PackageLoader("flashtile.demo", "."), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["bytes"] = format_bytes
     environment.filters["error"] = lambda value: f"{value:.1e}"
     return environment.get_template("report.html.jinja").render(
         results=results,
@@ -138,10 +131,7 @@ def as_html(results: Results, pictures: dict[str, dict[str, bytes]], page: str |
         dtypes=list(dict.fromkeys(m.dtype for m in results.exactness)),
         gradients=exactness.GRADIENTS,
         score_matrices=scaling.SCORE_MATRICES,
-        pictures={
-            name: {theme: _data_uri(png) for theme, png in themes.items()}
-            for name, themes in pictures.items()
-        },
+        pictures=pictures,
     )
 
 
@@ -150,10 +140,6 @@ def by_case(measured: list[exactness.Exactness]) -> dict[str, dict[str, exactnes
     for one in measured:
         table.setdefault(one.case, {})[one.dtype] = one
     return table
-
-
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _finite(value: Any) -> Any:

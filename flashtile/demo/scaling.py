@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import time
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from flashtile import machine
+from flashtile.bench.timing import peak_allocated, time_call
 from flashtile.demo.attention import Attention, flashtile, later_keys, standard
 from flashtile.demo.check import Check
 
@@ -127,7 +129,7 @@ def memory_obstacle(workload: Workload, seqlen: int) -> str | None:
         budget = GPU_MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(workload.device))[0]
         described = f"{GPU_MEMORY_SHARE:.0%} of the GPU's free memory"
     else:
-        free = free_memory()
+        free = machine.free_memory()
         budget, described = float(CPU_MEMORY_CAP), "the demo's cap"
         if free is not None and free / 2 < budget:
             budget, described = free / 2, "half of the free memory"
@@ -135,16 +137,6 @@ def memory_obstacle(workload: Workload, seqlen: int) -> str | None:
     if needed <= budget:
         return None
     return f"needs {needed / 2**30:.1f} GiB, does not fit in {budget / 2**30:.1f} GiB ({described})"
-
-
-def free_memory() -> float | None:
-    """Bytes that a new process could get without swapping; None where the system does not say."""
-    try:
-        with open("/proc/meminfo") as meminfo:
-            fields = dict(line.split(":", 1) for line in meminfo)
-        return int(fields["MemAvailable"].split()[0]) * 1024.0
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def cost(attention: str, workload: Workload, seqlen: int) -> Cost:
@@ -180,39 +172,20 @@ def _cost_on_cpu(attention: str, workload: Workload, seqlen: int) -> Cost:
     _prepare(attention, workload, min(64, seqlen))()  # threads, libraries and their buffers
     run = _prepare(attention, workload, seqlen)
     before = _peak_resident_bytes()
-    seconds = [_timed(run)]
+    times = time_call(run, 1e3 * workload.seconds_each, torch.device("cpu"), warm_up=False)
     after = _peak_resident_bytes()
-    while sum(seconds) < workload.seconds_each and len(seconds) < 100:
-        seconds.append(_timed(run))
     peak = None if before is None or after is None else after - before
-    return Cost(1e3 * statistics.median(seconds), peak, len(seconds))
+    return Cost(statistics.median(times), peak, len(times))
 
 
 def _cost_on_gpu(attention: str, workload: Workload, seqlen: int) -> Cost:
-    with torch.cuda.device(workload.device):
+    device = torch.device(workload.device)
+    with torch.cuda.device(device):
         run = _prepare(attention, workload, seqlen)
         run()  # compiles kernels
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        milliseconds: list[float] = []
-        while sum(milliseconds) < 1e3 * workload.seconds_each and len(milliseconds) < 100:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            milliseconds.append(start.elapsed_time(end))
-    return Cost(statistics.median(milliseconds), peak, len(milliseconds))
-
-
-def _timed(run) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+        peak = peak_allocated(run, device)
+        times = time_call(run, 1e3 * workload.seconds_each, device)
+    return Cost(statistics.median(times), peak, len(times))
 
 
 def _peak_resident_bytes() -> int | None:
@@ -221,8 +194,6 @@ def _peak_resident_bytes() -> int | None:
         import resource
     except ImportError:
         return None
-    import sys
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

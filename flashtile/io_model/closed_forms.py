@@ -10,13 +10,13 @@ Block sizes are (rows of queries, rows of keys); the algorithms' own come from a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flashtile.algorithms import flash1, flash2, tiled_matmul
 from flashtile.algorithms.memory import Memory
 from flashtile.io_model.calls import Call
-from flashtile.io_model.kernels import reach
+from flashtile.io_model.kernels import counted, reach
 
 STATISTIC_BYTES = 4
 """Of a running maximum, a sum or a log-sum-exp, and of partial results: fp32."""
@@ -47,42 +47,37 @@ def standard_forward(call: Call, sram_bytes: int | None = None) -> Cost:
         sram_bytes: what tiles of the products and rows of the softmax have to fit into; None is an SRAM in
             which each product reads its inputs once.
     """
-    read = written = 0
-    for seqlen_q, seqlen_k in call.sequences:
-        steps = (
-            _product(call, seqlen_q, call.head_dim, seqlen_k, sram_bytes),
-            _softmax(call, seqlen_q, seqlen_k, sram_bytes, inputs=1, statistics=2),
-            _product(call, seqlen_q, seqlen_k, call.width_v, sram_bytes),
-        )
-        read += sum(step[0] for step in steps)
-        written += sum(step[1] for step in steps)
-    return Cost(
-        hbm_read=read * call.num_heads_q * call.element_bytes,
-        hbm_written=written * call.num_heads_q * call.element_bytes,
-        matmul_flops=2 * call.score_pairs * (call.head_dim + call.width_v),
-        extra_bytes=2 * call.score_pairs * call.element_bytes,
-    )
+    return _standard(call, sram_bytes, ("qdk", "qkv"), inputs=1, statistics=2, stored=2)
 
 
 def standard_backward(call: Call, sram_bytes: int | None = None) -> Cost:
     """dV = P^T dO, dP = dO V^T, dS = P (dP - D), dQ = dS K, dK = dS^T Q with P kept from the forward pass
     (Dao et al. 2022, algorithm 3); ``sram_bytes`` as for :func:`standard_forward`."""
-    read = written = 0
+    return _standard(call, sram_bytes, ("kqv", "qvk", "qkd", "kqd"), inputs=2, statistics=1, stored=3)
+
+
+def _standard(
+    call: Call, sram_bytes: int | None, products: Sequence[str], *, inputs: int, statistics: int, stored: int
+) -> Cost:
+    """The cost of matrix products, a softmax of ``inputs`` and ``statistics``, and ``stored`` score matrices.
+
+    A product is (rows, depth, columns): q is seqlen_q, k seqlen_k, d head_dim, v head_dim_v.
+    """
+    read = written = flops = 0
     for seqlen_q, seqlen_k in call.sequences:
-        steps = (
-            _product(call, seqlen_k, seqlen_q, call.width_v, sram_bytes),
-            _product(call, seqlen_q, call.width_v, seqlen_k, sram_bytes),
-            _softmax(call, seqlen_q, seqlen_k, sram_bytes, inputs=2, statistics=1),
-            _product(call, seqlen_q, seqlen_k, call.head_dim, sram_bytes),
-            _product(call, seqlen_k, seqlen_q, call.head_dim, sram_bytes),
-        )
-        read += sum(step[0] for step in steps)
-        written += sum(step[1] for step in steps)
+        sizes = {"q": seqlen_q, "k": seqlen_k, "d": call.head_dim, "v": call.width_v}
+        moved = [_softmax(call, seqlen_q, seqlen_k, sram_bytes, inputs, statistics)]
+        for rows, depth, cols in ([sizes[letter] for letter in product] for product in products):
+            moved.append(_product(call, rows, depth, cols, sram_bytes))
+            flops += 2 * rows * depth * cols
+        read += sum(step[0] for step in moved)
+        written += sum(step[1] for step in moved)
+    elements = call.num_heads_q * call.element_bytes
     return Cost(
-        hbm_read=read * call.num_heads_q * call.element_bytes,
-        hbm_written=written * call.num_heads_q * call.element_bytes,
-        matmul_flops=4 * call.score_pairs * (call.head_dim + call.width_v),
-        extra_bytes=3 * call.score_pairs * call.element_bytes,
+        hbm_read=read * elements,
+        hbm_written=written * elements,
+        matmul_flops=flops * call.num_heads_q,
+        extra_bytes=stored * call.score_pairs * call.element_bytes,
     )
 
 
@@ -129,9 +124,9 @@ def flash2_forward(call: Call, blocks: tuple[int, int]) -> Cost:
     """FlashAttention 2, algorithm 1: queries outside, keys and values inside; O and the log-sum-exp are
     written once, and blocks that the mask hides whole are skipped."""
     keys = pairs = 0
-    for rows, seen in _visible_tiles(call, blocks):
-        keys += seen
-        pairs += rows * seen
+    for rows, seen, count in _visible_tiles(call, blocks):
+        keys += seen * count
+        pairs += rows * seen * count
     row_bytes = (call.head_dim + call.width_v) * call.element_bytes
     return Cost(
         hbm_read=call.q_bytes + keys * row_bytes,
@@ -145,12 +140,12 @@ def flash2_backward(call: Call, blocks: tuple[int, int]) -> Cost:
     """FlashAttention 2, algorithm 2: D of each row first; then keys outside, and for each block of rows that
     sees them Q, dO, dQ, the log-sum-exp and D, and dQ back."""
     rows_read = pairs = 0
-    for seqlen_q, seqlen_k in call.sequences:
+    for (seqlen_q, seqlen_k), count in counted(call.sequences):
         for start in range(0, seqlen_k, blocks[1]):
             keys = min(start + blocks[1], seqlen_k) - start
             rows = _rows_that_see(call, (start, start + keys), seqlen_q, seqlen_k, blocks[0])
-            rows_read += rows * call.num_heads_q
-            pairs += rows * keys * call.num_heads_q
+            rows_read += rows * count * call.num_heads_q
+            pairs += rows * keys * count * call.num_heads_q
     q, out = call.head_dim * call.element_bytes, call.width_v * call.element_bytes
     return Cost(
         hbm_read=2 * call.out_bytes + _keys(call) + rows_read * (2 * q + out + 2 * STATISTIC_BYTES),
@@ -177,7 +172,7 @@ def paged(call: Call, page_size: int) -> Cost:
     block of rows a head."""
     blocks = (max(1, call.seqlen_q), page_size)
     cost = flash2_forward(call, blocks)
-    looked_up = sum(-(-seen // page_size) for _, seen in _visible_tiles(call, blocks))
+    looked_up = sum(-(-seen // page_size) * count for _, seen, count in _visible_tiles(call, blocks))
     return Cost(
         hbm_read=cost.hbm_read + TABLE_ENTRY_BYTES * looked_up,
         hbm_written=cost.hbm_written,
@@ -218,16 +213,15 @@ def _passes(call: Call, block_n: int) -> int:
     return call.num_heads_q * sum(seqlen_q * -(-seqlen_k // block_n) for seqlen_q, seqlen_k in call.sequences)
 
 
-def _visible_tiles(call: Call, blocks: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(rows, keys that they load) of each block of rows, over sequences and query heads."""
+def _visible_tiles(call: Call, blocks: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """(rows, keys that they load, count of such blocks) of the blocks of rows, over sequences and heads."""
     window = (call.window_left, call.window_right)
-    for seqlen_q, seqlen_k in call.sequences:
+    for (seqlen_q, seqlen_k), count in counted(call.sequences):
         for start in range(0, seqlen_q, blocks[0]):
             end = min(start + blocks[0], seqlen_q)
             seen = reach(start, end, seqlen_k - seqlen_q, seqlen_k, *window, blocks[1])
             loaded = max(0, min(seen.stop * blocks[1], seqlen_k) - seen.start * blocks[1])
-            for _ in range(call.num_heads_q):
-                yield end - start, loaded
+            yield end - start, loaded, count * call.num_heads_q
 
 
 def _rows_that_see(call: Call, keys: tuple[int, int], seqlen_q: int, seqlen_k: int, block_m: int) -> int:

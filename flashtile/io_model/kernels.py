@@ -85,7 +85,7 @@ def dkdv(call: Call, tile: Tile, card: Card, *, programs_per_sm: int | None = No
     per_sm = programs_per_sm or residents("dkdv", call, tile, card)
     width = (call.head_dim + call.width_v) * call.element_bytes + STATISTICS_BYTES
     walks = []
-    for (seqlen_q, seqlen_k), count in _counted(call.sequences):
+    for (seqlen_q, seqlen_k), count in counted(call.sequences):
         blocks = -(-seqlen_q // tile.BLOCK_M)
         programs = []
         for start in range(0, seqlen_k, tile.BLOCK_N):
@@ -147,7 +147,7 @@ def reach(
 
 @dataclass(frozen=True)
 class _Walk:
-    """Equal streams behind one another in the grid."""
+    """Equal streams, consecutive in the grid."""
 
     stream: Stream
     count: int
@@ -157,7 +157,7 @@ class _Walk:
 def _row_walks(call: Call, tile: Tile, width: int) -> list[_Walk]:
     """Keys and values as programs that own rows walk them; a mask to the right makes the last rows first."""
     walks = []
-    for (seqlen_q, seqlen_k), count in _counted(call.sequences):
+    for (seqlen_q, seqlen_k), count in counted(call.sequences):
         programs = [
             (
                 reach(
@@ -201,8 +201,8 @@ def _block_bytes(length: int, block: int, width: int) -> float:
     return length * width / max(1, -(-length // block))
 
 
-def _counted(sequences: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], int]]:
-    """Sequences that lie behind one another and are alike, as one with a count."""
+def counted(sequences: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], int]]:
+    """Neighbouring sequences of equal lengths as one pair with a count; none without queries or keys."""
     counted: list[tuple[tuple[int, int], int]] = []
     for lengths in sequences:
         if counted and counted[-1][0] == lengths:

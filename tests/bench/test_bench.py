@@ -16,7 +16,17 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from flashtile import reference
-from flashtile.bench import contestants, documents, gate, peers, report, report_charts, runner, summary, timing, workloads
+from flashtile.bench import (
+    contestants,
+    gate,
+    peers,
+    report,
+    report_charts,
+    runner,
+    summary,
+    timing,
+    workloads,
+)
 from flashtile.bench.inputs import Inputs, make_inputs
 from flashtile.bench.peers import Call
 from flashtile.bench.workloads import WORKLOADS, Workload
@@ -28,6 +38,10 @@ CPU = torch.device("cpu")
 CI = workloads.select(["ci"])
 QUICK = runner.Settings(CPU, ("forward", "backward"), rounds=1, rep=1.0, host_time=False)
 FULL, CHUNK = (next(w for w in CI if w.name == name) for name in ("ci-full-s96", "ci-chunk"))
+
+def entrants(names, backends, device):
+    return contestants.contestants("attention", names, backends, device)
+
 
 each_workload = pytest.mark.parametrize("workload", CI, ids=lambda w: w.name)
 
@@ -274,10 +288,10 @@ class TestAdapters:
         assert peers.Standard().refuses(FULL, CPU) is None
 
     def test_contestants(self):
-        names = [p.name for p in contestants.contestants("attention", [], [], CPU)]
+        names = [p.name for p in entrants([], [], CPU)]
         assert names == ["flashtile", "sdpa-cpu", "standard"]
-        assert [p.name for p in contestants.contestants("attention", ["none"], ["cpu"], CPU)] == ["flashtile:cpu"]
-        assert [p.name for p in contestants.contestants("attention", ["standard"], [], CPU)] == ["flashtile", "standard"]
+        assert [p.name for p in entrants(["none"], ["cpu"], CPU)] == ["flashtile:cpu"]
+        assert [p.name for p in entrants(["standard"], [], CPU)] == ["flashtile", "standard"]
 
     @pytest.mark.parametrize(
         ("names", "backends", "message"),
@@ -289,7 +303,7 @@ class TestAdapters:
     )
     def test_contestants_refuses(self, names, backends, message):
         with pytest.raises(ValueError, match=message):
-            contestants.contestants("attention", names, backends, CPU)
+            entrants(names, backends, CPU)
 
     @staticmethod
     def check(peer, workload, gradients):
@@ -581,7 +595,7 @@ class TestCommands:
 def test_bench_on_a_gpu(name):
     device = torch.device("cuda", 0)
     settings = runner.Settings(device, ("forward", "backward"), rounds=1, rep=5.0)
-    document = runner.run(workloads.select([name]), contestants.contestants("attention", [], [], device), settings)
+    document = runner.run(workloads.select([name]), entrants([], [], device), settings)
     for cell in document["cells"]:
         results = cell["results"]
         assert results["flashtile"]["status"] == "ok", results["flashtile"]

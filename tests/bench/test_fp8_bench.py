@@ -110,7 +110,8 @@ def test_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["-w", "ci,ci-fp8"], "one kind"), (["-w", "ci-fp8", "-p", "backward"], "forward")]
+    ("arguments", "said"),
+    [(["-w", "ci,ci-fp8"], "one kind"), (["-w", "ci-fp8", "-p", "backward"], "forward")],
 )
 def test_command_refuses(arguments: list[str], said: str) -> None:
     app = typer.Typer()

@@ -1,0 +1,161 @@
+"""Bad input of any command is one line and exit code 2, before anything is computed or written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtile import cli
+from flashtile.bench import runner
+from flashtile.commands import demo, inspect, options, visualize
+
+ROOT = Path(__file__).parents[2]
+BENCH = ("bench", "--device", "cpu", "-w", "ci-full-s96")
+EXPLAIN = ("explain", "--device", "cpu")
+
+BAD = [
+    (("nonsense",), "nonsense"),
+    (("info", "--nonsense"), "--nonsense"),
+    # bench
+    ((*BENCH, "--plot", "{tmp}/x.foo"), "must end in .png, .svg, .pdf, got"),
+    ((*BENCH, "--plot", "{tmp}/missing/x.png"), "there is no folder"),
+    ((*BENCH, "--json", "{tmp}"), "is a folder"),
+    ((*BENCH, "--json", "{tmp}/file/x.json"), "there is no folder"),
+    ((*BENCH, "--report", "{tmp}/missing/x.html"), "there is no folder"),
+    ((*BENCH, "--json", "{tmp}/x.png", "--plot", "{tmp}/x.png"), "must be different files"),
+    ((*BENCH, "--rounds", "0"), "--rounds"),
+    ((*BENCH, "--rep", "0"), "--rep"),
+    ((*BENCH, "--rep", "inf"), "must be finite"),
+    ((*BENCH, "--rep", "nan"), "--rep"),
+    ((*BENCH, "--head-dim", "0"), "head-dim must be one of 32"),
+    ((*BENCH, "--head-dim", "big"), "head-dim must be numbers"),
+    ((*BENCH, "--dtype", "int8"), "got 'int8'"),
+    ((*BENCH, "--unit", "miles"), "got 'miles'"),
+    ((*BENCH, "--peers", "fa9"), "got 'fa9'"),
+    ((*BENCH, "--peers", "flex"), "cannot run here"),
+    ((*BENCH, "--backend", "tpu"), "got 'tpu'"),
+    ((*BENCH, "--pass", "sideways"), "got 'sideways'"),
+    ((*BENCH, "--pass", "graph"), "needs a CUDA device"),
+    ((*BENCH, "-w", "papre"), "got 'papre'"),
+    ((*BENCH, "-w", "ci-decode"), "one kind"),
+    (("bench", "--device", "cpu", "-w", "ci-decode", "-p", "backward"), "forward or graph"),
+    (("bench", "--device", "cpu", "-w", "ci-decode", "--dtype", "float8_e4m3fn"), "dtype"),
+    (("bench", "--device", "tpu:0"), "got 'tpu:0'"),
+    (("bench", "--device", "cuda:99"), "is not here"),
+    (("bench", "--show", "{tmp}/missing.json"), "missing.json"),
+    (("bench", "--show", "{tmp}"), "directory"),
+    (("bench", "--show", "{tmp}/file"), "cannot be read as JSON"),
+    (("bench", "--show", "{tmp}/binary"), "cannot be read as JSON"),
+    (("bench", "--show", "{tmp}/list.json"), "no document of flashtile bench"),
+    (("bench", "--show", "{tmp}/other.json"), "no document of flashtile bench"),
+    (("bench", "--show", "{tmp}/cells.json"), "no document of flashtile bench"),
+    # explain
+    ((*EXPLAIN, "--batch", "-1"), "--batch"),
+    ((*EXPLAIN, "--heads", "0"), "--heads"),
+    ((*EXPLAIN, "--seqlen-q", "100000000000000000000"), "--seqlen-q"),
+    ((*EXPLAIN, "--head-dim", "1000000000000"), "--head-dim"),
+    ((*EXPLAIN, "--batch", "60000", "--seqlen-q", "2147483647", "--heads", "60000"), "are no tensor"),
+    ((*EXPLAIN, "--seqlen-q", "1000000000", "--card", "h100"), "costs are counted up to"),
+    ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "multiple of the 4 heads"),
+    ((*EXPLAIN, "--dtype", "int8"), "got 'int8'"),
+    ((*EXPLAIN, "--softcap", "nan"), "softcap"),
+    ((*EXPLAIN, "--window-left", "-7"), "-7"),
+    ((*EXPLAIN, "--backend", "tpu"), "got 'tpu'"),
+    ((*EXPLAIN, "--card", "voodoo2"), "got 'voodoo2'"),
+    (("explain", "--device", "meta"), "got 'meta'"),
+    # demo
+    (("demo", "--out", "{tmp}/file"), "is a file"),
+    (("demo", "--out", "{tmp}/file/below"), "is a file"),
+    (("demo", "--seconds", "0"), "--seconds"),
+    (("demo", "--seconds", "inf"), "must be finite"),
+    (("demo", "--device", "toaster"), "got 'toaster'"),
+    # inspect
+    (("inspect", "--arch", "sm_1"), "got 'sm_1'"),
+    (("inspect", "--kernel", "no such kernel"), "no such kernel"),
+    (("inspect", "--json", "{tmp}/missing/x.json"), "there is no folder"),
+    (("inspect", "--jobs", "0"), "--jobs"),
+    # visualize
+    (("visualize", "-o", "{tmp}"), "is a folder"),
+    (("visualize", "-o", "{tmp}/missing/x.html"), "there is no folder"),
+    (("visualize", "--algorithm", "flash9"), "got 'flash9'"),
+    (("visualize", "--mask", "holes"), "got 'holes'"),
+    (("visualize", "--block", "0x4"), "got '0x4'"),
+    (("visualize", "--seqlen", "100000000"), "--seqlen"),
+    (("visualize", "--sram-kib", "99999999999999999999"), "--sram-kib"),
+]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a command in a folder with files that are none; fails if it begins its work."""
+    (tmp_path / "file").write_text("not JSON")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "other.json").write_text(json.dumps({"date": "2026", "versions": {}}))
+    (tmp_path / "cells.json").write_text(
+        json.dumps({"cells": [{"results": 3}], "settings": {}, "contestants": 7})
+    )
+    before = sorted(tmp_path.iterdir())
+
+    def works(*_, **__):
+        pytest.fail("the command began its work")
+
+    for module, name in (
+        (runner, "run"), (demo, "inspect_setting"), (inspect, "reports"), (visualize, "write_page"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, works)
+
+    def call(*arguments: str) -> tuple[int, str]:
+        given = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+        monkeypatch.setattr(sys, "argv", ["flashtile", *given])
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert sorted(tmp_path.iterdir()) == before
+        written = capsys.readouterr()
+        assert written.out == ""
+        return stopped.value.code, written.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), BAD, ids=lambda given: " ".join(given) if isinstance(given, tuple) else ""
+)
+def test_one_line_and_exit_code_2(run, arguments, said):
+    code, error = run(*arguments)
+    assert code == 2, error
+    assert error.startswith("flashtile: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(*BENCH, "--json", "{tmp}/x.json"), ("demo", "--out", "{tmp}/out"), ("visualize", "-o", "{tmp}/x.html")],
+    ids=lambda arguments: arguments[0],
+)
+def test_folders_that_cannot_be_written_to(run, monkeypatch, arguments):
+    monkeypatch.setattr(options.os, "access", lambda path, mode: False)
+    code, error = run(*arguments)
+    assert code == 2
+    assert "permission denied" in error
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    """As ``flashtile bench --list | head -1``."""
+    command = [sys.executable, "-m", "flashtile", "bench", "--list", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

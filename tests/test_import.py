@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = frozenset("algorithms bench commands demo io_model kv_cache visualizer fp8 testing".split())
+PARTS = {"algorithms", "bench", "commands", "demo", "fp8", "io_model", "kv_cache", "testing", "visualizer"}
 """What comes when it is asked for."""
 
 

@@ -9,8 +9,7 @@ import torch
 from flashtile.bench import decode_peers, fp8_peers
 from flashtile.bench.peers import FlashAttention, Flashtile, FlexAttention, Peer, Sdpa, Standard, TorchVarlen
 from flashtile.bench.workloads import Workload
-from flashtile.problem import PREFERENCE
-from flashtile.problem import UNLIMITED
+from flashtile.problem import PREFERENCE, UNLIMITED
 
 OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "attention": (Flashtile,),

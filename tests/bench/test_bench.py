@@ -560,7 +560,7 @@ class TestCommands:
             explain, "--device", "cpu", "--causal", "--heads", "8", "--kv-heads", "2", "--softcap", "9"
         )
         assert result.exit_code == 0, result.output
-        assert result.output.startswith("backend: cpu\n")
+        assert result.output.startswith("forward\nbackend: cpu\n")
         assert "not portable: " in result.output
         assert "num_heads_kv=2" in result.output
         assert "softcap=9.0" in result.output

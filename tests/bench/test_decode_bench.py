@@ -1,4 +1,4 @@
-"""flashtile bench of decoding: its contestants, its gate, its command, and documents of its earlier command."""
+"""flashtile bench of decoding: contestants, gate and command, and documents of the command it had before."""
 
 from __future__ import annotations
 

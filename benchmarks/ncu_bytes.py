@@ -250,7 +250,7 @@ def measure(cases: tuple[Case, ...]) -> dict[str, Any]:
                 {
                     "case": asdict(case),
                     "kernel": name,
-                    "tile": None if case.hopper or name == "prepare" else asdict(getattr(config, name)),
+                    "tile": None if case.hopper or name == "preprocess" else asdict(getattr(config, name)),
                     "dram_read": number(kernel, DRAM_METRICS[0]),
                     "dram_written": number(kernel, DRAM_METRICS[1]),
                     "dram_written_after": number(after, DRAM_METRICS[1]),

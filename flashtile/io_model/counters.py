@@ -108,7 +108,7 @@ def predict(row: dict[str, Any], card: Card) -> kernels.KernelTraffic:
     )
     if case.get("hopper"):
         return hopper.forward(call, card)
-    if row["kernel"] == "prepare":
-        return kernels.prepare(call, card)
+    if row["kernel"] in ("preprocess", "prepare"):  # "prepare" in documents of 2026-11
+        return kernels.preprocess(call, card)
     model = {"forward": kernels.forward, "dkdv": kernels.dkdv, "dq": kernels.dq}[row["kernel"]]
     return model(call, SimpleNamespace(**row["tile"]), card)

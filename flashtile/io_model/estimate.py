@@ -207,7 +207,7 @@ def _ours(call: Call, card: Card, which: str) -> Iterator[_Costed]:
         extra = call.lse_bytes
     else:
         launches = [
-            kernels.prepare(call, card),
+            kernels.preprocess(call, card),
             kernels.dkdv(call, config.dkdv, card),
             kernels.dq(call, config.dq, card),
         ]

@@ -102,12 +102,12 @@ def dkdv(call: Call, tile: Tile, card: Card, *, programs_per_sm: int | None = No
     return _traffic("dkdv", walks, own, own, per_sm, card)
 
 
-def prepare(call: Call, card: Card) -> KernelTraffic:
+def preprocess(call: Call, card: Card) -> KernelTraffic:
     """What the backward pass needs of each row, computed once from out, dout and lse."""
     read = 2 * call.out_bytes + call.lse_bytes
     rows = sum(-(-seqlen_q // 128) * 128 for seqlen_q, _ in call.sequences) * call.num_heads_q
     programs = rows // 64
-    return KernelTraffic("prepare", programs, programs, read, read, rows * STATISTICS_BYTES, read)
+    return KernelTraffic("preprocess", programs, programs, read, read, rows * STATISTICS_BYTES, read)
 
 
 def residents(kernel: str, call: Call, tile: Tile, card: Card) -> int:

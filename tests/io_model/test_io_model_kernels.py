@@ -161,7 +161,7 @@ class TestKernels:
 
     def test_prepare(self):
         call = Call(2, 100, 100, 4, 4, 64)
-        found = kernels.prepare(call, H100)
+        found = kernels.preprocess(call, H100)
         assert found.dram_read == 2 * call.out_bytes + call.lse_bytes
         assert found.written == 2 * 4 * 128 * 8
 

@@ -51,7 +51,7 @@ def test_each_kernel_gets_its_own_counters(script):
     found = script.measure(cases)
     assert found["dram_passes"] == 1
     rows = found["kernels"]
-    assert [item["kernel"] for item in rows] == ["forward", "prepare", "dkdv", "dq"]
+    assert [item["kernel"] for item in rows] == ["forward", "preprocess", "dkdv", "dq"]
     # Each stands between two passes over the buffer.
     assert [item["dram_read"] for item in rows] == [1001, 1004, 1007, 1010]
     assert [item["dram_written_after"] for item in rows] == [1002, 1005, 1008, 1011]

@@ -89,7 +89,7 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     function: Callable[..., Any] = attention
     if arguments and callable(arguments[0]):
         function, *arguments = arguments  # type: ignore[assignment]
-    with describing() as described:
+    with describing(arguments, keywords) as described:
         function(*arguments, **keywords)
     choices = []
     for operation, problem, backend in described:

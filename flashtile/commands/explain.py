@@ -9,6 +9,7 @@ import torch
 import typer
 from rich.console import Console
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile import explanations
 from flashtile.bench.workloads import DTYPES
@@ -57,8 +58,8 @@ def explain(
         str | None,
         typer.Option(
             "--card",
-            help=f"Costs on this card: {', '.join(CARDS)}, or 'here' to measure this machine. "
-            "Default: the GPU at hand.",
+            help=f"Choice and costs on this card: {', '.join(CARDS)}; 'here' measures this machine for the "
+            "costs. Default: the GPU at hand.",
             show_default=False,
         ),
     ] = None,
@@ -69,8 +70,8 @@ def explain(
         bool, typer.Option("--kv-cache", help="Key/value caches of known models, and what fits on cards.")
     ] = False,
 ) -> None:
-    """Say which backend and configuration a call would get, each other backend's reason against, and what the
-    call costs on a card: bytes, FLOPs, memory and time floors.
+    """Say which backend and configuration a call would get here or on a named card, each other backend's
+    reason against, and what the call costs: bytes, FLOPs, memory and time floors.
 
     Nothing is launched (but for --card here), and the tensors take no memory.
     """
@@ -94,16 +95,17 @@ def explain(
         rows = (batch * seqlen,) if varlen else (batch, seqlen)
         if math.prod((*rows, number, width)) >= 2**63:
             raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements are no tensor")
-        return empty_tensor((*rows, number, width), getattr(torch, dtype), place)
+        return torch.empty((*rows, number, width), dtype=getattr(torch, dtype), device=place)
 
-    q, k = tensor(seqlen_q, heads, head_dim), tensor(seqlen_k, kv_heads, head_dim)
-    v = tensor(seqlen_k, kv_heads, head_dim_v or head_dim)
-    offsets = torch.empty(batch + 1, dtype=torch.int32, device=place) if varlen else None
-    try:
+    def count(number: int) -> Tensor:
+        return torch.empty(number, dtype=torch.int32, device=place)
+
+    with bad_parameters(), FakeTensorMode():  # in which tensors take no memory
+        offsets = count(batch + 1) if varlen else None
         explanation = explanations.explain(
-            q,
-            k,
-            v,
+            tensor(seqlen_q, heads, head_dim),
+            tensor(seqlen_k, kv_heads, head_dim),
+            tensor(seqlen_k, kv_heads, head_dim_v or head_dim),
             cu_seqlens_q=offsets,
             cu_seqlens_k=offsets,
             max_seqlen_q=seqlen_q if varlen else None,
@@ -111,14 +113,13 @@ def explain(
             causal=causal,
             window_size=(window_left, window_right),
             softcap=softcap,
-            seqused_k=torch.empty(batch, dtype=torch.int32, device=place) if seqused_k else None,
+            seqused_k=count(batch) if seqused_k else None,
             alibi_slopes=torch.empty(heads, device=place) if alibi else None,
             sink=torch.empty(heads, device=place) if sink else None,
             deterministic=deterministic,
             backend=backend,
+            card=None if card_name in (None, HERE) else card,
         )
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
     call = Call.from_problem(explanation.problem)
     if card is not None and max(call.seqlen_q, call.seqlen_k) > MOST_COSTED_TOKENS:
         raise typer.BadParameter(f"costs are counted up to {MOST_COSTED_TOKENS} tokens, got more")
@@ -160,8 +161,3 @@ def _print_costs(call: Call, card: Card, out: Console) -> None:
     with bad_parameters():
         found = [estimates(call, card, which) for which in passes]
     out.print(card_table(card, call.dtype), *(estimate_table(rows, card) for rows in found))
-
-
-def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of any shape that takes the memory of its last dimension."""
-    return torch.empty((1,) * (len(shape) - 1) + shape[-1:], dtype=dtype, device=device).expand(shape)

@@ -255,16 +255,17 @@ _described: ContextVar[Described | None] = ContextVar("flashtile_described", def
 
 
 @contextlib.contextmanager
-def describing() -> Iterator[Described]:
+def describing(*arguments: Any) -> Iterator[Described]:
     """Calls within compute nothing, and return fake tensors: a list of what they are, (operation, problem,
-    backend that was asked for).
+    backend that was asked for). ``arguments`` of these calls may be fake already.
     """
+    from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     described: Described = []
     token = _described.set(described)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True):
             yield described
     finally:
         _described.reset(token)

@@ -577,6 +577,18 @@ class TestCommands:
         assert result.exit_code == 1
         assert "backend: None" in result.output
 
+    def test_explain_on_a_card_that_is_not_here(self):
+        """Its choice, not this machine's, and nothing of where the command's own tensors would lie."""
+        pytest.importorskip("triton")
+        result = self.invoke(explain, "--card", "h100", "--heads", "8", "--kv-heads", "2", "--causal")
+        assert result.exit_code == 0, result.output
+        assert result.output.startswith("forward\nbackend: hopper\n")
+        assert "\n\nbackward\nbackend: hopper\nconfig: BackwardConfig(" in result.output
+        assert "TMA" not in result.output
+        assert "it computes on the CPU, q is on an H100" in result.output
+        result = self.invoke(explain, "--card", "a100", "--dtype", "float16")
+        assert result.output.startswith("forward\nbackend: portable\n")
+
     def test_explain_refuses(self):
         result = self.invoke(explain, "--device", "cpu", "--heads", "6", "--kv-heads", "4")
         assert result.exit_code == 2

@@ -150,7 +150,7 @@ def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str 
 
     Args:
         ends_early: sequences of a dense k and v end early (``seqused_k``). Then they are addressed as rows
-            behind one another, so that sequences must be whole rows apart.
+            of one packed tensor, so that sequences must be whole rows apart.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         bytes_of = tensor.element_size()

@@ -1,7 +1,7 @@
 """How FP8 operands lie in memory: blocks that share a scale, and V transposed in the kernels' key order.
 
 Blocks are those of a tile (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3), so that a tile
-of scores takes one product of scales. Sequences behind one another begin a block each: block i of sequence b
+of scores takes one product of scales. Packed sequences begin a block each: block i of sequence b
 is number ``cu_seqlens[b] // rows + b + i``, which needs no look at other lengths and never overlaps.
 """
 

@@ -156,7 +156,7 @@ class QuantizeProblem:
 
     @property
     def _sequences(self) -> tuple[int, ...]:
-        """The first dimension of what is addressed by block: sequences behind one another share it."""
+        """The first dimension of what is addressed by block: packed sequences share it."""
         return () if self.varlen else (self.batch,)
 
     @classmethod
@@ -193,7 +193,7 @@ class Fp8Problem(Problem):
     """An attention call whose q, k and v are e4m3; ``head_dim`` is that of their memory.
 
     Where ``v_transposed``, v is (batch, heads_kv, head_dim_v, columns), or (heads_kv, head_dim_v, columns)
-    for sequences behind one another: keys in columns, in the order of
+    for packed sequences: keys in columns, in the order of
     :func:`flashtile.fp8.layout.key_order`, sequence b from column ``first_block * 128`` on. Columns behind a
     sequence's last key are 0 to the end of its block; blocks of no sequence hold anything.
     """

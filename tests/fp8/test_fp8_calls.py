@@ -255,7 +255,7 @@ def test_importing_flashtile_does_not_import_fp8() -> None:
 
 
 def test_the_oracle_knows_descales() -> None:
-    """Of e4m3 tensors, by head and sequence, dense and behind one another."""
+    """Of e4m3 tensors, by head and sequence, dense and packed."""
     scale = 0.5 + torch.rand(B, HKV)
     q, k, v = E4M3_CALL.values()
     scaled = [

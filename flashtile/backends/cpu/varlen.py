@@ -1,4 +1,4 @@
-"""Sequences of different lengths, behind one another or with unused keys, as a loop over dense calls.
+"""Packed sequences, and sequences with unused keys, as a loop over dense calls.
 
 Rows that are in no sequence, or in one without keys, keep out 0, lse -inf and gradients 0; the gradients of
 keys that are not used are 0, too.
@@ -76,7 +76,7 @@ class _Sequence(NamedTuple):
 
 
 def _with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
-    """Sequences behind one another are a batch of one."""
+    """Packed sequences are a batch of one."""
     return [t[None] if problem.varlen else t for t in tensors]
 
 

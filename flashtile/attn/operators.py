@@ -11,7 +11,8 @@ from flashtile.attn import transforms
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.values import check_lengths
-from flashtile.op.operation import Operation, is_plain, library, refuse_tangents
+from flashtile.op.operation import Operation, is_plain, library
+from flashtile.op.refusals import refuse_tangents, transforming
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
@@ -98,10 +99,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
         ):
             return FlashAttention.apply(q, k, v, extras.sink, extras, options)
         return FORWARD.launch(tensors, extras, options)
-    if not transforms.transforming():
+    if not transforming():
         return FORWARD.traced(tensors, extras, options)
     check_call(q, k, v, extras, options)
-    refuse_tangents(("q", "k", "v", "sink"), (q, k, v, extras.sink))
+    refuse_tangents(FORWARD.names, (*tensors, *extras))
     return transforms.Forward.apply(q, k, v, *extras, *options)
 
 

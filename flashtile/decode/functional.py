@@ -21,7 +21,7 @@ from flashtile.arguments import (
     make_options,
     split_arguments,
 )
-from flashtile.checks.decode import check_combine, check_combined_into, check_copy, check_two_caches
+from flashtile.checks.decode import check_combine, check_combined_into, check_copy
 from flashtile.decode import operators
 from flashtile.decode.problem import (
     AppendOptions,
@@ -165,7 +165,6 @@ def flash_attn_with_kvcache(
         out, lse = operators.DECODE((q, k_cache, v_cache), tensors, options)
         return (out, lse) if return_softmax_lse else out
 
-    check_two_caches(k_cache, v_cache)
     if k is None or v is None:
         missing = "k" if k is None else "v"
         raise ValueError(f"{missing} must be given beside {'v' if k is None else 'k'}, got None")
@@ -238,7 +237,6 @@ def append_kvcache(
     """
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
-    check_two_caches(k_cache, v_cache)
     if torch._C._is_any_autocast_enabled():
         k, v = cast_for_autocast(k_cache, k, v)
     if max_seqlen_k_new is not None:

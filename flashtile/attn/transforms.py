@@ -108,9 +108,13 @@ def _one_by_one(
     """A loop, for a sink: a call has one, and one gradient of it, for all of its batch."""
     given = list(zip(arguments, in_dims, strict=True))
     if samples == 0:  # no results, but in the shapes that a sample's would have
-        shapes = operator(*(a if dim is None else a.new_zeros(a.movedim(dim, 0).shape[1:]) for a, dim in given))
+        shapes = operator(
+            *(a if dim is None else a.new_zeros(a.movedim(dim, 0).shape[1:]) for a, dim in given)
+        )
         return tuple(t.new_empty(0, *t.shape) for t in shapes), (0,) * len(shapes)
-    results = [operator(*(a if dim is None else a.select(dim, i) for a, dim in given)) for i in range(samples)]
+    results = [
+        operator(*(a if dim is None else a.select(dim, i) for a, dim in given)) for i in range(samples)
+    ]
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 

@@ -57,6 +57,8 @@ def check_decode(
         NotImplementedError: a device or head size that flashtile does not serve.
     """
     varlen = tensors.cu_seqlens_q is not None
+    if varlen:
+        check_dense("cu_seqlens_q", tensors.cu_seqlens_q)
     check_dense("q", q)
     check_dtype("q", q)
     check_heads_tensor("q", q, varlen, "total_q", "seqlen_q", q, MAX_HEAD_DIM)
@@ -93,6 +95,10 @@ def check_append(
 ) -> None:
     """Raise for an append that no backend could do; the errors are those of :func:`check_decode`."""
     slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
+    if slots:
+        check_dense("slot_mapping", tensors.slot_mapping)
+    if varlen:
+        check_dense("cu_seqlens_k_new", tensors.cu_seqlens_k_new)
     for name, new in (("k", k), ("v", v)):
         check_dense(name, new)
         check_dtype(name, new)

@@ -142,7 +142,7 @@ def flash_attn_with_kvcache(
         q, k, v = cast_for_autocast(k_cache, q, k, v)
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
-        cache_seqlens = lengths_tensor(cache_seqlens, q, cu_seqlens_q)
+        cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
     tensors = CacheTensors(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
         alibi_slopes, sink, k_descale, v_descale,
@@ -242,7 +242,7 @@ def append_kvcache(
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
-        cache_seqlens = lengths_tensor(cache_seqlens, k, cu_seqlens_k_new)
+        cache_seqlens = lengths_tensor(cache_seqlens, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new)
     tensors = AppendTensors(
         cache_seqlens, slot_mapping, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
         rotary_seqlens, k_descale, v_descale,

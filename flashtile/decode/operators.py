@@ -166,7 +166,8 @@ def append_and_decode(
     run = partial(_launch_both if plain else _trace_both, *new, appended, append_options, tensors, options)
     if torch.is_grad_enabled():
         check_no_gradient(k_cache, v_cache)
-        learning = [t for t in zip(_BOTH, given, strict=True) if t[1] is not None and t[1].requires_grad]
+        named = zip(_BOTH, given, strict=True)
+        learning = [(name, t) for name, t in named if t is not None and t.requires_grad]
         if learning:
             if torch.compiler.is_dynamo_compiling():
                 raise NotImplementedError(f"{learning[0][0]} must not require a gradient: {NO_GRADIENT}")

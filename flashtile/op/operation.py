@@ -128,10 +128,10 @@ class Operation:
             key: tuple = (options, *signatures(tensors))
             if beside is not self.nothing:
                 key += signatures(beside)
-        except Exception:  # not a tensor, or one without strides: the checks name it
+            prepared = self.launches.get(key)
+        except Exception:  # not a tensor, one without strides, an option that is not hashable
             self.check(*tensors, beside, options)
             raise
-        prepared = self.launches.get(key)
         if prepared is None:
             self.check(*tensors, beside, options)
             selection = select(self, self.describe(*tensors, beside, options), options.backend)

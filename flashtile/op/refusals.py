@@ -1,7 +1,7 @@
 """What an operation refuses: tangents of forward mode, and gradients where there is no backward pass.
 
-Torch's dispatcher would drop both in silence for an operator without a rule. Transforms of ``torch.func`` hide
-them, too: what ``grad`` inside of ``jvp`` sees has its tangents one level further in. So every level is asked.
+Without a rule torch's dispatcher drops both in silence. Transforms of ``torch.func`` hide them, too: of what
+``grad`` inside of ``jvp`` sees, the tangents are one level further in. So every level is asked.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ def refuse_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> N
         raise NotImplementedError(f"{name} must carry no tangents: forward mode is not implemented")
 
 
-def refuse_transformed_gradients(instead: str, names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
-    """Raise NotImplementedError for a gradient that a transform asks for, who hears of no later error."""
+def refuse_transformed_gradients(
+    instead: str, names: Iterable[str], tensors: Iterable[Tensor | None]
+) -> None:
+    """Raise NotImplementedError for the first of ``tensors`` whose gradient is asked for.
+
+    Under a transform, which takes no error from a backward pass later on.
+    """
     name = _first(_requires_gradient, list(zip(names, tensors, strict=False)))
     if name is not None and torch.is_grad_enabled():
         raise NotImplementedError(f"{name} must not require a gradient: {instead}")

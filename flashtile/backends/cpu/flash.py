@@ -41,8 +41,8 @@ def attend(
     out, lse = _forward(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=bias, scale=scale
     )
-    # Contiguous, for the kernel lays it out so. Detached, since a result of ours that autograd takes for a view
-    # could not be changed in place.
+    # Contiguous, for the kernel lays it out so. Detached, since a result that autograd takes for a view of
+    # another could not be changed in place.
     out = out.transpose(1, 2).detach()
     return (out if given == dtype else out.to(given)), lse.contiguous()
 

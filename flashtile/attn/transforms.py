@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras
-from flashtile.op.refusals import refuse_tangents, transforming
+from flashtile.op.refusals import refuse_tangents
 
 _NUM_EXTRAS = len(Extras._fields)
 
 
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``flashtile::backward``, under whatever transforms are active."""
+    """``flashtile::backward``, under the transforms that are active."""
     refuse_tangents(("the gradient of out", "the gradient of lse"), arguments)
-    if not transforming():
-        return torch.ops.flashtile.backward(*arguments)
     return _Backward.apply(*arguments)
 
 

@@ -19,6 +19,7 @@ from flashtile.checks.decode import (
     check_own_memory,
 )
 from flashtile.checks.values import check_append_values, check_copy_values, check_decode_values
+from flashtile.decode.addresses import sequence_lengths
 from flashtile.decode.problem import (
     AppendOptions,
     AppendProblem,
@@ -32,8 +33,10 @@ from flashtile.decode.problem import (
     DecodeOptions,
     DecodeProblem,
     NoTensors,
+    capacity,
     out_dtype,
 )
+from flashtile.op.flops import forward_flops, has_data, lengths_of
 from flashtile.op.operation import (
     CACHE_BYTES,
     SIGNATURE_BYTES,
@@ -65,6 +68,23 @@ def _fake_decode(
     return out, q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _decode_flops(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> int:
+    if tensors.cu_seqlens_q is None:
+        rows = [q.shape[1]] * q.shape[0]
+    else:
+        rows = lengths_of(tensors.cu_seqlens_q, options.max_seqlen_q or 0)
+    most = capacity(k_cache, tensors.block_table)
+    lengths = [most] * len(rows)
+    if tensors.cache_seqlens is not None and has_data(tensors.cache_seqlens):
+        keys = sequence_lengths(len(rows), most, tensors, options.seqlen_new)
+        assert keys is not None
+        lengths = (keys if tensors.cache_leftpad is None else keys - tensors.cache_leftpad).tolist()
+    scores = sum(m * n for m, n in zip(rows, lengths, strict=True))
+    return forward_flops(scores, q.shape[-2], q.shape[-1], v_cache.shape[-1])
+
+
 def _fake_combine(
     out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
 ) -> tuple[Tensor, Tensor]:
@@ -94,6 +114,7 @@ DECODE = Operation(
     describe=DecodeProblem.from_tensors,
     fake=_fake_decode,
     no_gradient=NO_GRADIENT,
+    flops=_decode_flops,
 )
 APPEND = _Writing(
     "append_kvcache",

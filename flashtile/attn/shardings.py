@@ -1,4 +1,4 @@
-"""How the DTensors of an attention call may be sharded so that it needs no communication: by batch or by heads.
+"""How DTensors of an attention call may be sharded so that it needs no communication: by batch or by heads.
 
 A rule says the placement of every result and of every tensor argument on one dimension of the mesh; DTensor
 combines rules for meshes of several dimensions, and redistributes what comes otherwise, the way that costs
@@ -36,42 +36,36 @@ def backward_shardings(
     return rules
 
 
-def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, Extras, Any]]:
-    """The placements of q, k, v and out, of lse, of the extras and of dsink, for each way to share the work."""
+def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, list[Any], Any]]:
+    """For each way to share the work: the placements of q, k, v and out; of lse; of the extras; of dsink."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    whole = Replicate()
-    ways: list[tuple[Any, Any, Extras, Any]] = [(whole, whole, Extras(*[whole] * len(extras)), whole)]
-    packed = extras.cu_seqlens_q is not None
+    def way(rows: Any, lse: Any, dsink: Any, **sharded: Any) -> tuple[Any, Any, list[Any], Any]:
+        """The extras that are not ``sharded`` are whole, as is dsink where there is no sink."""
+        given = zip(Extras._fields, extras, strict=True)
+        of_extras = [None if t is None else sharded.get(name, Replicate()) for name, t in given]
+        return rows, lse, of_extras, Replicate() if extras.sink is None else dsink
+
     slopes_by_batch = extras.alibi_slopes is not None and extras.alibi_slopes.ndim == 2
-    if not packed:
-        of_extras = Extras(None, None, Shard(0), Shard(0) if slopes_by_batch else whole, whole)
-        ways.append((Shard(0), Shard(0), of_extras, Partial()))  # each has a term of a sink's gradient
+    ways = [way(Replicate(), Replicate(), Replicate())]
+    if extras.cu_seqlens_q is None:
+        by_batch = {"seqused_k": Shard(0)} | ({"alibi_slopes": Shard(0)} if slopes_by_batch else {})
+        ways.append(way(Shard(0), Shard(0), Partial(), **by_batch))  # dsink is a sum over sequences
     if _heads_can_be_shared(q, k, v):
-        of_extras = Extras(whole, whole, whole, Shard(1 if slopes_by_batch else 0), Shard(0))
-        ways.append((Shard(q.ndim - 2), Shard(q.ndim - 3), of_extras, Shard(0)))
-    return [
-        (
-            rows,
-            lse,
-            Extras(*(None if t is None else p for t, p in zip(extras, of_extras, strict=True))),
-            whole if extras.sink is None else dsink,
-        )
-        for rows, lse, of_extras, dsink in ways
-    ]
+        by_heads = {"alibi_slopes": Shard(1 if slopes_by_batch else 0), "sink": Shard(0)}
+        ways.append(way(Shard(q.ndim - 2), Shard(q.ndim - 3), Shard(0), **by_heads))
+    return ways
 
 
 def _heads_can_be_shared(q: Any, k: Any, v: Any) -> bool:
     """Whether every shard gets whole groups of query heads with the key/value head that they share.
 
-    Where k has as many heads as q, shards of any sizes do. Else the shards must be equal: over the whole mesh,
-    or over those of its dimensions over which heads already are shared.
+    Where k has as many heads as q, shards of any sizes do. Else they must be equal: over the whole mesh, or
+    over those of its dimensions over which heads already are shared.
     """
     if q.shape[-2] == k.shape[-2]:
         return True
     heads = q.ndim - 2
-    shared = {
-        i for t in (q, k, v) for i, placement in enumerate(t.placements) if placement.is_shard(heads)
-    }
+    shared = {i for t in (q, k, v) for i, placement in enumerate(t.placements) if placement.is_shard(heads)}
     parts = torch.Size(k.mesh.size(i) for i in shared).numel() if shared else k.mesh.size()
     return k.shape[-2] % parts == 0

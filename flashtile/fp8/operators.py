@@ -38,9 +38,7 @@ def _fake_attend(
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _attend_flops(
-    q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
-) -> int:
+def _attend_flops(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions) -> int:
     of_k = k.shape[1], tensors.cu_seqlens_k, options.max_seqlen_k
     scores = count_scores(q, tensors.cu_seqlens_q, options.max_seqlen_q, *of_k)
     return forward_flops(scores, q.shape[-2], options.head_dim, v.shape[-2 if options.v_transposed else -1])

@@ -1,7 +1,7 @@
 """Floating-point operations as torch counts those of its own attention, for ``FlopCounterMode``.
 
-Every score of every pair of a query and a key counts, whatever a mask hides. Lengths are read from the device,
-which synchronises, as torch's own count does; those of fake tensors are taken to be the longest.
+Every pair of a query and a key counts, whatever a mask hides. Lengths are read from the device, which
+synchronises, as torch's own count does; those of fake tensors are taken to be the longest.
 """
 
 from __future__ import annotations

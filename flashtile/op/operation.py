@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from flashtile.caches import BoundedCache
-from flashtile.op.observers import tell_observers
+from flashtile.op.observers import remember_shardings, tell_observers
 from flashtile.op.refusals import (
     refuse_tangents,
     refuse_transformed_gradients,
@@ -89,6 +89,8 @@ class Operation:
     ) -> None:
         self.name, self.part, self.check, self.describe, self.fake = name, part, check, describe, fake
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
+        if shardings is not None:
+            remember_shardings(self)
         self._check_values, self._check_traced = check_values, check_traced or check
         self._beside, self._options = beside, options
         self._num_tensors = len(tensors)
@@ -155,9 +157,9 @@ class Operation:
             if described is not None:
                 described.append((self, self.describe(*tensors, beside, options), options.backend))
                 return self.fake(*tensors, beside, options)
-            tell_observers(self, (*tensors, *beside))
             if self.no_gradient is not None and transforming():
                 refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *beside))
+        tell_observers(self, (*tensors, *beside))
         refuse_tangents(self.names, (*tensors, *beside))
         return self.operator(*tensors, *beside, *options)
 

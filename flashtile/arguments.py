@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Options
-from flashtile.checks.arguments import check_dense
+from flashtile.checks.arguments import check_dense, check_offsets
 from flashtile.problem import MAX_LENGTH
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -132,13 +132,19 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
-def lengths_tensor(length: Any, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``cache_seqlens`` for sequences that are all equally long; ``tokens`` are their q or k."""
+def lengths_tensor(
+    length: Any, name: str, tokens: Tensor, name_of_offsets: str, cu_seqlens: Tensor | None
+) -> Tensor:
+    """``cache_seqlens`` for sequences that are all equally long; ``tokens`` are their q or k, by ``name``."""
     length = as_int("cache_seqlens", length)
     if not 0 <= length <= MAX_LENGTH:
         raise ValueError(f"cache_seqlens must be from 0 to {MAX_LENGTH}, got {length}")
-    check_dense("q", tokens)
-    batch = tokens.shape[:1].numel() if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_dense(name, tokens)
+    if cu_seqlens is None:
+        batch = tokens.shape[:1].numel()
+    else:
+        check_offsets(name_of_offsets, cu_seqlens, tokens)
+        batch = cu_seqlens.shape[0] - 1
     return torch.full((batch,), length, dtype=torch.int32, device=tokens.device)
 
 

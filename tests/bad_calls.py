@@ -217,15 +217,21 @@ PACKED = [
         kv=nested((3, 2, 2, 16), (4, 2, 2, 16))),
     bad("flash_attn_qkvpacked_func", TypeError, "q", "float16, bfloat16", "int64",
         qkv=rand(2, 5, 3, 4, 16, dtype=torch.int64)),
-    bad("flash_attn_kvpacked_func", TypeError, "k has dtype torch.float16", "q has torch.float32",
+    bad("flash_attn_kvpacked_func", TypeError, "kv has dtype torch.float16", "q has torch.float32",
         kv=rand(2, 7, 2, 2, 16, dtype=torch.float16)),
     bad("flash_attn_kvpacked_func", ValueError, "q has 4 heads", "multiple of the 3 heads of k", kv=rand(2,
         7, 2, 3, 16)),
-    bad("flash_attn_kvpacked_func", ValueError, "k has batch size 3", "q has 2", kv=rand(3, 7, 2, 2, 16)),
+    bad("flash_attn_kvpacked_func", ValueError, "kv has batch size 3", "q has 2", kv=rand(3, 7, 2, 2, 16)),
     bad("flash_attn_varlen_qkvpacked_func", TypeError, "cu_seqlens", "int32", "None", cu_seqlens=None),
     bad("flash_attn_varlen_qkvpacked_func", TypeError, "cu_seqlens", "int32", "int64",
         cu_seqlens=offsets(0, 5, 10, dtype=torch.int64)),
-    bad("flash_attn_varlen_qkvpacked_func", TypeError, "max_seqlen", "int", "None", max_seqlen=None),
+    *(bad("flash_attn_varlen_qkvpacked_func", TypeError, "cu_seqlens must be", "torch.Tensor", "got",
+          cu_seqlens=value) for value in (None, [0, 5], "cu_seqlens_q")),
+    bad("flash_attn_varlen_qkvpacked_func", TypeError, "max_seqlen must be", "beside cu_seqlens,", "None",
+        max_seqlen=None),
+    bad("flash_attn_varlen_qkvpacked_func", TypeError, "max_seqlen must be", "float", max_seqlen=1.5),
+    bad("flash_attn_varlen_qkvpacked_func", TypeError, "qkv must be float16", "int64",
+        qkv=rand(10, 3, 4, 16, dtype=torch.int64)),
     bad("flash_attn_varlen_qkvpacked_func", ValueError, "max_seqlen", "from 0", "-1", max_seqlen=-1),
     bad("flash_attn_varlen_qkvpacked_func", ValueError, "cu_seqlens", "10", "11", on_data=True,
         cu_seqlens=offsets(0, 5, 11), max_seqlen=6),
@@ -288,6 +294,10 @@ LENGTHS = [
 ]
 
 OPTIONS = [
+    *(bad(ALL, TypeError, "return_lse must be True or False", type(value).__name__, return_lse=value)
+      for value in (1, None, "yes")),
+    *(bad(FLASH_ATTN, TypeError, "return_attn_probs must be True or False", type(value).__name__,
+          return_attn_probs=value) for value in (0, "no")),
     *(bad(ALL, TypeError, "softmax_scale", "number or None", *words, softmax_scale=value)
       for value, words in (("0.1", ("str '0.1'",)), (True, ("bool True",)), ([0.1], ("list",)), (1j,
                            ("complex",)),

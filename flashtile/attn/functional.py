@@ -14,11 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, make_options, refuse_descales
+from flashtile.arguments import apply_autocast, check_flag, make_options, refuse_descales
 from flashtile.attn import operators
 from flashtile.attn.problem import NO_EXTRAS, Extras
-from flashtile.checks.arguments import check_dense
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
+
+# What the packed functions call these arguments, for their errors.
+_OF_KV = {"k": "kv", "v": "kv"}
+_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_OF_BOTH = {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
 
 
 def attention(
@@ -99,6 +109,8 @@ def attention(
         >>> q.grad.shape
         torch.Size([2, 128, 8, 64])
     """
+    if type(return_lse) is not bool:
+        check_flag("return_lse", return_lse)
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
@@ -142,7 +154,7 @@ def flash_attn_func(
         torch.Size([2, 128, 4, 64])
         >>> out, lse = flashtile.flash_attn_func(q, k, v, softcap=30.0, return_lse=True)
     """
-    _refuse_dropout(dropout_p)
+    _check_own(dropout_p, return_attn_probs, return_lse)
     out, lse = _call(
         q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, backend, None, sink, q_descale, k_descale, v_descale,
@@ -191,10 +203,13 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 16, 8, 64])
     """
     k, v = _unpack("kv", kv, 5, 2, "(batch, seqlen_k, 2, heads_kv, head_dim)")
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
-    )  # fmt: skip
+    try:
+        return flash_attn_func(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_KV) from None
 
 
 def flash_attn_qkvpacked_func(
@@ -236,10 +251,13 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 128, 3, 4, 64])
     """
     q, k, v = _unpack("qkv", qkv, 5, 3, "(batch, seqlen, 3, heads, head_dim)")
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
-    )  # fmt: skip
+    try:
+        return flash_attn_func(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_QKV) from None
 
 
 def flash_attn_varlen_func(
@@ -291,7 +309,7 @@ def flash_attn_varlen_func(
         >>> second = flashtile.attention(q[None, 5:], k[None, 5:], v[None, 5:], causal=True)[0]
         >>> torch.testing.assert_close(out[5:], second)
     """
-    _refuse_dropout(dropout_p)
+    _check_own(dropout_p, return_attn_probs, return_lse)
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
         out, lse = attention_over_pages(
@@ -357,11 +375,14 @@ def flash_attn_varlen_kvpacked_func(
         torch.Size([5, 8, 64])
     """
     k, v = _unpack("kv", kv, 4, 2, "(total_k, 2, heads_kv, head_dim)")
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        sink=sink, return_lse=return_lse, backend=backend,
-    )  # fmt: skip
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_KV) from None
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -407,11 +428,14 @@ def flash_attn_varlen_qkvpacked_func(
         torch.Size([12, 4, 64])
     """
     q, k, v = _unpack("qkv", qkv, 4, 3, "(total, 3, heads, head_dim)")
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        sink=sink, return_lse=return_lse, backend=backend,
-    )  # fmt: skip
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_QKV | _OF_BOTH) from None
 
 
 def _call(
@@ -451,9 +475,13 @@ def _call(
     return operators.forward(q, k, v, extras, options)
 
 
-def _refuse_dropout(dropout_p: float) -> None:
+def _check_own(dropout_p: float, return_attn_probs: bool, return_lse: bool) -> None:
+    """Arguments that go no further than the front door."""
     if not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    if type(return_attn_probs) is not bool or type(return_lse) is not bool:
+        check_flag("return_attn_probs", return_attn_probs)
+        check_flag("return_lse", return_lse)
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
 

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from flashtile.attn import transforms
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
+from flashtile.attn.shardings import backward_shardings, forward_shardings
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.values import check_lengths
-from flashtile.op.operation import Operation, is_plain, library, refuse_tangents
+from flashtile.op.flops import backward_flops, count_scores, forward_flops
+from flashtile.op.observers import tell_observers
+from flashtile.op.operation import Operation, is_plain, library
+from flashtile.op.refusals import refuse_tangents, transforming
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
@@ -55,6 +59,29 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> int:
+    return forward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
+
+
+def _backward_flops(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    options: Options,
+) -> int:
+    return backward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
+
+
+def _count_scores(q: Tensor, k: Tensor, extras: Extras, options: Options) -> int:
+    of_q = extras.cu_seqlens_q, options.max_seqlen_q
+    return count_scores(q, *of_q, k.shape[1], extras.cu_seqlens_k, options.max_seqlen_k)
+
+
 class _Backward(Operation):
     def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
         """(dq, dk, dv, dsink) from the gradients of out and lse, either of which may be None (zero)."""
@@ -76,6 +103,8 @@ FORWARD = Operation(
     fake=_fake_forward,
     check_values=check_lengths,
     check_traced=check_types,
+    flops=_forward_flops,
+    shardings=forward_shardings,
 )
 BACKWARD = _Backward(
     "backward",
@@ -86,6 +115,8 @@ BACKWARD = _Backward(
     check=lambda *arguments: None,  # the forward pass checked what it saved
     describe=_describe_backward,
     fake=_fake_backward,
+    flops=_backward_flops,
+    shardings=backward_shardings,
 )
 
 
@@ -98,10 +129,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
         ):
             return FlashAttention.apply(q, k, v, extras.sink, extras, options)
         return FORWARD.launch(tensors, extras, options)
-    if not transforms.transforming():
+    if not transforming():
         return FORWARD.traced(tensors, extras, options)
     check_call(q, k, v, extras, options)
-    refuse_tangents(("q", "k", "v", "sink"), (q, k, v, extras.sink))
+    refuse_tangents(FORWARD.names, (*tensors, *extras))
+    for operation in (FORWARD, BACKWARD):
+        tell_observers(operation, (*tensors, *extras))
     return transforms.Forward.apply(q, k, v, *extras, *options)
 
 
@@ -157,7 +190,10 @@ def _gradients(ctx, dout, dlse):
     if is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled() and not _batched(dout, dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, ctx.options)
     # With create_graph this leaves a node, which says that there is no second derivative.
-    *gradients, dsink = transforms.backward(dout, dlse, *saved, *extras, *ctx.options)
+    if transforming():
+        *gradients, dsink = transforms.backward(dout, dlse, *saved, *extras, *ctx.options)
+    else:
+        *gradients, dsink = BACKWARD.traced((dout, dlse, *saved), extras, ctx.options)
     return *gradients, None if extras.sink is None else dsink
 
 

@@ -13,21 +13,15 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras
+from flashtile.op.refusals import refuse_tangents
 
 _NUM_EXTRAS = len(Extras._fields)
 
 
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``flashtile::backward``, under whatever transforms are active."""
-    if not transforming():
-        return torch.ops.flashtile.backward(*arguments)
+    """``flashtile::backward``, under the transforms that are active."""
+    refuse_tangents(("the gradient of out", "the gradient of lse"), arguments)
     return _Backward.apply(*arguments)
-
-
-def transforming() -> bool:
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
@@ -110,9 +104,14 @@ def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """A loop, for a sink: a call has one, and one gradient of it, for all of its batch."""
+    given = list(zip(arguments, in_dims, strict=True))
+    if samples == 0:  # no results, but in the shapes that a sample's would have
+        shapes = operator(
+            *(a if dim is None else a.new_zeros(a.movedim(dim, 0).shape[1:]) for a, dim in given)
+        )
+        return tuple(t.new_empty(0, *t.shape) for t in shapes), (0,) * len(shapes)
     results = [
-        operator(*(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
-        for i in range(samples)
+        operator(*(a if dim is None else a.select(dim, i) for a, dim in given)) for i in range(samples)
     ]
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 

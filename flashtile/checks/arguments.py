@@ -25,9 +25,12 @@ ERRORS = (TypeError, ValueError, NotImplementedError)
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """``error`` of a call within a call, with the names that arguments have for the outer one's caller."""
+    """``error`` of a call within a call, with the names that arguments have for the outer one's caller.
+
+    What stands in quotes is a value, not a name.
+    """
     words = "|".join(map(re.escape, names))
-    return type(error)(re.sub(rf"\b({words})\b", lambda match: names[match[0]], str(error)))
+    return type(error)(re.sub(rf"(?<!')\b({words})\b(?!')", lambda match: names[match[0]], str(error)))
 
 
 def check_dense(name: str, tensor: Any) -> None:
@@ -121,6 +124,17 @@ def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
     check_device(name, offsets, first)
     if offsets.shape[0] > 1 and offsets.stride(0) != 1:
         raise ValueError(f"{name} must be contiguous (stride 1), got stride {offsets.stride(0)}")
+
+
+def check_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any, first: Tensor) -> None:
+    """Offsets of the same sequences' queries and keys."""
+    check_offsets("cu_seqlens_q", cu_seqlens_q, first)
+    check_offsets("cu_seqlens_k", cu_seqlens_k, first)
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise ValueError(
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, but cu_seqlens_q has "
+            f"{cu_seqlens_q.shape[0]}: both must have batch + 1"
+        )
 
 
 def check_longest(name: str, longest: Any) -> None:
@@ -234,6 +248,8 @@ def check_score_options(options: Any) -> None:
 
 
 def check_backend(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be None or a backend's name, got {type(backend).__name__}")
     if backend is not None and backend not in PREFERENCE:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
 

@@ -13,7 +13,7 @@ from flashtile.checks.arguments import (
     check_heads_tensor,
     check_int32,
     check_longest,
-    check_offsets,
+    check_offset_pair,
     check_same_dtype,
     check_score_options,
     check_sink,
@@ -85,14 +85,6 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
 def _check_packed(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, options: Options
 ) -> None:
-    check_offsets("cu_seqlens_q", cu_seqlens_q, q)
-    check_offsets("cu_seqlens_k", cu_seqlens_k, q)
-    assert cu_seqlens_q is not None
-    assert cu_seqlens_k is not None
-    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
-        raise ValueError(
-            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, but cu_seqlens_q has "
-            f"{cu_seqlens_q.shape[0]}: both must have batch + 1"
-        )
+    check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
     check_longest("max_seqlen_q", options.max_seqlen_q)
     check_longest("max_seqlen_k", options.max_seqlen_k)

@@ -43,6 +43,7 @@ from flashtile.problem import DTYPES, MAX_LENGTH, UNLIMITED
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
 PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
+SHARED_MEMORY = "v_cache lies in the memory of k_cache: keys and values need memory of their own"
 
 
 def check_decode(
@@ -56,6 +57,8 @@ def check_decode(
         NotImplementedError: a device or head size that flashtile does not serve.
     """
     varlen = tensors.cu_seqlens_q is not None
+    if varlen:
+        check_dense("cu_seqlens_q", tensors.cu_seqlens_q)
     check_dense("q", q)
     check_dtype("q", q)
     check_heads_tensor("q", q, varlen, "total_q", "seqlen_q", q, MAX_HEAD_DIM)
@@ -92,6 +95,10 @@ def check_append(
 ) -> None:
     """Raise for an append that no backend could do; the errors are those of :func:`check_decode`."""
     slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
+    if slots:
+        check_dense("slot_mapping", tensors.slot_mapping)
+    if varlen:
+        check_dense("cu_seqlens_k_new", tensors.cu_seqlens_k_new)
     for name, new in (("k", k), ("v", v)):
         check_dense(name, new)
         check_dtype(name, new)
@@ -108,7 +115,7 @@ def check_append(
                 f"{tuple(cache.shape[-2:])}: they must be equal"
             )
     check_no_gradient(k_cache, v_cache)
-    check_written(("k_cache", k_cache), ("v_cache", v_cache))
+    check_written(k_cache, v_cache)
     check_same_dtype("v", v, "k", k)
     _check_descales(k_cache, tensors.k_descale, tensors.v_descale)
     check_backend(options.backend)
@@ -148,7 +155,7 @@ def check_copy(
             f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
             f"{tuple(k_cache.shape)}, but for head_dim"
         )
-    check_written(("k_cache", k_cache), ("v_cache", v_cache))
+    check_written(k_cache, v_cache)
     check_dense("block_pairs", block_pairs)
     if block_pairs.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"block_pairs must be int32 or int64, got {block_pairs.dtype}")
@@ -172,21 +179,25 @@ def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
             raise ValueError(f"{name} requires grad, but is written in place: it must be detached")
 
 
-def check_written(*caches: tuple[str, Tensor]) -> None:
-    """Raise for tensors written in place of which two elements are one place in memory."""
-    for name, cache in caches:
+def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise for caches written in place of which two elements are one place in memory."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(
                 f"{name} is expanded (strides {tuple(cache.stride())}), but is written in place: "
                 f"call {name}.contiguous() first and keep the copy"
             )
-    check_two_caches(*(cache for _, cache in caches))
-
-
-def check_two_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise for keys and values that would be written to the same memory."""
     if k_cache is v_cache:
-        raise ValueError("v_cache is k_cache: keys and values need memory of their own")
+        raise ValueError(SHARED_MEMORY)
+
+
+def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise for keys and values that would be written to the same memory.
+
+    Of every call, since launches are kept by signatures, which know no addresses.
+    """
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
+        raise ValueError(SHARED_MEMORY)
 
 
 def check_combine(

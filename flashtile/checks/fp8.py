@@ -18,7 +18,9 @@ from flashtile.checks.arguments import (
     check_int,
     check_int32,
     check_longest,
+    check_offset_pair,
     check_offsets,
+    check_pair,
     check_rotary,
     check_sink,
 )
@@ -47,6 +49,8 @@ def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions
     check_backend(options.backend)
     check_dense("x", x)
     check_dtype("x", x, SOURCE_DTYPES)
+    if tensors.cu_seqlens is not None:
+        check_dense("cu_seqlens", tensors.cu_seqlens)
     check_heads_tensor("x", x, tensors.cu_seqlens is not None, "total", "seqlen", x)
     if x.shape[-2] == 0:
         raise ValueError(f"x must have at least one head, got shape {tuple(x.shape)}")
@@ -111,6 +115,18 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
         )
 
 
+def check_sequences(
+    q: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
+) -> None:
+    """Raise for lengths that are not of the form of q's sequences, before anything is reckoned with them."""
+    batch = q.shape[0]
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        check_pair("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
+        check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
+        batch = cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
+    check_int32("seqused_k", seqused_k, (batch,), "(batch,)", q)
+
+
 def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions) -> None:
     """Raise for an attention call in e4m3 that no backend could compute, as :func:`check_quantize`."""
     extras = tensors.extras
@@ -165,4 +181,8 @@ def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: Quantize
 def check_attend_values(
     q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
 ) -> None:
+    """Raise ValueError for scales below 0, and for lengths that no sequences of these tensors can have."""
+    for name, descale in zip(("q_descale", "k_descale", "v_descale"), tensors.scales, strict=True):
+        if descale is not None and bool((descale < 0).any()):
+            raise ValueError(f"{name} must be at least 0, got {float(descale.min())}")
     check_lengths(q, k, v, tensors.extras, options.shared)

@@ -114,7 +114,7 @@ def flash_attn_with_shared_prefix(
             rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
         else:
             rows = q.reshape(batch * seqlen_q, heads, head_dim)
-            first = cu_prefix_groups[:-1].clamp(max=batch - 1)  # an empty last group starts behind all rows
+            first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts behind all rows
             table, offsets = block_table[first], cu_prefix_groups * seqlen_q
             of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
         tensors = CacheTensors(
@@ -128,7 +128,9 @@ def flash_attn_with_shared_prefix(
             raise renamed(error, names) from None
         if of_sequences is None:
             assert cu_prefix_groups is not None
-            of_sequences = of_groups.repeat_interleave(cu_prefix_groups.diff(), output_size=batch)
+            sequence = torch.arange(batch, dtype=torch.int32, device=q.device)
+            group = torch.searchsorted(cu_prefix_groups[1:].contiguous(), sequence, right=True)
+            of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
         own = own._replace(
             cache_leftpad=of_sequences,  # keys of the prefix do not exist here, others keep their positions
             prior_out=out.view(batch * seqlen_q, heads, -1) if out.numel() else out.flatten(0, -3),

@@ -21,7 +21,7 @@ from flashtile.arguments import (
     make_options,
     split_arguments,
 )
-from flashtile.checks.decode import check_combine, check_combined_into, check_copy, check_two_caches
+from flashtile.checks.decode import check_combine, check_combined_into, check_copy
 from flashtile.decode import operators
 from flashtile.decode.problem import (
     AppendOptions,
@@ -142,7 +142,7 @@ def flash_attn_with_kvcache(
         q, k, v = cast_for_autocast(k_cache, q, k, v)
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
-        cache_seqlens = lengths_tensor(cache_seqlens, q, cu_seqlens_q)
+        cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
     tensors = CacheTensors(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
         alibi_slopes, sink, k_descale, v_descale,
@@ -165,7 +165,6 @@ def flash_attn_with_kvcache(
         out, lse = operators.DECODE((q, k_cache, v_cache), tensors, options)
         return (out, lse) if return_softmax_lse else out
 
-    check_two_caches(k_cache, v_cache)
     if k is None or v is None:
         missing = "k" if k is None else "v"
         raise ValueError(f"{missing} must be given beside {'v' if k is None else 'k'}, got None")
@@ -238,13 +237,12 @@ def append_kvcache(
     """
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
-    check_two_caches(k_cache, v_cache)
     if torch._C._is_any_autocast_enabled():
         k, v = cast_for_autocast(k_cache, k, v)
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
-        cache_seqlens = lengths_tensor(cache_seqlens, k, cu_seqlens_k_new)
+        cache_seqlens = lengths_tensor(cache_seqlens, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new)
     tensors = AppendTensors(
         cache_seqlens, slot_mapping, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
         rotary_seqlens, k_descale, v_descale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,10 @@ from flashtile.checks.decode import (
     check_copy,
     check_decode,
     check_no_gradient,
+    check_own_memory,
 )
 from flashtile.checks.values import check_append_values, check_copy_values, check_decode_values
+from flashtile.decode.addresses import sequence_lengths
 from flashtile.decode.problem import (
     AppendOptions,
     AppendProblem,
@@ -30,14 +33,21 @@ from flashtile.decode.problem import (
     DecodeOptions,
     DecodeProblem,
     NoTensors,
+    capacity,
     out_dtype,
 )
+from flashtile.op.flops import forward_flops, has_data, lengths_of
 from flashtile.op.operation import (
     CACHE_BYTES,
     SIGNATURE_BYTES,
     Operation,
     is_plain,
     signatures,
+)
+from flashtile.op.refusals import (
+    refuse_tangents,
+    refuse_transformed_gradients,
+    transforming,
     without_backward,
 )
 
@@ -58,12 +68,38 @@ def _fake_decode(
     return out, q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _decode_flops(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> int:
+    if tensors.cu_seqlens_q is None:
+        rows = [q.shape[1]] * q.shape[0]
+    else:
+        rows = lengths_of(tensors.cu_seqlens_q, options.max_seqlen_q or 0)
+    most = capacity(k_cache, tensors.block_table)
+    lengths = [most] * len(rows)
+    if tensors.cache_seqlens is not None and has_data(tensors.cache_seqlens):
+        keys = sequence_lengths(len(rows), most, tensors, options.seqlen_new)
+        assert keys is not None
+        lengths = (keys if tensors.cache_leftpad is None else keys - tensors.cache_leftpad).tolist()
+    scores = sum(m * n for m, n in zip(rows, lengths, strict=True))
+    return forward_flops(scores, q.shape[-2], q.shape[-1], v_cache.shape[-1])
+
+
 def _fake_combine(
     out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
 ) -> tuple[Tensor, Tensor]:
     _, batch, seqlen, heads, _ = out_partial.shape
     out = out_partial.new_empty(out_partial.shape[1:], dtype=options.out_dtype)
     return out, lse_partial.new_empty((batch, heads, seqlen))
+
+
+class _Writing(Operation):
+    """An operation that writes into two caches."""
+
+    def prepared(self, tensors: tuple, beside: Any, options: Any) -> Callable[..., Any]:
+        launch = super().prepared(tensors, beside, options)
+        check_own_memory(*tensors[:2])
+        return launch
 
 
 DECODE = Operation(
@@ -78,8 +114,9 @@ DECODE = Operation(
     describe=DecodeProblem.from_tensors,
     fake=_fake_decode,
     no_gradient=NO_GRADIENT,
+    flops=_decode_flops,
 )
-APPEND = Operation(
+APPEND = _Writing(
     "append_kvcache",
     part="decode",
     tensors=("k_cache", "v_cache", "k", "v"),
@@ -103,7 +140,7 @@ COMBINE = Operation(
     fake=_fake_combine,
     no_gradient="flash_attn_combine has no backward pass, merge_states has",
 )
-COPY = Operation(
+COPY = _Writing(
     "copy_blocks",
     part="decode",
     tensors=("k_cache", "v_cache", "block_pairs"),
@@ -118,6 +155,8 @@ COPY = Operation(
 
 _append_and_decode: BoundedCache = BoundedCache(CACHE_BYTES)
 """Two launches by one look-up, since a step of decoding mostly waits for the host."""
+_BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
+"""Names of what a gradient may be asked of."""
 
 
 def append_and_decode(
@@ -137,16 +176,21 @@ def append_and_decode(
     """
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
-    both = _launch_both if is_plain(new, tensors, angles) else _trace_both
-    run = partial(both, *new, appended, append_options, tensors, options)
+    plain = is_plain(new, tensors, angles)
+    given = (*new, *angles[:2], *tensors)
+    if not plain:
+        check_decode(q, k_cache, v_cache, tensors, options)
+        check_append(k_cache, v_cache, k, v, appended, append_options)
+        refuse_tangents(_BOTH, given)
+        if transforming():
+            refuse_transformed_gradients(NO_GRADIENT, _BOTH, given)
+    run = partial(_launch_both if plain else _trace_both, *new, appended, append_options, tensors, options)
     if torch.is_grad_enabled():
         check_no_gradient(k_cache, v_cache)
-        learning = DECODE.learning((q, k_cache, v_cache), tensors)
-        given = (("k", k), ("v", v))
-        learning += [(name, t) for name, t in given if isinstance(t, Tensor) and t.requires_grad]
+        named = zip(_BOTH, given, strict=True)
+        learning = [(name, t) for name, t in named if t is not None and t.requires_grad]
         if learning:
-            compiling = torch.compiler.is_dynamo_compiling()
-            if compiling or torch._C._functorch.peek_interpreter_stack() is not None:
+            if torch.compiler.is_dynamo_compiling():
                 raise NotImplementedError(f"{learning[0][0]} must not require a gradient: {NO_GRADIENT}")
             return without_backward(run, NO_GRADIENT, learning)
     return run()
@@ -176,7 +220,9 @@ def _launch_both(
         appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
     cache, new = (queries, k_cache, v_cache), (k_cache, v_cache, k, v)
     launches = _append_and_decode.get(key)
-    if launches is None:
+    if launches is not None:
+        check_own_memory(k_cache, v_cache)
+    else:
         check_decode(*cache, tensors, options)  # before anything is prepared for the append
         launches = APPEND.prepared(new, appended, append_options), DECODE.prepared(cache, tensors, options)
         _append_and_decode.store(key, launches, SIGNATURE_BYTES)
@@ -197,8 +243,6 @@ def _trace_both(
     tensors: CacheTensors,
     options: DecodeOptions,
 ) -> tuple[Tensor, Any]:
-    check_decode(q, k_cache, v_cache, tensors, options)
-    check_append(k_cache, v_cache, k, v, appended, append_options)
     queries = q.detach()
     if appended.rotary_cos is not None:
         rotated = queries.new_empty(q.shape)

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import cast_for_autocast, make_options
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
+from flashtile.checks.values import check_offset_values
 from flashtile.decode.operators import DECODE
 from flashtile.decode.problem import CacheTensors, DecodeOptions
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.problem import MAX_LENGTH
 
 
 def attention_over_pages(
@@ -35,20 +38,17 @@ def attention_over_pages(
     )
     if torch._C._is_any_autocast_enabled():
         (q,) = cast_for_autocast(k, q)
-    check_dense("cu_seqlens_q", cu_seqlens_q)
+    for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):
+        check_dense(name, tensor)
     lengths = seqused_k
     if lengths is None:
         if cu_seqlens_k is None:
             raise TypeError("cu_seqlens_k must be an int32 torch.Tensor (or seqused_k be given), got None")
-        check_dense("cu_seqlens_k", cu_seqlens_k)
-        if cu_seqlens_k.dtype != torch.int32:
-            raise TypeError(f"cu_seqlens_k must be int32, got {cu_seqlens_k.dtype}")
-        if cu_seqlens_k.shape != cu_seqlens_q.shape:
-            raise ValueError(
-                f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)}, but cu_seqlens_q has "
-                f"{tuple(cu_seqlens_q.shape)}: both must be (batch + 1,)"
-            )
+        check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
         lengths = cu_seqlens_k.diff()
+        if reads_values(q) and is_plain((q, cu_seqlens_k)):
+            longest = MAX_LENGTH if masking.max_seqlen_k is None else masking.max_seqlen_k
+            check_offset_values("cu_seqlens_k", cu_seqlens_k, MAX_LENGTH, longest)
     tensors = CacheTensors(
         cache_seqlens=lengths,
         block_table=block_table,

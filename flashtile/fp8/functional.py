@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.arguments import apply_autocast, as_int, check_flag, make_options
 from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
-from flashtile.checks.fp8 import check_inputs
+from flashtile.checks.fp8 import check_inputs, check_sequences
 from flashtile.fp8.operators import ATTEND, QUANTIZE, refuse_gradient
 from flashtile.fp8.problem import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.fp8.quantized import Quantized
@@ -72,6 +72,7 @@ def quantize(
         True
     """
     check_flag("hadamard", hadamard)
+    check_flag("rotary_interleaved", rotary_interleaved)
     if max_seqlen is not None:
         max_seqlen = as_int("max_seqlen", max_seqlen)
     used_seed = as_int("seed", seed) if hadamard and role != "v" else None
@@ -97,7 +98,6 @@ def _quantize(
     names: dict[str, str] | None = None,
 ) -> Quantized:
     """``names``: what the caller knows these arguments as, where :func:`attention` quantises."""
-    check_flag("rotary_interleaved", rotary_interleaved)
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
     tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets)
@@ -186,9 +186,12 @@ def attention(
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)  # type: ignore[arg-type]
     check_inputs(q, k, v)
+    check_flag("rotary_interleaved", rotary_interleaved)
     method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
     cu_seqlens_q, max_seqlen_q, _ = sequences((q,), cu_seqlens_q, max_seqlen_q, None)
     cu_seqlens_k, max_seqlen_k, seqused_k = sequences((k, v), cu_seqlens_k, max_seqlen_k, seqused_k)
+    check_sequences(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    check_flag("return_lse", return_lse)
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
     )
@@ -215,7 +218,10 @@ def attention(
         scales_of(q), scales_of(k), scales_of(v), cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink
     )
     stored = AttendOptions(*options, q.dtype, q.shape[-1], True, method == "block")
-    out, lse = ATTEND((q.values, k.values, v.values), tensors, stored)
+    try:
+        out, lse = ATTEND((q.values, k.values, v.values), tensors, stored)
+    except ERRORS as error:
+        raise renamed(error, {f"{name}_descale": f"{name}.scales" for name in "qkv"}) from None
     return (out, lse) if return_lse else out
 
 
@@ -259,8 +265,8 @@ def shared_method(
         if refused or (seed is not None and wanted != shared):
             got = f"hadamard={hadamard}, seed={seed}"
             raise ValueError(f"{name} was transformed with seed {shared} (None is none), got {got}")
-        return method or "block", shared
-    return method or "block", None if hadamard is False else wanted
+        return "block" if method is None else method, shared
+    return "block" if method is None else method, None if hadamard is False else wanted
 
 
 def sequences(

@@ -15,6 +15,7 @@ from flashtile.fp8.problem import (
     QuantizeProblem,
     QuantizeTensors,
 )
+from flashtile.op.flops import count_scores, forward_flops
 from flashtile.op.operation import Operation
 
 NO_GRADIENT = (
@@ -35,6 +36,12 @@ def _fake_attend(
     lse_shape = (heads, *rows) if tensors.cu_seqlens_q is not None else (rows[0], heads, rows[1])
     out = q.new_empty((*rows, heads, v.shape[-2 if options.v_transposed else -1]), dtype=options.out_dtype)
     return out, q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _attend_flops(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions) -> int:
+    of_k = k.shape[1], tensors.cu_seqlens_k, options.max_seqlen_k
+    scores = count_scores(q, tensors.cu_seqlens_q, options.max_seqlen_q, *of_k)
+    return forward_flops(scores, q.shape[-2], options.head_dim, v.shape[-2 if options.v_transposed else -1])
 
 
 QUANTIZE = Operation(
@@ -62,6 +69,7 @@ ATTEND = Operation(
     describe=Fp8Problem.from_call,
     fake=_fake_attend,
     no_gradient=NO_GRADIENT,
+    flops=_attend_flops,
 )
 
 

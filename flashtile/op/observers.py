@@ -10,9 +10,15 @@ import torch
 if TYPE_CHECKING:
     from flashtile.op.operation import Operation
 
+_sharded: dict[str, Operation] = {}
+"""Operations with rules for DTensors, by name, until DTensor knows the rules."""
+
 
 def tell_observers(operation: Operation, tensors: tuple[Any, ...]) -> None:
     """Tell counters of FLOPs what a call costs, and DTensors how it shards: both ask by operator."""
+    if torch.compiler.is_dynamo_compiling():  # counters watch the graph when it is traced
+        tell_dtensors(operation, tensors)
+        return
     if operation.flops is not None and torch._C._len_torch_dispatch_stack():
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -20,8 +26,17 @@ def tell_observers(operation: Operation, tensors: tuple[Any, ...]) -> None:
             registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
             if registry is not None:
                 registry.setdefault(operation.operator.overloadpacket, partial(_count_flops, operation))
+    tell_dtensors(operation, tensors)
+
+
+def tell_dtensors(operation: Operation, tensors: tuple[Any, ...]) -> None:
     if operation.shardings is not None and any(type(t).__name__ == "DTensor" for t in tensors):
-        _register_sharding(operation)
+        _register_sharding(operation.name)
+
+
+def remember_shardings(operation: Operation) -> None:
+    """What :func:`tell_dtensors` will tell once there are DTensors."""
+    _sharded[operation.name] = operation
 
 
 def _count_flops(operation: Operation, *arguments: Any, **unused: Any) -> int:
@@ -30,12 +45,10 @@ def _count_flops(operation: Operation, *arguments: Any, **unused: Any) -> int:
     return operation.flops(*tensors, beside, options)
 
 
-_sharded: set[str] = set()
-
-
-def _register_sharding(operation: Operation) -> None:
+def _register_sharding(name: str) -> None:
     """Once: DTensor's rules cost half a second of imports, which only its users should pay."""
-    if operation.name in _sharded:
+    operation = _sharded.get(name)
+    if operation is None:
         return
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -45,4 +58,9 @@ def _register_sharding(operation: Operation) -> None:
         return operation.shardings(*tensors, beside, options)
 
     register_sharding(operation.operator)(rules)
-    _sharded.add(operation.name)
+    _sharded.pop(name, None)
+
+
+# A function that torch.compile runs when it traces instead of tracing it. This is all that
+# torch.compiler.assume_constant_result does, without the seconds that it takes to import the compiler.
+_register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]

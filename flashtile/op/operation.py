@@ -23,7 +23,13 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from flashtile.caches import BoundedCache
-from flashtile.op.observers import tell_observers
+from flashtile.op.observers import remember_shardings, tell_observers
+from flashtile.op.refusals import (
+    refuse_tangents,
+    refuse_transformed_gradients,
+    transforming,
+    without_backward,
+)
 from flashtile.op.schema import schema
 from flashtile.op.selection import select
 
@@ -83,11 +89,13 @@ class Operation:
     ) -> None:
         self.name, self.part, self.check, self.describe, self.fake = name, part, check, describe, fake
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
+        if shardings is not None:
+            remember_shardings(self)
         self._check_values, self._check_traced = check_values, check_traced or check
         self._beside, self._options = beside, options
         self._num_tensors = len(tensors)
         self._num_beside = len(beside._fields)
-        self._names = tuple(n.rstrip("?") for n in tensors) + beside._fields
+        self.names = tuple(n.rstrip("?") for n in tensors) + beside._fields
         self.nothing = beside()
         """The one value that calls without tensors beside the first ones pass: known by identity."""
         self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
@@ -122,10 +130,10 @@ class Operation:
             key: tuple = (options, *signatures(tensors))
             if beside is not self.nothing:
                 key += signatures(beside)
-        except Exception:  # not a tensor, or one without strides: the checks name it
+            prepared = self.launches.get(key)
+        except Exception:  # not a tensor, one without strides, an option that is not hashable
             self.check(*tensors, beside, options)
             raise
-        prepared = self.launches.get(key)
         if prepared is None:
             self.check(*tensors, beside, options)
             selection = select(self, self.describe(*tensors, beside, options), options.backend)
@@ -149,13 +157,15 @@ class Operation:
             if described is not None:
                 described.append((self, self.describe(*tensors, beside, options), options.backend))
                 return self.fake(*tensors, beside, options)
-            tell_observers(self, (*tensors, *beside))
-        refuse_tangents(self._names, (*tensors, *beside))
+            if self.no_gradient is not None and transforming():
+                refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *beside))
+        tell_observers(self, (*tensors, *beside))
+        refuse_tangents(self.names, (*tensors, *beside))
         return self.operator(*tensors, *beside, *options)
 
     def learning(self, tensors: Tensors, beside: Any) -> list[tuple[str, Tensor]]:
         """(name, tensor) of each tensor that requires a gradient."""
-        given = zip(self._names, (*tensors, *beside), strict=False)
+        given = zip(self.names, (*tensors, *beside), strict=False)
         return [(name, t) for name, t in given if t is not None and t.requires_grad]
 
     def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
@@ -176,7 +186,9 @@ class Operation:
         return _without_none(self.fake(*tensors, beside, options), tensors)
 
     def _refuse_backward(self, ctx: Any, *gradients: Any) -> None:
-        raise NotImplementedError(f"{self._names[0]} must not require a gradient: {self.no_gradient}")
+        wanted = zip(self.names, ctx.needs_input_grad, strict=False)
+        name = next((name for name, needed in wanted if needed), self.names[0])
+        raise NotImplementedError(f"{name} must not require a gradient: {self.no_gradient}")
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
@@ -214,32 +226,6 @@ def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
     by ``debug_checks`` or ``FLASHTILE_DEBUG=1``.
     """
     return debug_checks or not tensor.is_cuda or os.environ.get("FLASHTILE_DEBUG", "0") == "1"
-
-
-def refuse_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
-    """Raise for forward mode: without a rule the dispatcher would drop tangents, as if they were zero."""
-    if forward_ad._current_level < 0:
-        return
-    for name, tensor in zip(names, tensors, strict=False):
-        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(f"{name} must carry no tangents: forward mode is not implemented")
-
-
-def without_backward(run: Callable[[], Any], instead: str, learning: list[tuple[str, Tensor]]) -> Any:
-    """The results of ``run``, whose backward pass says that there is none."""
-    names, tensors = zip(*learning, strict=True)
-    return _NoBackward.apply(run, f"{names[0]} must not require a gradient: {instead}", *tensors)
-
-
-class _NoBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], Any], text: str, *learning: Tensor) -> Any:
-        ctx.text = text
-        return run()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> None:
-        raise NotImplementedError(ctx.text)
 
 
 def _without_none(results: Any, tensors: Tensors) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import flashtile
 from flashtile import reference
 from flashtile.attn.problem import NO_EXTRAS, Options
-from small_calls import DEVICES, assert_same, dense, results, results_with_backward
+from small_calls import DEVICES, OPTIONS, assert_same, dense, results, results_with_backward, slopes, varlen
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +125,23 @@ def test_gradients_of_any_strides(shape_of_gradient):
     assert_same(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected_out, tensors, dout))
 
 
+def differentiated(name):
+    """A call that returns (out, lse), as a function of the tensors that want a gradient, and those."""
+    q, k, v = dense(grad=True)
+    if name == "packed":
+        tensors, keywords = varlen(grad=True)
+        return partial(flashtile.attention, return_lse=True, **keywords), tensors
+    if name == "sink":
+        sink = slopes().requires_grad_()
+        return lambda q, k, v, s: flashtile.attention(q, k, v, sink=s, return_lse=True), (q, k, v, sink)
+    if name == "one query":
+        q = q[:, :1].detach().requires_grad_()
+    return partial(flashtile.attention, return_lse=True, **OPTIONS.get(name, {})), (q, k, v)
+
+
+DIFFERENTIATED = (*OPTIONS, "sink", "packed", "one query")
+
+
 def saved_bytes(call):
     """Bytes of distinct storages that autograd keeps for the backward of a call."""
     storages = {}
@@ -179,6 +196,55 @@ def test_modified_inputs_are_noticed(compiled):
     scaled.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+@pytest.mark.parametrize("which", ["out", "lse", "part of out"])
+def test_a_result_that_is_changed_in_place_is_noticed(name, which):
+    """As torch's own attention does: the backward pass needs what the forward pass returned."""
+    call, tensors = differentiated(name)
+    out, lse = call(*tensors)
+    assert not out._is_view()
+    assert not lse._is_view()
+    changed = {"out": out, "lse": lse, "part of out": out[..., :1]}[which]
+    changed += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum() + lse.sum(), tensors)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_a_result_without_a_gradient_may_be_changed_in_place(name):
+    call, tensors = differentiated(name)
+    with torch.no_grad():
+        out, _ = call(*tensors)
+        expected = out + 1
+        out += 1
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_batched_gradients_equal_a_loop(name):
+    call, tensors = differentiated(name)
+    results = call(*tensors)
+    outputs = [torch.randn(3, *t.shape) for t in results]
+    batched = torch.autograd.grad(results, tensors, outputs, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        expected = torch.autograd.grad(results, tensors, [t[i] for t in outputs], retain_graph=True)
+        assert_same([t[i] for t in batched], expected)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_a_vectorized_jacobian_equals_a_loop(name):
+    call, tensors = differentiated(name)
+    tensors = tuple(t.detach() for t in tensors)
+
+    def small(*tensors):
+        out, lse = call(*tensors)
+        return out[..., :2].sum(-1).sum(-1), lse.sum(-1)
+
+    jacobian = partial(torch.autograd.functional.jacobian, small, tensors)
+    for ours, expected in zip(jacobian(vectorize=True), jacobian(), strict=True):
+        assert_same(ours, expected)
 
 
 def gradient_with_graph(call, q, k, v):

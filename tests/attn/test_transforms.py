@@ -112,6 +112,25 @@ def test_vmap_of_sinks_equals_a_loop(sink_dim):
         assert_same([g[i] for g in gradients], torch.autograd.grad(expected, leaves))
 
 
+@pytest.mark.parametrize("sink_dim", [None, 0, "no sink"])
+def test_vmap_over_no_samples(sink_dim):
+    q, k, v = (t.new_empty(0, *t.shape) for t in dense())
+    sink = slopes() if sink_dim is None else slopes("cpu", 0, 4)
+
+    def call(q, k, v, sink):
+        return flashtile.attention(q, k, v, sink=None if sink_dim == "no sink" else sink, return_lse=True)
+
+    def loss(*tensors):
+        out, lse = call(*tensors)
+        return out.sum() + lse.sum()
+
+    dims = (0, 0, 0, None if sink_dim is None else 0)
+    out, lse = torch.func.vmap(call, in_dims=dims)(q, k, v, sink)
+    assert (out.shape, lse.shape) == (q.shape, (0, 2, 4, 9))
+    gradients = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims=dims)(q, k, v, sink)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape, (0, 4)]
+
+
 @pytest.mark.parametrize("used_dim", [None, 0])
 def test_vmap_of_used_lengths_equals_a_loop(used_dim):
     samples = 3

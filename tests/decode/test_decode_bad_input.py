@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.decode import cascade
 from flashtile.decode.problem import FP8
 
 B, SQ, SN, H, HKV, D, ROWS, PAGES, PAGE = 2, 3, 2, 4, 2, 16, 20, 9, 4
@@ -308,7 +309,151 @@ BAD_PREFIXES = [
 ]
 
 
+PREFIX_GROUPS = PREFIX | {"cu_prefix_groups": int32(0, 1, 2), "prefix_seqlens": int32(4, 4)}
+SPARSE = torch.eye(3).to_sparse()
+WRONG_TENSORS = {
+    "q": (3, None, SPARSE, rand(2, 3), q_of().long(), rand(B, SQ, 0, D), rand(B, SQ, 3, D),
+          rand(B, SQ, H, 2 * D)[..., ::2]),
+    **{name: (3, None, SPARSE, rand(9, 4), pages_of().long(), pages_of().to("meta"), rand(9, 4, 1, D),
+              rand(9, 4, HKV, 2 * D)[..., ::2]) for name in ("k_cache", "v_cache")},
+    "block_table": (3, None, [[0]], SPARSE, int32(0, 1), int64([0, 1, 2], [0, 3, 4]), int32([0, 1, 2]),
+                    int32([0, 1, 2], [0, 3, 4]).to("meta"), int32([0, 9, 1, 9], [0, 9, 3, 9])[:, ::2]),
+    "cache_seqlens": (3, None, [8, 12], SPARSE, int64(8, 12), int32(8), int32(8, 12).to("meta"),
+                      int32(8, 0, 12, 0)[::2]),
+    "prefix_seqlens": (None, "4", 1.5, -1, 2**31, SPARSE, int64(4, 4), int32(4, 4, 4), int32(4, 4).to("meta"),
+                       int32(4, 0, 4, 0)[::2]),
+    "cu_prefix_groups": (3, [0, 2], SPARSE, int64(0, 1, 2), int32(0), int32([0, 2]),
+                         int32(0, 1, 2).to("meta")),
+    "sink": (3, rand(3), rand(H).half(), rand(H).to("meta")),
+    "k_descale": (3, rand(HKV)),
+    "v_descale": (3, rand(HKV)),
+    "softmax_scale": ("1", float("nan")),
+    "softcap": ("1", -1.0),
+    "causal": (1, None),
+    "num_splits": (1.5, -1, 257),
+    "split_size": (1.5, 0),
+    "return_softmax_lse": (1, None),
+    "debug_checks": (1, None),
+    "backend": ("x", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reads_data", [True, False], ids=["", "as-on-a-gpu"])
+@pytest.mark.parametrize("good", [PREFIX, PREFIX_GROUPS], ids=["one-group", "groups"])
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_wrong_arguments_of_a_shared_prefix_are_named(name, good, reads_data, monkeypatch):
+    if not reads_data:
+        monkeypatch.setattr(cascade, "reads_values", lambda *arguments: False)
+    function = flashtile.flash_attn_with_shared_prefix
+    function(**good)
+    for value in WRONG_TENSORS[name]:
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+            function(**good | {name: value})
+
+
 @pytest.mark.parametrize(("changes", "error", "words"), BAD_PREFIXES, ids=str)
 def test_bad_prefixes(changes, error, words):
     flashtile.flash_attn_with_shared_prefix(**PREFIX)
     assert_refused(flashtile.flash_attn_with_shared_prefix, PREFIX | changes, error, words)
+
+
+def over_one_memory():
+    """Caches that share memory, or of which two places are one, and the words that say so."""
+    k_cache, v_cache = pages_of(), pages_of()
+    expanded = rand(1, PAGE, HKV, D).expand(PAGES, -1, -1, -1)
+    return {
+        "expanded keys": (expanded, v_cache, "k_cache is expanded"),
+        "expanded values": (k_cache, expanded, "v_cache is expanded"),
+        "the same tensor": (k_cache, k_cache, "v_cache lies in the memory of k_cache"),
+        "two tensors of one memory": (k_cache, k_cache[:], "v_cache lies in the memory of k_cache"),
+    }
+
+
+WRITES = {
+    "flash_attn_with_kvcache": (flashtile.flash_attn_with_kvcache, PAGED_APPEND),
+    "append_kvcache": (
+        flashtile.append_kvcache, {n: PAGED_APPEND[n] for n in ("k", "v", "cache_seqlens", "block_table")}
+    ),
+    "copy_blocks": (flashtile.copy_blocks, {"block_pairs": int64([0, 1])}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("which", over_one_memory())
+@pytest.mark.parametrize("name", WRITES)
+def test_caches_of_one_memory_are_not_written(name, which, known):
+    """Of a known signature, too: launches are kept by shapes and strides, which say nothing of addresses."""
+    function, arguments = WRITES[name]
+    if known:
+        function(**arguments | {"k_cache": pages_of(), "v_cache": pages_of()})
+    k_cache, v_cache, words = over_one_memory()[which]
+    with pytest.raises(ValueError, match=words):
+        function(**arguments | {"k_cache": k_cache, "v_cache": v_cache})
+
+
+def test_layers_of_one_memory_are_not_copied():
+    k_cache = rand(2, PAGES, PAGE, HKV, D)
+    for v_cache in (k_cache, k_cache[:]):
+        with pytest.raises(ValueError, match="v_cache lies in the memory of k_cache"):
+            flashtile.copy_blocks(k_cache, v_cache, int64([0, 1]))
+
+
+def test_keys_and_values_may_lie_side_by_side():
+    k_cache, v_cache = rand(PAGES, PAGE, 2, HKV, D).unbind(2)
+    for function, arguments in WRITES.values():
+        function(**arguments | {"k_cache": k_cache, "v_cache": v_cache})
+    empty = rand(0, PAGE, HKV, D)
+    flashtile.copy_blocks(empty, empty[:], torch.empty(0, 2, dtype=torch.int64))
+
+
+PAGES_CALL = {
+    "q": rand(6, H, D), "k": pages_of(), "v": pages_of(), "cu_seqlens_q": int32(0, 3, 6),
+    "cu_seqlens_k": int32(0, 5, 17), "max_seqlen_q": 3, "max_seqlen_k": 12,
+    "block_table": int32([0, 1, 99], [2, 3, 4]),
+}  # fmt: skip
+BAD_PAGES = [
+    ({"seqused_k": int32(13, 2)}, ValueError, ("seqused_k must be from 0 to 12", "13")),
+    ({"seqused_k": int64(3, 2)}, TypeError, ("seqused_k must be int32",)),
+    ({"seqused_k": int32(3)}, ValueError, ("seqused_k must have shape (batch,) = (2,)",)),
+    ({"seqused_k": [3, 2]}, TypeError, ("seqused_k must be a torch.Tensor", "list")),
+    ({"cu_seqlens_k": int32(0, 5, 18)}, ValueError, ("cu_seqlens_k has a sequence of 13", "max_seqlen_k")),
+    ({"cu_seqlens_k": int32(0, 5, 3)}, ValueError, ("cu_seqlens_k must not decrease", "5 then 3")),
+    ({"cu_seqlens_k": int32(3, 5, 17)}, ValueError, ("cu_seqlens_k must start with 0",)),
+    ({"cu_seqlens_k": [0, 5, 17]}, TypeError, ("cu_seqlens_k must be a torch.Tensor",)),
+    ({"cu_seqlens_k": int32(0, 5)}, ValueError, ("cu_seqlens_k has 2 entries", "cu_seqlens_q has 3")),
+    ({"cu_seqlens_q": [0, 3, 6]}, TypeError, ("cu_seqlens_q must be a torch.Tensor",)),
+    ({"block_table": [[0]]}, TypeError, ("block_table must be a torch.Tensor",)),
+    ({"k": rand(6, HKV, D)}, ValueError, ("k must have 4 dimensions (num_blocks",)),
+    ({"q": rand(6, 3, D)}, ValueError, ("q has 3 heads", "heads of k")),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), BAD_PAGES, ids=str)
+def test_bad_calls_over_pages_name_the_arguments_of_the_function(changes, error, words):
+    flashtile.flash_attn_varlen_func(**PAGES_CALL)
+    assert_refused(flashtile.flash_attn_varlen_func, PAGES_CALL | changes, error, words)
+
+
+@pytest.mark.parametrize("name", [*WRITES, "flash_attn_combine"])
+@pytest.mark.parametrize(
+    ("backend", "error"), [("x", ValueError), ("", ValueError), (3, TypeError), (["cpu"], TypeError)]
+)
+def test_a_backend_that_is_none(name, backend, error):
+    function, arguments = WRITES.get(name) or (flashtile.flash_attn_combine, COMBINE)
+    if name in WRITES:
+        arguments = arguments | {"k_cache": pages_of(), "v_cache": pages_of()}
+    with pytest.raises(error, match=r"^backend must be None or"):
+        function(**arguments, backend=backend)
+
+
+def test_lengths_of_an_append_name_its_arguments():
+    for changes, words in (
+        ({"k": [1.0]}, "k must be a torch.Tensor"),
+        ({"cu_seqlens_k_new": [0, 2]}, "cu_seqlens_k_new must be a torch.Tensor"),
+    ):
+        arguments = APPEND | {"cache_seqlens": 3} | changes
+        arguments.pop("q")
+        with pytest.raises(TypeError, match=words):
+            flashtile.append_kvcache(**arguments)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be a torch\.Tensor"):
+        flashtile.flash_attn_with_kvcache(**DENSE | {"cache_seqlens": 3, "cu_seqlens_q": [0, 2]})

@@ -166,6 +166,7 @@ PREFIXES = {
     "whole pages": (12, None),
     "two groups": ((14, 9), (0, 3, 4)),
     "an empty group": ((14, 9, 6), (0, 3, 3, 4)),
+    "empty groups at both ends": ((6, 14, 9, 3), (0, 0, 3, 4, 4)),
 }
 
 
@@ -207,6 +208,24 @@ def test_a_shared_prefix_of_nobody(on):
     q, table = torch.empty(0, 1, HEADS, D), torch.empty(0, 3, dtype=torch.int32)
     out = flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, table, int32(), 5, **on)
     assert out.shape == (0, 1, HEADS, D_V)
+
+
+@pytest.mark.parametrize("groups", [None, (0, 1, 2), (0, 2, 2)])
+def test_a_shared_prefix_without_queries(on, groups):
+    k_cache, v_cache = pool(4, 4)
+    q, table = torch.empty(2, 0, HEADS, D), int32([0, 1, 2], [0, 1, 3])
+    out, lse = flashtile.flash_attn_with_shared_prefix(
+        q,
+        k_cache,
+        v_cache,
+        table,
+        int32(12, 11),
+        5 if groups is None else int32(*(5 for _ in groups[1:])),
+        None if groups is None else int32(*groups),
+        return_softmax_lse=True,
+        **on,
+    )
+    assert (out.shape, lse.shape) == ((2, 0, HEADS, D_V), (2, HEADS, 0))
 
 
 def test_prefill_in_chunks_equals_prefill_at_once(on):

@@ -148,15 +148,6 @@ def test_a_wanted_gradient_is_refused_by_name(name):
         out.sum().backward()
 
 
-def test_new_keys_that_require_a_gradient_are_written_without_one():
-    (q, k_cache, v_cache, k, v), arguments = call("append-paged")
-    flashtile.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k.requires_grad_(), v.requires_grad_(), **arguments
-    )
-    assert not k_cache.requires_grad
-    assert not v_cache.requires_grad
-
-
 def test_combine_refuses_a_gradient_and_names_merge_states():
     out_partial = torch.randn(2, 3, 4, 8, requires_grad=True)
     out, _ = flashtile.flash_attn_combine(out_partial, torch.zeros(2, 3, 4))

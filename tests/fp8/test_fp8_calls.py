@@ -35,6 +35,11 @@ QUANTIZE: dict[str, Any] = {"x": x_of(), "role": "k"}
 ROTARY = QUANTIZE | {"rotary_cos": torch.ones(SK, 4), "rotary_sin": torch.zeros(SK, 4)}
 VARLEN = QUANTIZE | {"x": x_of()[0], "cu_seqlens": int32(0, 4, 9), "max_seqlen": 5}
 ATTEND = {"q": x_of(SQ, H), "k": x_of(), "v": x_of()}
+ANGLES = {"rotary_cos": torch.ones(2 * SK, 4), "rotary_sin": torch.zeros(2 * SK, 4)}
+ATTEND_VARLEN = {name: x[0, :SK] for name, x in ATTEND.items()} | {
+    "q": x_of(SK, H)[0], "cu_seqlens_q": int32(0, 4, 9), "cu_seqlens_k": int32(0, 4, 9),
+    "max_seqlen_q": 5, "max_seqlen_k": 5,
+}  # fmt: skip
 E4M3_CALL = {name: x.to(E4M3) for name, x in ATTEND.items()}
 
 BAD = [
@@ -97,6 +102,29 @@ BAD = [
     (flashtile.flash_attn_func, E4M3_CALL, {"v_descale": torch.ones(B, HKV, dtype=BF16)}, TypeError,
      ("v_descale must be float32", "bfloat16")),
     (flashtile.flash_attn_func, E4M3_CALL, {"v_descale": 1.0}, TypeError, ("v_descale must be a torch",)),
+    *((flashtile.flash_attn_func, E4M3_CALL, {name: torch.full((B, HKV), -0.5)}, ValueError,
+       (f"{name} must be at least 0", "-0.5")) for name in ("q_descale", "k_descale", "v_descale")),
+    (fp8.quantize, QUANTIZE, {"backend": 3}, TypeError, ("backend must be None or", "int")),
+    (fp8.quantize, QUANTIZE, {"method": ["block"]}, ValueError, ("method must be one of", "['block']")),
+    (fp8.quantize, QUANTIZE, {"role": ["q"]}, ValueError, ("role must be one of", "['q']")),
+    (fp8.quantize, QUANTIZE, {"cu_seqlens": [0, 9]}, TypeError, ("cu_seqlens must be a torch.Tensor",)),
+    (fp8.attention, ATTEND, {"backend": "x"}, ValueError, ("backend must be None or one of", "'x'")),
+    (fp8.attention, ATTEND, {"method": "x"}, ValueError, ("method must be one of", "'x'")),
+    (fp8.attention, ATTEND, {"method": torch.zeros(1)}, ValueError, ("method must be one of",)),
+    (fp8.attention, ATTEND, {"return_lse": 1}, TypeError, ("return_lse must be True or False", "int")),
+    (fp8.attention, ATTEND, {"rotary_interleaved": 1}, TypeError, ("rotary_interleaved must be True or",)),
+    (fp8.attention, ATTEND, {"seqused_k": int32(3, SK + 1)}, ValueError, ("seqused_k must be from 0", "10")),
+    *((fp8.attention, ATTEND | ANGLES, {"seqused_k": value}, error, ("seqused_k must", words))
+      for value, error, words in ((int32(1), ValueError, "(batch,) = (2,)"), ([3, 4], TypeError, "list"),
+                                  (torch.tensor([3, 4]), TypeError, "int32"),
+                                  (int32(3, SK + 1), ValueError, "from 0"))),
+    *((fp8.attention, ATTEND_VARLEN | ANGLES, {name: value}, error, (name, words))
+      for name in ("cu_seqlens_q", "cu_seqlens_k")
+      for value, error, words in (([0, 5], TypeError, "torch.Tensor"), (None, ValueError, "must be given"),
+                                  (torch.tensor([0, 4, 9]), TypeError, "int32"),
+                                  (int32(0, 9), ValueError, "entries"))),
+    *((fp8.attention, ATTEND, {name: x_of().requires_grad_()}, NotImplementedError,
+       (f"{name} must not require a gradient",)) for name in "kv"),
     (flashtile.flash_attn_func, E4M3_CALL, {"dropout_p": 0.1}, NotImplementedError, ("dropout_p",)),
 ]  # fmt: skip
 

@@ -41,7 +41,9 @@ def attend(
     out, lse = _forward(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=bias, scale=scale
     )
-    out = out.transpose(1, 2)  # contiguous: the kernel lays it out as (batch, seqlen_q, heads_q, head_dim)
+    # Contiguous, for the kernel lays it out so. Detached, since a result that autograd takes for a view of
+    # another could not be changed in place.
+    out = out.transpose(1, 2).detach()
     return (out if given == dtype else out.to(given)), lse.contiguous()
 
 

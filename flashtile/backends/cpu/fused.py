@@ -76,4 +76,4 @@ def _attend_by_groups(
     heads_kv = k.shape[2]
     by_groups = q[:, 0].unflatten(1, (heads_kv, problem.group_size)).transpose(1, 2)
     out, lse = attend(config.compute_dtype, by_groups, k, v, False, problem.softmax_scale)
-    return out.transpose(1, 2).reshape(q.shape), lse.flatten(1)[:, :, None]
+    return out.transpose(1, 2).reshape(q.shape).detach(), lse.flatten(1)[:, :, None].detach()

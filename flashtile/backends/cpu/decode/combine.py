@@ -26,4 +26,4 @@ def combine(
         out.addcmul_(part, weight.unsqueeze(-1))
     out /= total.masked_fill(empty, 1.0).unsqueeze(-1)
     lse = (largest + total.log()).masked_fill(empty, -torch.inf)
-    return out.to(problem.out_dtype), lse.transpose(1, 2).contiguous()
+    return out.to(problem.out_dtype), lse.transpose(1, 2).contiguous().detach()

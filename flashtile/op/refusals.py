@@ -1,0 +1,92 @@
+"""What an operation refuses: tangents of forward mode, and gradients where there is no backward pass.
+
+Without a rule torch's dispatcher drops both in silence. Transforms of ``torch.func`` hide them, too: of what
+``grad`` inside of ``jvp`` sees, the tangents are one level further in. So every level is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Named = list[tuple[str, Any]]
+
+
+def transforming() -> bool:
+    """Whether a transform of ``torch.func`` is active."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+    """Raise NotImplementedError for the first of ``tensors`` that carries a tangent."""
+    if forward_ad._current_level < 0:
+        return
+    name = _first(_carries_tangent, list(zip(names, tensors, strict=False)))
+    if name is not None:
+        raise NotImplementedError(f"{name} must carry no tangents: forward mode is not implemented")
+
+
+def refuse_transformed_gradients(
+    instead: str, names: Iterable[str], tensors: Iterable[Tensor | None]
+) -> None:
+    """Raise NotImplementedError for the first of ``tensors`` whose gradient is asked for.
+
+    Under a transform, which takes no error from a backward pass later on.
+    """
+    name = _first(_requires_gradient, list(zip(names, tensors, strict=False)))
+    if name is not None and torch.is_grad_enabled():
+        raise NotImplementedError(f"{name} must not require a gradient: {instead}")
+
+
+def without_backward(run: Callable[[], Any], instead: str, learning: list[tuple[str, Tensor]]) -> Any:
+    """The results of ``run``, whose backward pass says that there is none."""
+    names, tensors = zip(*learning, strict=True)
+    return _NoBackward.apply(run, f"{names[0]} must not require a gradient: {instead}", *tensors)
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any], text: str, *learning: Tensor) -> Any:
+        ctx.text = text
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise NotImplementedError(ctx.text)
+
+
+def _carries_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _requires_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _first(holds: Callable[[Tensor], bool], named: Named) -> str | None:
+    """The name of the first tensor of which this holds, at the level of any active transform."""
+    transform = torch._C._functorch.peek_interpreter_stack() if transforming() else None
+    if transform is None or transform.key() != torch._C._functorch.TransformType.Vmap:
+        for name, tensor in named:
+            if isinstance(tensor, Tensor) and holds(tensor):
+                return name
+    if transform is None:
+        return None
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    level = transform.level()
+    with retrieve_current_functorch_interpreter().lower():
+        return _first(holds, [(name, _unwrapped(tensor, level)) for name, tensor in named])
+
+
+def _unwrapped(tensor: Any, level: int) -> Any:
+    """``tensor`` as the transform around the one of this level knows it."""
+    if isinstance(tensor, Tensor) and torch._C._functorch.maybe_get_level(tensor) == level:
+        return torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -1,0 +1,51 @@
+"""Which calls take the plain path: those that nothing watches, of tensors and of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import flashtile
+from flashtile.op.operation import Operation
+
+
+def rand(*shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+def caches():
+    return {"k_cache": rand(2, 20, 2, 16), "v_cache": rand(2, 20, 2, 16), "cache_seqlens": 5}
+
+
+def pages():
+    table = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)
+    lengths = torch.tensor([12, 11], dtype=torch.int32)
+    return {"k_cache": rand(9, 4, 2, 16), "v_cache": rand(9, 4, 2, 16), "block_table": table,
+            "cache_seqlens": lengths, "prefix_seqlens": 8}  # fmt: skip
+
+
+Q, K, V, SINK = rand(2, 3, 4, 16), rand(2, 3, 2, 16), rand(2, 3, 2, 16), rand(4)
+CALLS = {
+    "attention": (flashtile.attention, {"q": Q, "k": K, "v": V, "sink": SINK}, dict),
+    "decode": (flashtile.flash_attn_with_kvcache, {"q": Q, "sink": SINK}, caches),
+    "append": (flashtile.flash_attn_with_kvcache, {"q": Q, "k": K, "v": V, "sink": SINK}, caches),
+    "prefix": (flashtile.flash_attn_with_shared_prefix, {"q": Q, "sink": SINK}, pages),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("call", "name"), [(c, n) for c, (_, given, _) in CALLS.items() for n in given])
+def test_a_parameter_takes_the_plain_path(call, name, grad, monkeypatch):
+    def traced(*arguments):
+        raise AssertionError("this call went through the dispatcher")
+
+    function, arguments, memory = CALLS[call]
+    expected = function(**arguments, **memory())
+    monkeypatch.setattr(Operation, "traced", traced)
+    with torch.set_grad_enabled(grad):
+        out = function(**arguments | {name: Parameter(arguments[name])}, **memory())
+    assert torch.equal(out, expected)
+    assert out.requires_grad == grad
+    if grad and call == "attention":
+        out.sum().backward()

@@ -7,8 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense
-from flashtile.problem import DTYPES
+from flashtile.checks.arguments import check_dense, check_dtype, check_same_dtype
 
 LSE_DTYPES = (torch.float32, torch.float64)
 
@@ -79,14 +78,10 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
                 f"{name} is on {tensor.device}, but out_a is on {out_a.device}: they must be on one device"
             )
     if out_a.dim() not in (3, 4):
-        raise ValueError(
-            "out_a must have shape (batch, seqlen, heads, head_dim) or (total, heads, head_dim), "
-            f"got {tuple(out_a.shape)}"
-        )
-    if out_a.dtype not in DTYPES:
-        raise TypeError(f"out_a must be float16, bfloat16, float32 or float64, got {out_a.dtype}")
-    if lse_a.dtype not in LSE_DTYPES:
-        raise TypeError(f"lse_a must be float32 or float64, got {lse_a.dtype}")
+        allowed = "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+        raise ValueError(f"out_a must have shape {allowed}, got {tuple(out_a.shape)}")
+    check_dtype("out_a", out_a)
+    check_dtype("lse_a", lse_a, LSE_DTYPES)
     *rows, heads, _ = out_a.shape
     expected = (heads, *rows) if len(rows) == 1 else (rows[0], heads, rows[1])
     if tuple(lse_a.shape) != expected:
@@ -98,7 +93,4 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
                 f"{name} has shape {tuple(tensor.shape)}, but {first_name} has {tuple(first.shape)}: "
                 "they must be equal"
             )
-        if tensor.dtype != first.dtype:
-            raise TypeError(
-                f"{name} has dtype {tensor.dtype}, but {first_name} has {first.dtype}: they must be equal"
-            )
+        check_same_dtype(name, tensor, first_name, first)

@@ -6,6 +6,7 @@ Plain torch, differentiable by autograd (twice, too), any device, any floating d
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +48,18 @@ def attention(
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of dense q, k, v."""
+        seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
+        return masked(
+            q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, softcap=problem.softcap,
+            sink=sink, round_p=round_p,
+        )  # fmt: skip
+
     if cu_seqlens_q is None and (seqused_k is None or problem.batch == 0):
-        return _one_problem(q, k, v, alibi_slopes, sink, problem, round_p)
+        return attend(q, k, v, alibi_slopes)
 
     outs, lses = [], []
     for b in range(problem.batch):
@@ -61,14 +72,14 @@ def attention(
         )
         if seqused_k is not None:
             one_k, one_v = one_k[:, : seqused_k[b]], one_v[:, : seqused_k[b]]
-        out, lse = _one_problem(one_q, one_k, one_v, slopes, sink, problem, round_p)
+        out, lse = attend(one_q, one_k, one_v, slopes)
         outs.append(out)
         lses.append(lse)
     if cu_seqlens_q is None:
         return torch.cat(outs), torch.cat(lses)
     unused = problem.total_q - int(cu_seqlens_q[-1])  # tokens after the last sequence
     outs.append(v.new_zeros((1, unused, problem.num_heads_q, problem.head_dim_v)))
-    lses.append(q.new_full((1, problem.num_heads_q, unused), -torch.inf, dtype=_lse_dtype(q)))
+    lses.append(q.new_full((1, problem.num_heads_q, unused), -torch.inf, dtype=lse_dtype))
     return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
 
 
@@ -129,6 +140,31 @@ def standard(
     return out, lse if empty is None else lse.masked_fill(empty.squeeze(-1), -torch.inf)
 
 
+def masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    seen: Tensor,
+    lse_dtype: torch.dtype,
+    *,
+    slopes: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen`` (seqlen_q, seqlen_k).
+
+    ``slopes`` are those of ALiBi, ``options`` those of :func:`standard`.
+    """
+    bias = None if slopes is None else alibi_bias(slopes, seen.shape[0], seen.shape[1], q.dtype)
+    q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
+    empty = ~seen.any(-1, keepdim=True)
+    out, lse = standard(
+        q, k, v, softmax_scale, hidden=~seen, empty=empty, bias=bias, lse_dtype=lse_dtype, **options
+    )
+    assert lse is not None
+    return out.transpose(-2, -3), lse
+
+
 def visible(
     seqlen_q: int,
     seqlen_k: int,
@@ -163,28 +199,3 @@ def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int, dtype: torch.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     offsets = distance(seqlen_q, seqlen_k, slopes.device).abs()
     return -(slopes.to(wide)[..., None, None] * offsets).to(dtype)
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _one_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    sink: Tensor | None,
-    problem: Problem,
-    round_p: Callable[[Tensor], Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of dense q, k, v (batch, seqlen, heads, head_dim) with the options of ``problem``."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    seen = visible(q.shape[2], k.shape[2], problem.window_left, problem.window_right, q.device)
-    bias = None if slopes is None else alibi_bias(slopes, q.shape[2], k.shape[2], q.dtype)
-    out, lse = standard(
-        q, k, v, problem.softmax_scale, hidden=~seen, empty=~seen.any(-1, keepdim=True), bias=bias,
-        softcap=problem.softcap, sink=sink, round_p=round_p, lse_dtype=_lse_dtype(q),
-    )  # fmt: skip
-    assert lse is not None
-    return out.transpose(1, 2), lse

@@ -102,6 +102,12 @@ class Report:
     def __str__(self) -> str:
         return "\n  ".join([self.call, *map(str, self.comparisons)])
 
+    def require(self) -> Report:
+        """The report itself; AssertionError, which states every number, unless it holds."""
+        if not self.holds:
+            raise AssertionError(str(self))
+        return self
+
 
 def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Report:
     """Raise AssertionError unless the call meets the error rule; the arguments are those of :func:`measure`.
@@ -114,10 +120,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Report:
         >>> testing.check(q, k, v, causal=True).holds  # an AssertionError where it does not
         True
     """
-    report = measure(q, k, v, **arguments)
-    if not report.holds:
-        raise AssertionError(str(report))
-    return report
+    return measure(q, k, v, **arguments).require()
 
 
 def measure(
@@ -220,12 +223,12 @@ def compare(
         raise AssertionError(f"{name} has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
     exact = exact.double()
     error, plain_error = _difference(actual, exact), _difference(plain, exact)
-    size = _finite(exact)
+    size = finite(exact)
     eps = torch.finfo(actual.dtype).eps
     units = FLOAT64_UNITS if actual.dtype == torch.float64 else 1.0
     bounds = tuple(
         Bound(norm, of(error), of(plain_error), factor, units * (eps * of(size) + more))
-        for norm, of, more in (("largest", _largest, noise[0]), ("rms", _rms, noise[1]))
+        for norm, of, more in (("largest", largest, noise[0]), ("rms", rms, noise[1]))
     )
     return Comparison(name, tuple(actual.shape), actual.dtype, bounds, _worst(error, actual, exact, plain))
 
@@ -396,33 +399,32 @@ def _rounding_noise(
     """
     dout, dlse = upstream
     eps = torch.finfo(q.dtype).eps
-    eps_of_sums = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
-    scale = arguments.get("softmax_scale")
-    scale = abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
+    scale = _scale(q, arguments.get("softmax_scale"))
     p = 1 / _keys_seen(q, k, arguments)
     queries_per_key = max(q[..., 0].numel() / max(k[..., 0].numel(), 1), 1.0)
 
     def noise(of: Callable[[Tensor], float]) -> dict[str, float]:
-        score = SCORE_UNITS * eps_of_sums * scale * _product(q, k, of)
-        lse = SCORE_UNITS * eps_of_sums * of(_finite(exact[1]))
+        score = score_noise(q, k, scale, of)
+        lse = SCORE_UNITS * eps_of_sums * of(finite(exact[1]))
         allowed = {
-            name: (score + lse) * of(_finite(result)) for name, result in zip(FACTORS, exact, strict=False)
+            name: (score + lse) * of(finite(result)) for name, result in zip(FACTORS, exact, strict=False)
         }
         allowed["lse"] = score + LSE_UNITS * eps
         if dout is not None:
             score_gradient = scale * _product(dout, v, of)
             score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
-            allowed["dq"] += score_gradient * of(_finite(k))
-            allowed["dk"] += score_gradient * of(_finite(q)) * queries_per_key**0.5
+            allowed["dq"] += score_gradient * of(finite(k))
+            allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
         if sink is not None:
             delta = 0.0 if dout is None else _product(dout, exact[0], of)
-            score_gradient = delta + (0.0 if dlse is None else of(_finite(dlse)))
+            score_gradient = delta + (0.0 if dlse is None else of(finite(dlse)))
             error = score_gradient * (score + lse + CANCELLED_UNITS * eps_of_sums) + eps * delta
             allowed["dsink"] = error * of(_gathered(sink, exact[1]))
         return allowed
 
-    largest, rms = noise(_largest), noise(_rms)
-    return {name: (largest[name], rms[name]) for name in largest}
+    at_most, on_average = noise(largest), noise(rms)
+    return {name: (at_most[name], on_average[name]) for name in at_most}
 
 
 def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
@@ -447,13 +449,23 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
     return max(1.0, min(seqlen_k, left + right + 1))
 
 
+def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:
+    """What rounding may leave in a score, by the norm ``of`` (:func:`largest`, :func:`rms`)."""
+    eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
+    return SCORE_UNITS * eps_of_sums * _scale(q, softmax_scale) * _product(q, k, of)
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    return abs(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+
+
 def _product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
     """The size of a product of a row of each, if they point in unrelated directions."""
-    sizes = [of(_finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
+    sizes = [of(finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
     return sizes[0] * sizes[1] / left.shape[-1] ** 0.5
 
 
-def _finite(values: Tensor) -> Tensor:
+def finite(values: Tensor) -> Tensor:
     """Sizes of the values that are finite: rows that are no part of the call may hold NaN."""
     sizes = values.detach().double().abs()
     return sizes[sizes.isfinite()]
@@ -465,11 +477,13 @@ def _difference(actual: Tensor, exact: Tensor) -> Tensor:
     return torch.where(actual == exact, 0.0, actual - exact).abs()
 
 
-def _largest(values: Tensor) -> float:
+def largest(values: Tensor) -> float:
+    """0 where there is no value."""
     return values.max().item() if values.numel() else 0.0
 
 
-def _rms(values: Tensor) -> float:
+def rms(values: Tensor) -> float:
+    """Root mean square, 0 where there is no value."""
     return values.square().mean().sqrt().item() if values.numel() else 0.0
 
 

@@ -5,13 +5,15 @@ Plain torch, one sequence after another, on any device.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from flashtile.decode.addresses import destinations, new_tokens
+from flashtile.decode.addresses import destinations
 from flashtile.decode.problem import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
-from flashtile.decode.rotary import rotate
-from flashtile.reference import alibi_bias, standard, visible
+from flashtile.decode.rotary import rotate_appended
+from flashtile.reference import masked, visible
 
 
 def attention_with_kvcache(
@@ -66,27 +68,30 @@ def attention_with_kvcache(
         options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, left >= 0 or right >= 0)
         k_cache, v_cache = append(k_cache, v_cache, k, v, tensors, options)
         if rotary_cos is not None:
-            q = rotated_queries(q, tensors, options)
+            by_token = options.rotate_q_by_token
+            rotated = rotate_appended(q, cu_seqlens_q, tensors, rotary_interleaved, by_token)
+            q_rows = q.flatten(0, -3).clone()
+            q_rows[: len(rotated)] = rotated
+            q = q_rows.view(q.shape)
         added = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
         lengths = cache_seqlens + added
 
     compute = q.dtype if upcast is None else upcast
     lse_dtype = torch.float64 if torch.float64 in (compute, q.dtype) else torch.float32
-    heads = q.shape[-2]
-    varlen = cu_seqlens_q is not None
-    rows = q if varlen else q.flatten(0, 1)
-    batch, seqlen_q = (q.shape[0], q.shape[1]) if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, 0)
-    starts = [b * seqlen_q for b in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    rows = q.flatten(0, -3)
+    if cu_seqlens_q is None:
+        starts = [b * q.shape[1] for b in range(q.shape[0] + 1)]
+    else:
+        starts = cu_seqlens_q.tolist()
     out = rows.new_zeros((*rows.shape[:-1], v_cache.shape[-1]), dtype=compute)
-    lse = rows.new_full((heads, rows.shape[0]), -torch.inf, dtype=lse_dtype)
+    lse = rows.new_full((rows.shape[1], rows.shape[0]), -torch.inf, dtype=lse_dtype)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    for b in range(batch):
-        mine = slice(starts[b], starts[b + 1])
-        tensors_b = CacheTensors(None, None, cache_batch_idx, block_table)
+    places = CacheTensors(None, None, cache_batch_idx, block_table)
+    for b, (start, end) in enumerate(pairwise(starts)):
         length = None if lengths is None else int(lengths[b])
-        k_b = sequence(k_cache, b, length, tensors_b, k_descale, compute)
-        v_b = sequence(v_cache, b, length, tensors_b, v_descale, compute)
-        seqlen_q, seqlen_k = mine.stop - mine.start, k_b.shape[0]
+        k_b = sequence(k_cache, b, length, places, k_descale, compute)
+        v_b = sequence(v_cache, b, length, places, v_descale, compute)
+        seqlen_q, seqlen_k = end - start, k_b.shape[0]
         seen = visible(seqlen_q, seqlen_k, left, right, q.device)
         if tree_mask is not None:
             mask = tree_mask if tree_mask.dim() == 2 else tree_mask[min(b, tree_mask.shape[0] - 1)]
@@ -94,20 +99,14 @@ def attention_with_kvcache(
             seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
         if cache_leftpad is not None:
             seen[:, : int(cache_leftpad[b])] = False
-        bias = None
-        if alibi_slopes is not None:
-            slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
-            bias = alibi_bias(slopes, seqlen_q, seqlen_k, compute)
-        q_b, k_b, v_b = (t.transpose(0, 1) for t in (rows[mine].to(compute), k_b, v_b))
-        out_b, lse_b = standard(
-            q_b, k_b, v_b, scale, hidden=~seen, empty=~seen.any(-1, keepdim=True), bias=bias,
-            softcap=softcap, sink=sink, lse_dtype=lse_dtype,
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
+        out[start:end], lse[:, start:end] = masked(
+            rows[start:end].to(compute), k_b, v_b, scale, seen, lse_dtype, slopes=slopes, softcap=softcap,
+            sink=sink,
         )  # fmt: skip
-        assert lse_b is not None
-        out[mine], lse[:, mine] = out_b.transpose(0, 1), lse_b
-    if varlen:
+    if cu_seqlens_q is not None:
         return out, lse, k_cache, v_cache
-    unflat = (batch, q.shape[1])
+    unflat = q.shape[:2]
     return out.unflatten(0, unflat), lse.unflatten(1, unflat).transpose(0, 1), k_cache, v_cache
 
 
@@ -119,33 +118,12 @@ def append(
     token, row, offset = destinations(k_cache, k, tensors)
     k_rows, v_rows = (t.flatten(0, -3)[token] for t in (k, v))
     if tensors.rotary_cos is not None:
-        assert tensors.rotary_sin is not None
-        assert tensors.cache_seqlens is not None
-        first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
-        sequence_of, number = new_tokens(k, tensors.cu_seqlens_k_new)
-        positions = first.long()[sequence_of] + number
-        k_rows = rotate(k_rows, tensors.rotary_cos, tensors.rotary_sin, positions, options.rotary_interleaved)
+        k_rows = rotate_appended(k, tensors.cu_seqlens_k_new, tensors, options.rotary_interleaved)
     for cache, new, descale in ((k_cache, k_rows, tensors.k_descale), (v_cache, v_rows, tensors.v_descale)):
         for i in range(token.shape[0]):
             factor = None if descale is None else descale if descale.dim() == 1 else descale[row[i]]
             cache[row[i], offset[i]] = quantized(new[i], factor, cache.dtype)
     return k_cache, v_cache
-
-
-def rotated_queries(q: Tensor, tensors: AppendTensors, options: AppendOptions) -> Tensor:
-    """q rotated as the queries of an append are."""
-    assert tensors.cache_seqlens is not None
-    assert tensors.rotary_cos is not None
-    assert tensors.rotary_sin is not None
-    first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
-    sequence_of, number = new_tokens(q, tensors.cu_seqlens_q)
-    positions = first.long()[sequence_of] + (number if options.rotate_q_by_token else 0)
-    rows = q.flatten(0, -3).clone()
-    used = sequence_of.shape[0]
-    rows[:used] = rotate(
-        rows[:used], tensors.rotary_cos, tensors.rotary_sin, positions, options.rotary_interleaved
-    )
-    return rows.view(q.shape)
 
 
 def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:

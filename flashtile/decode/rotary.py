@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.decode.addresses import new_tokens
+from flashtile.decode.problem import AppendTensors
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first ``rotary_dim`` elements of each head by the angles of its token's position.
@@ -29,3 +32,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
         a, b = part.chunk(2, -1)
         rotated = torch.cat([a * c - b * s, b * c + a * s], -1)
     return torch.cat([rotated.to(x.dtype), x[..., rotary_dim:]], -1)
+
+
+def rotate_appended(
+    x: Tensor, cu_seqlens: Tensor | None, tensors: AppendTensors, interleaved: bool, by_token: bool = True
+) -> Tensor:
+    """(rows, heads, head_dim) of new keys, or of their queries, rotated; without rows of no sequence.
+
+    ``by_token``: each row has the position after the one before it; False: all have their sequence's first.
+    """
+    first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
+    assert first is not None
+    assert tensors.rotary_cos is not None
+    assert tensors.rotary_sin is not None
+    sequence, number = new_tokens(x, cu_seqlens)
+    positions = first.long()[sequence] + (number if by_token else 0)
+    rows = x.flatten(0, -3)[: sequence.shape[0]]
+    return rotate(rows, tensors.rotary_cos, tensors.rotary_sin, positions, interleaved)

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashtile.decode import reference
 from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.decode.problem import FP8
-from flashtile.testing import LSE_UNITS, SCORE_UNITS, Report, compare, poisoned_memory
+from flashtile.testing import LSE_UNITS, Report, compare, finite, largest, poisoned_memory, score_noise
 
 IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "backend", "debug_checks")
 """Arguments that say how a result is computed, and not what it is."""
@@ -46,12 +46,13 @@ def check(
     exact = reference.attention_with_kvcache(*call, upcast=torch.float64, **defining)
     plain = reference.attention_with_kvcache(*call, **defining)
     plain_lse = reference.attention_with_kvcache(*call, upcast=lse.dtype, **defining)[1]
-    eps = torch.finfo(q.dtype).eps
-    eps_of_sums = torch.finfo(lse.dtype).eps
-    noise = LSE_UNITS * eps + SCORE_UNITS * eps_of_sums * _largest_score(q, exact[2], arguments)
+    noise = score_noise(q, exact[2], arguments.get("softmax_scale"), largest)
+    noise += LSE_UNITS * torch.finfo(q.dtype).eps
     # A value that cancels to little keeps the rounding of the sum that it is, of which plain PyTorch may
     # happen to have none.
-    sums = eps_of_sums * _largest(exact[3], arguments.get("v_descale"))
+    sums = torch.finfo(lse.dtype).eps * largest(finite(exact[3]))
+    if arguments.get("v_descale") is not None:
+        sums *= largest(finite(arguments["v_descale"]))
     report = Report(
         f"flash_attn_with_kvcache({tuple(q.shape)} over {tuple(k_cache.shape)} in {q.dtype}, "
         f"{k_cache.dtype}, {', '.join(sorted(arguments))})",
@@ -59,9 +60,7 @@ def check(
             compare("out", out, exact[0], plain[0], noise=(sums, sums)),
             compare("lse", lse, exact[1], plain_lse, noise=(noise, noise)),
         ),
-    )
-    if not report.holds:
-        raise AssertionError(str(report))
+    ).require()
     computed = arguments.get("rotary_cos") is not None or arguments.get("k_descale") is not None
     check_cache("k_cache", ours_k, exact[2], k_cache, computed)
     check_cache("v_cache", ours_v, exact[3], v_cache, arguments.get("v_descale") is not None)
@@ -87,23 +86,6 @@ def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, com
         i = int((~right).nonzero()[0])
         where = written.nonzero()[i].tolist()
         raise AssertionError(f"{name} at {where} is {got[i].item()}, expected {target[i].item()}")
-
-
-def _largest_score(q: Tensor, k_cache: Tensor, arguments: dict[str, Any]) -> float:
-    """About the size of a product of a query and a key, if they point in unrelated directions."""
-    if q.numel() == 0 or k_cache.numel() == 0:
-        return 0.0
-    scale = arguments.get("softmax_scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    keys = k_cache.float().nan_to_num(0.0).norm(dim=-1).max()
-    return scale * float(q.float().nan_to_num(0.0).norm(dim=-1).max() * keys) / q.shape[-1] ** 0.5
-
-
-def _largest(v_cache: Tensor, v_descale: Tensor | None) -> float:
-    if v_cache.numel() == 0:
-        return 0.0
-    largest = float(v_cache.float().nan_to_num(0.0).abs().max())
-    return largest if v_descale is None else largest * float(v_descale.max())
 
 
 def _copy(cache: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.decode.rotary import rotate
 from flashtile.fp8 import hadamard, layout
 from flashtile.fp8.layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 from flashtile.fp8.problem import QuantizeProblem, QuantizeTensors
@@ -78,27 +79,13 @@ def _prepare(
             offset += int(tensors.rotary_offsets[b])
         last = tensors.rotary_cos.shape[0] - 1
         positions = torch.arange(offset, offset + used, device=y.device).clamp(0, last)
-        cos, sin = (t[positions].float()[:, None] for t in (tensors.rotary_cos, tensors.rotary_sin))
-        y = rotate(y, cos, sin, problem.rotary_interleaved)
+        y = rotate(y, tensors.rotary_cos, tensors.rotary_sin, positions, problem.rotary_interleaved)
     num_blocks = layout.num_blocks(length, problem.rows)
     blocks = y.new_zeros((num_blocks * problem.rows, problem.num_heads, problem.stored_head_dim))
     blocks[:used, :, : problem.head_dim] = y
     if problem.seed is not None:
         blocks = hadamard.transform(blocks, problem.seed)
     return _Sequence(b, start, length, blocks.movedim(1, 0).unflatten(1, (num_blocks, problem.rows)))
-
-
-def rotate(y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """y (rows, heads, head_dim) float32 by angles (rows, 1, rotary_dim / 2), each product rounded."""
-    rotary_dim = 2 * cos.shape[-1]
-    part, rest = y[..., :rotary_dim], y[..., rotary_dim:]
-    if interleaved:
-        a, b = part[..., 0::2], part[..., 1::2]
-        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-    else:
-        a, b = part.chunk(2, -1)
-        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([rotated, rest], -1)
 
 
 def _write(problem: QuantizeProblem, values: Tensor, one: _Sequence, largest: Tensor) -> None:

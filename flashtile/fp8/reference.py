@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile import reference
-from flashtile.fp8.functional import quantize, sequences
+from flashtile.fp8.functional import QUANTIZING, quantize, sequences, shared_method
 from flashtile.fp8.layout import E4M3
 from flashtile.fp8.quantized import Quantized
 
@@ -59,17 +59,40 @@ def standard(
     out is float32. With ``p_scale=1`` the error on the paper's data is the one that the paper prints for its
     baseline; with probabilities in 16 bits (None) it is two thirds of that.
     """
-    of_keys = (arguments.get("cu_seqlens_k"), arguments.get("max_seqlen_k"), arguments.get("seqused_k"))
-    parts = (
-        quantize(x, role, method="tensor", hadamard=False, cu_seqlens=lengths[0], max_seqlen=lengths[1],
-                 seqused=lengths[2])
-        for x, role, lengths in (
-            (q, "q", (arguments.get("cu_seqlens_q"), arguments.get("max_seqlen_q"), None)),
-            (k, "k", of_keys),
-            (v, "v", of_keys),
-        )
-    )  # fmt: skip
+    parts = quantize_call(q, k, v, method="tensor", hadamard=False, **arguments)
     return attention(*parts, p_scale=p_scale, upcast=torch.float32, **arguments)
+
+
+def quantize_call(
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    method: str | None = None,
+    hadamard: bool | None = None,
+    seed: int | None = None,
+    backend: str | None = None,
+    **arguments: Any,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """q, k and v as :func:`flashtile.fp8.attention` quantises those that are not yet."""
+    method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
+    quantized = (
+        x
+        if isinstance(x, Quantized)
+        else quantize(
+            x,
+            role,
+            method=method,
+            hadamard=seed is not None,
+            seed=seed or 0,
+            cu_seqlens=arguments.get(f"cu_seqlens_{side}"),
+            max_seqlen=arguments.get(f"max_seqlen_{side}"),
+            seqused=arguments.get(f"seqused_{side}"),
+            backend=backend if backend in QUANTIZING else None,
+        )
+        for x, role, side in zip((q, k, v), "qkv", "qkk", strict=True)
+    )
+    return next(quantized), next(quantized), next(quantized)
 
 
 def dequantize(

@@ -10,7 +10,6 @@ Plain PyTorch in the same dtype rounds its probabilities to e4m3, too, and here 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,10 +20,10 @@ from torch import Tensor
 from flashtile import reference as standard
 from flashtile.attn import functional
 from flashtile.fp8 import reference
-from flashtile.fp8.functional import QUANTIZING, attention, quantize, shared_method
+from flashtile.fp8.functional import attention
 from flashtile.fp8.layout import E4M3, P_EXPONENT
 from flashtile.fp8.quantized import Quantized
-from flashtile.testing import Report, compare, poisoned_memory
+from flashtile.testing import Report, compare, finite, largest, poisoned_memory, rms
 
 P_ROUNDING = 2.0**-5
 """Typical relative error of a probability in e4m3: a quarter of the distance between neighbours."""
@@ -70,53 +69,20 @@ def check(
             function = function or functional.attention
         else:
             function = function or attention
-            parts = quantize_call(q, k, v, method, hadamard, seed, backend, **arguments)
+            parts = reference.quantize_call(
+                q, k, v, method=method, hadamard=hadamard, seed=seed, backend=backend, **arguments
+            )
         out, lse = function(*parts, return_lse=True, backend=backend, **arguments)
     exact = reference.attention(*parts, **arguments)
     plain = reference.attention(*parts, p_scale=2.0**P_EXPONENT, upcast=torch.float32, **arguments)
     p_noise, lse_noise = _noise(parts, dict(arguments), out.is_cuda)
-    report = Report(
+    return Report(
         f"FP8 attention of q {tuple(q.shape)}, k {tuple(k.shape)}, {', '.join(sorted(arguments))}",
         (
             compare("out", out, exact[0], plain[0].to(out.dtype), noise=p_noise),
             compare("lse", lse, exact[1], plain[1], noise=(lse_noise, lse_noise)),
         ),
-    )
-    if not report.holds:
-        raise AssertionError(str(report))
-    return report
-
-
-def quantize_call(
-    q: Tensor | Quantized,
-    k: Tensor | Quantized,
-    v: Tensor | Quantized,
-    method: str | None = None,
-    hadamard: bool | None = None,
-    seed: int | None = None,
-    backend: str | None = None,
-    **arguments: Any,
-) -> tuple[Quantized, Quantized, Quantized]:
-    """q, k and v as :func:`flashtile.fp8.attention` quantises those that are not yet."""
-    method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
-
-    def of(x: Tensor | Quantized, role: str, side: str, seqused: Tensor | None) -> Quantized:
-        if isinstance(x, Quantized):
-            return x
-        return quantize(
-            x,
-            role,
-            method=method,
-            hadamard=seed is not None,
-            seed=seed or 0,
-            cu_seqlens=arguments.get(f"cu_seqlens_{side}"),
-            max_seqlen=arguments.get(f"max_seqlen_{side}"),
-            seqused=seqused,
-            backend=backend if backend in QUANTIZING else None,
-        )
-
-    seqused_k = arguments.get("seqused_k")
-    return of(q, "q", "q", None), of(k, "k", "k", seqused_k), of(v, "v", "k", seqused_k)
+    ).require()
 
 
 def _noise(
@@ -127,7 +93,7 @@ def _noise(
     (q, k, v), arguments = reference.dequantize(*parts, tuple(scales), torch.float64, arguments)
     squares, _ = standard.attention(q, k, v.square(), round_p=torch.square, **arguments)
     sizes = squares.sqrt().nan_to_num(0.0, 0.0) * P_ROUNDING
-    p_noise = (sizes.max().item(), sizes.square().mean().sqrt().item()) if sizes.numel() else (0.0, 0.0)
-    lengths = [torch.linalg.vector_norm(x, dim=-1).nan_to_num(0.0, 0.0) for x in (q, k)]
-    score = abs(arguments["softmax_scale"]) * math.prod(x.max().item() if x.numel() else 0.0 for x in lengths)
-    return p_noise, (SCORE_ERROR_ON_GPU if on_gpu else SCORE_ERROR) * max(score, 1.0)
+    score = abs(arguments["softmax_scale"])
+    for x in (q, k):
+        score *= largest(finite(torch.linalg.vector_norm(x, dim=-1)))
+    return (largest(sizes), rms(sizes)), (SCORE_ERROR_ON_GPU if on_gpu else SCORE_ERROR) * max(score, 1.0)

@@ -54,14 +54,13 @@ class Call:
     lengths: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seqlen_q", "seqlen_k"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("num_heads_q", "num_heads_kv", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.head_dim_v is not None and self.head_dim_v < 1:
-            raise ValueError(f"head_dim_v must be at least 1, got {self.head_dim_v}")
+        least = {"batch": 0, "seqlen_q": 0, "seqlen_k": 0}
+        least |= {"window_left": UNLIMITED, "window_right": UNLIMITED}
+        for name in ("num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", *least):
+            value, smallest = getattr(self, name), least.get(name, 1)
+            if value is not None and value < smallest:
+                allowed = "-1 (unlimited) or more" if smallest < 0 else f"at least {smallest}"
+                raise ValueError(f"{name} must be {allowed}, got {value}")
         if self.num_heads_q % self.num_heads_kv:
             raise ValueError(
                 f"num_heads_q must be a multiple of the {self.num_heads_kv} of num_heads_kv, "
@@ -69,9 +68,6 @@ class Call:
             )
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(ELEMENT_BYTES)}, got {self.dtype!r}")
-        for name in ("window_left", "window_right"):
-            if getattr(self, name) < UNLIMITED:
-                raise ValueError(f"{name} must be -1 (unlimited) or more, got {getattr(self, name)}")
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Call:

@@ -11,12 +11,12 @@ Block sizes are (rows of queries, rows of keys); the algorithms' own come from a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flashtile.algorithms import flash1, flash2, tiled_matmul
+from flashtile.algorithms import tiled_matmul
 from flashtile.algorithms.memory import Memory
 from flashtile.io_model.calls import Call
-from flashtile.io_model.kernels import counted, reach
+from flashtile.io_model.kernels import counted, walks
 
 STATISTIC_BYTES = 4
 """Of a running maximum, a sum or a log-sum-exp, and of partial results: fp32."""
@@ -81,20 +81,6 @@ def _standard(
     )
 
 
-def flash1_blocks(call: Call, sram_bytes: int) -> tuple[int, int]:
-    """(B_r, B_c) of FlashAttention 1's forward pass.
-
-    Raises:
-        SramExceededError: SRAM does not hold blocks of one row.
-    """
-    return flash1.block_sizes(_memory(call, sram_bytes), call.head_dim, call.width_v)
-
-
-def flash2_blocks(call: Call, sram_bytes: int) -> tuple[int, int]:
-    """(B_r, B_c) of FlashAttention 2's forward pass; raises as :func:`flash1_blocks`."""
-    return flash2.block_sizes(_memory(call, sram_bytes), call.head_dim, call.width_v)
-
-
 def flash1_forward(call: Call, blocks: tuple[int, int]) -> Cost:
     """FlashAttention 1, algorithm 1: keys and values outside, queries inside, so that O, l and m go to HBM
     and back once for every block of keys. Theta(N^2 d^2 / M). Blocks that a mask hides are not skipped."""
@@ -140,12 +126,9 @@ def flash2_backward(call: Call, blocks: tuple[int, int]) -> Cost:
     """FlashAttention 2, algorithm 2: D of each row first; then keys outside, and for each block of rows that
     sees them Q, dO, dQ, the log-sum-exp and D, and dQ back."""
     rows_read = pairs = 0
-    for (seqlen_q, seqlen_k), count in counted(call.sequences):
-        for start in range(0, seqlen_k, blocks[1]):
-            keys = min(start + blocks[1], seqlen_k) - start
-            rows = _rows_that_see(call, (start, start + keys), seqlen_q, seqlen_k, blocks[0])
-            rows_read += rows * count * call.num_heads_q
-            pairs += rows * keys * count * call.num_heads_q
+    for keys, rows, count in _visible_tiles(call, blocks, by_keys=True):
+        rows_read += rows * count
+        pairs += rows * keys * count
     q, out = call.head_dim * call.element_bytes, call.width_v * call.element_bytes
     return Cost(
         hbm_read=2 * call.out_bytes + _keys(call) + rows_read * (2 * q + out + 2 * STATISTIC_BYTES),
@@ -173,24 +156,20 @@ def paged(call: Call, page_size: int) -> Cost:
     blocks = (max(1, call.seqlen_q), page_size)
     cost = flash2_forward(call, blocks)
     looked_up = sum(-(-seen // page_size) * count for _, seen, count in _visible_tiles(call, blocks))
-    return Cost(
+    entries = sum(-(-seqlen_k // page_size) for _, seqlen_k in call.sequences)
+    return replace(
+        cost,
         hbm_read=cost.hbm_read + TABLE_ENTRY_BYTES * looked_up,
-        hbm_written=cost.hbm_written,
-        matmul_flops=cost.matmul_flops,
-        extra_bytes=cost.extra_bytes
-        + TABLE_ENTRY_BYTES * sum(-(-seqlen_k // page_size) for _, seqlen_k in call.sequences),
+        extra_bytes=cost.extra_bytes + TABLE_ENTRY_BYTES * entries,
     )
-
-
-def _memory(call: Call, sram_bytes: int) -> Memory:
-    return Memory(sram_bytes=sram_bytes, element_bytes=call.element_bytes)
 
 
 def _product(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | None) -> tuple[int, int]:
     """Elements that (rows, depth) times (depth, cols) reads and writes, tile by tile."""
     block_m, block_n = max(1, rows), max(1, cols)
     if sram_bytes is not None:
-        block_m, block_n = tiled_matmul.block_sizes(_memory(call, sram_bytes), max(1, cols))
+        memory = Memory(sram_bytes, call.element_bytes)
+        block_m, block_n = tiled_matmul.block_sizes(memory, max(1, cols))
     read = rows * depth * -(-cols // block_n) + depth * cols * -(-rows // block_m)
     return read, rows * cols
 
@@ -213,19 +192,14 @@ def _passes(call: Call, block_n: int) -> int:
     return call.num_heads_q * sum(seqlen_q * -(-seqlen_k // block_n) for seqlen_q, seqlen_k in call.sequences)
 
 
-def _visible_tiles(call: Call, blocks: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """(rows, keys that they load, count of such blocks) of the blocks of rows, over sequences and heads."""
-    window = (call.window_left, call.window_right)
-    for (seqlen_q, seqlen_k), count in counted(call.sequences):
-        for start in range(0, seqlen_q, blocks[0]):
-            end = min(start + blocks[0], seqlen_q)
-            seen = reach(start, end, seqlen_k - seqlen_q, seqlen_k, *window, blocks[1])
-            loaded = max(0, min(seen.stop * blocks[1], seqlen_k) - seen.start * blocks[1])
-            yield end - start, loaded, count * call.num_heads_q
-
-
-def _rows_that_see(call: Call, keys: tuple[int, int], seqlen_q: int, seqlen_k: int, block_m: int) -> int:
-    """Rows of the blocks of queries that see some of the keys from ``keys[0]`` to before ``keys[1]``."""
-    window = (call.window_right, call.window_left)  # mirrored
-    seen = reach(*keys, seqlen_q - seqlen_k, seqlen_q, *window, block_m)
-    return max(0, min(seen.stop * block_m, seqlen_q) - seen.start * block_m)
+def _visible_tiles(
+    call: Call, blocks: tuple[int, int], *, by_keys: bool = False
+) -> Iterator[tuple[int, int, int]]:
+    """(rows, keys that they load, count of such blocks) of the blocks of rows, over sequences and heads;
+    ``by_keys``: (keys, rows that they load, count) of the blocks of keys."""
+    for lengths, count in counted(call.sequences):
+        seen = walks(call, lengths, blocks, by_keys=by_keys)
+        (own, other), (block, other_block) = (lengths[::-1], blocks[::-1]) if by_keys else (lengths, blocks)
+        for start, part in zip(range(0, own, block), seen, strict=True):
+            loaded = max(0, min(part.stop * other_block, other) - part.start * other_block)
+            yield min(block, own - start), loaded, count * call.num_heads_q

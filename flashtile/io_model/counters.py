@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
+from flashtile.backends.common.config import KernelConfig
 from flashtile.io_model import hopper, kernels
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
 from flashtile.problem import UNLIMITED
 
 SECTOR_BYTES = 32
+
+SHAPE = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "dtype", "window_left")
+"""What a document says of a call, beside whether it is causal."""
 
 HEAD = (
     "launch",
@@ -66,13 +69,8 @@ class Comparison:
     @property
     def cells(self) -> tuple[str, ...]:
         """A row of a table, sizes in 10^6 bytes."""
-        moved = (
-            self.model.sm_read,
-            self.model.dram_read,
-            self.dram_read,
-            self.model.written,
-            self.dram_written,
-        )
+        model = self.model
+        moved = (model.sm_read, model.dram_read, self.dram_read, model.written, self.dram_written)
         return (self.name, *(f"{size / 1e6:.0f}" for size in moved), f"{self.ratio:.3f}")
 
 
@@ -95,20 +93,11 @@ def predict(row: dict[str, Any], card: Card) -> kernels.KernelTraffic:
     """The model's traffic for one launch of the document, with the tile that it had then; of the Hopper
     kernel with the schedule of today."""
     case = row["case"]
-    call = Call(
-        batch=case["batch"],
-        seqlen_q=case["seqlen_q"],
-        seqlen_k=case["seqlen_k"],
-        num_heads_q=case["num_heads_q"],
-        num_heads_kv=case["num_heads_kv"],
-        head_dim=case["head_dim"],
-        dtype=case["dtype"],
-        window_left=case["window_left"],
-        window_right=0 if case["causal"] else UNLIMITED,
-    )
+    window_right = 0 if case["causal"] else UNLIMITED
+    call = Call(**{name: case[name] for name in SHAPE}, window_right=window_right)
     if case.get("hopper"):
         return hopper.forward(call, card)
     if row["kernel"] in ("preprocess", "prepare"):  # "prepare" in documents of 2026-11
         return kernels.preprocess(call, card)
     model = {"forward": kernels.forward, "dkdv": kernels.dkdv, "dq": kernels.dq}[row["kernel"]]
-    return model(call, SimpleNamespace(**row["tile"]), card)
+    return model(call, KernelConfig(**row["tile"]), card)

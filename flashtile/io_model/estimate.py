@@ -26,6 +26,20 @@ STANDARD, FLASH1, FLASH2, FLASHTILE, HOPPER, DECODING, LEAST = (
     "least possible",
 )
 
+PAPERS = {
+    "forward": (
+        closed_forms.standard_forward,
+        (flash1.block_sizes, closed_forms.flash1_forward),
+        (flash2.block_sizes, closed_forms.flash2_forward),
+    ),
+    "backward": (
+        closed_forms.standard_backward,
+        (flash1.backward_block_sizes, closed_forms.flash1_backward),
+        (flash2.backward_block_sizes, closed_forms.flash2_backward),
+    ),
+}
+"""By pass: the closed forms, with the sizes of blocks that an SRAM gives."""
+
 DECODE_ROWS = 128
 """Up to so many rows of one key/value head, a split of its keys is worth showing."""
 
@@ -116,9 +130,8 @@ def least_bytes(call: Call, which: str) -> int:
     inputs = call.q_bytes + call.k_bytes + call.v_bytes
     if which == "forward":
         return inputs + call.out_bytes + call.lse_bytes
-    return (
-        2 * inputs + 2 * call.out_bytes + call.lse_bytes
-    )  # out and dout come in beside q, k, v; dq, dk, dv go
+    # out and dout come in beside q, k, v; dq, dk, dv go
+    return 2 * inputs + 2 * call.out_bytes + call.lse_bytes
 
 
 def least_flops(call: Call, which: str) -> int:
@@ -160,39 +173,44 @@ class _Costed:
 
 
 def _costs(call: Call, card: Card, which: str) -> Iterator[_Costed]:
-    heads = len(call.sequences) * call.num_heads_q
-    if which == "forward":
-        yield _paper(STANDARD, closed_forms.standard_forward(call), 0)
-        if card.shared_bytes:
-            blocks = closed_forms.flash1_blocks(call, card.shared_bytes)
-            yield _paper(FLASH1, closed_forms.flash1_forward(call, blocks), heads)
-            blocks = closed_forms.flash2_blocks(call, card.shared_bytes)
-            programs = sum(-(-seqlen_q // blocks[0]) for seqlen_q, _ in call.sequences) * call.num_heads_q
-            yield _paper(FLASH2, closed_forms.flash2_forward(call, blocks), programs)
-    else:
-        yield _paper(STANDARD, closed_forms.standard_backward(call), 0)
-        if card.shared_bytes:
-            memory = Memory(card.shared_bytes, call.element_bytes)
-            blocks = flash1.backward_block_sizes(memory, call.head_dim, call.width_v)
-            yield _paper(FLASH1, closed_forms.flash1_backward(call, blocks), heads)
-            blocks = flash2.backward_block_sizes(memory, call.head_dim, call.width_v)
-            programs = sum(-(-seqlen_k // blocks[1]) for _, seqlen_k in call.sequences) * call.num_heads_q
-            yield _paper(FLASH2, closed_forms.flash2_backward(call, blocks), programs)
+    yield from _papers(call, card, which)
     if card.shared_bytes:
         yield from _ours(call, card, which)
         if which == "forward" and hopper.serves(call, card):
-            launch = hopper.forward(call, card)
-            through_l2 = launch.sm_read + launch.written
-            flops = least_flops(call, which)
-            yield _Costed(HOPPER, launch.dram_bytes, through_l2, flops, call.lse_bytes, launch.programs)
+            yield _launched(HOPPER, [hopper.forward(call, card)], least_flops(call, which), call.lse_bytes)
         if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
             yield _decoding(call, card)
     least = least_bytes(call, which)
     yield _Costed(LEAST, least, least, least_flops(call, which))
 
 
+def _papers(call: Call, card: Card, which: str) -> Iterator[_Costed]:
+    """FlashAttention 1 has a program for each head, FlashAttention 2 one for each block of rows, in its
+    backward pass of keys."""
+    standard, first, second = PAPERS[which]
+    yield _paper(STANDARD, standard(call), 0)
+    if card.shared_bytes:
+        memory = Memory(card.shared_bytes, call.element_bytes)
+        for algorithm, (block_sizes, cost) in ((FLASH1, first), (FLASH2, second)):
+            blocks = block_sizes(memory, call.head_dim, call.width_v)
+            side = PASSES.index(which)
+            per_head = [-(-lengths[side] // blocks[side]) for lengths in call.sequences]
+            programs = len(per_head) if algorithm == FLASH1 else sum(per_head)
+            yield _paper(algorithm, cost(call, blocks), programs * call.num_heads_q)
+
+
 def _paper(algorithm: str, cost: closed_forms.Cost, programs: int) -> _Costed:
     return _Costed(algorithm, cost.hbm_bytes, cost.hbm_bytes, cost.matmul_flops, cost.extra_bytes, programs)
+
+
+def _launched(
+    algorithm: str, launches: list[kernels.KernelTraffic], flops: float, extra_bytes: int
+) -> _Costed:
+    moved = sum(kernel.dram_bytes for kernel in launches)
+    through_l2 = sum(kernel.sm_read + kernel.written for kernel in launches)
+    return _Costed(
+        algorithm, moved, through_l2, flops, extra_bytes, min(kernel.programs for kernel in launches)
+    )
 
 
 def _ours(call: Call, card: Card, which: str) -> Iterator[_Costed]:
@@ -214,9 +232,7 @@ def _ours(call: Call, card: Card, which: str) -> Iterator[_Costed]:
         # Seven products: the scores and dP are computed once for dK and dV, and again for dQ.
         flops = 2 * call.visible_pairs * (4 * call.head_dim + 3 * call.width_v)
         extra = call.lse_bytes + call.rows_q * kernels.STATISTICS_BYTES
-    moved = sum(kernel.dram_bytes for kernel in launches)
-    through_l2 = sum(kernel.sm_read + kernel.written for kernel in launches)
-    yield _Costed(FLASHTILE, moved, through_l2, flops, extra, min(kernel.programs for kernel in launches))
+    yield _launched(FLASHTILE, launches, flops, extra)
 
 
 def _decoding(call: Call, card: Card) -> _Costed:

@@ -21,7 +21,7 @@ from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.forward.config import ForwardVariant, choose
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
-from flashtile.io_model.kernels import L2_SHARE, KernelTraffic, reach
+from flashtile.io_model.kernels import L2_SHARE, KernelTraffic, walks
 from flashtile.io_model.l2 import UNITS, WAVES, Stream, misses, path_of
 
 LARGEST_HEAD_DIM = 256
@@ -148,32 +148,17 @@ class WorkTiles:
 
         problem = _problem(call)
         variant = variant_of(problem, choose(problem))
-        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        rows = variant.BLOCK_M // variant.PACK
-        walks = [
-            [
-                reach(
-                    start,
-                    min(start + rows, length),
-                    length_k - length,
-                    length_k,
-                    left,
-                    right,
-                    variant.BLOCK_N,
-                )
-                for start in range(0, length, rows)
-            ]
-            for length, length_k in call.sequences
-        ]
+        blocks = (variant.BLOCK_M // variant.PACK, variant.BLOCK_N)
+        seen = [walks(call, lengths, blocks) for lengths in call.sequences]
         heads = call.num_heads_q // variant.PACK
         # Sequences with more keys come first (``tile_table``).
-        order = sorted(range(len(walks)), key=lambda sequence: -call.sequences[sequence][1])
+        order = sorted(range(len(seen)), key=lambda sequence: -call.sequences[sequence][1])
         table = [
             (sequence, place)
             for sequence in order
-            for place in range(tiles_of_head.fn(len(walks[sequence]), variant.PAIRED))
+            for place in range(tiles_of_head.fn(len(seen[sequence]), variant.PAIRED))
         ]
-        return cls(variant, heads, l2_swizzle(problem, variant), walks, table, len(table) * heads)
+        return cls(variant, heads, l2_swizzle(problem, variant), seen, table, len(table) * heads)
 
     def by_program(self, programs: int) -> Iterator[Iterable[int]]:
         """As :func:`by_program`."""

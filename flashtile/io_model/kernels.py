@@ -7,8 +7,8 @@ Each kernel of ``flashtile.backends.portable`` is described by what one program 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
+from flashtile.backends.common.config import KernelConfig
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import KIB, Card
 from flashtile.io_model.l2 import Stream, dram_blocks
@@ -26,19 +26,6 @@ RESERVED_SHARED = KIB
 
 STATISTICS_BYTES = 8
 """Of a row, for the backward kernels: two fp32 that the preparation makes of out, dout and lse."""
-
-
-class Tile(Protocol):
-    """The part of a kernel's configuration that decides its traffic."""
-
-    @property
-    def BLOCK_M(self) -> int: ...  # noqa: N802
-    @property
-    def BLOCK_N(self) -> int: ...  # noqa: N802
-    @property
-    def num_warps(self) -> int: ...
-    @property
-    def num_stages(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -62,44 +49,22 @@ class KernelTraffic:
         return self.dram_read + self.written
 
 
-def forward(call: Call, tile: Tile, card: Card, *, programs_per_sm: int | None = None) -> KernelTraffic:
+def forward(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
     """The forward kernel: a program owns BLOCK_M rows of q and walks the keys and values that they see."""
-    per_sm = programs_per_sm or residents("forward", call, tile, card)
-    width = (call.head_dim + call.width_v) * call.element_bytes
-    walks = _row_walks(call, tile, width)
-    return _traffic("forward", walks, call.q_bytes, call.out_bytes + call.lse_bytes, per_sm, card)
+    return _traffic("forward", call, tile, card, call.q_bytes, call.out_bytes + call.lse_bytes)
 
 
-def dq(call: Call, tile: Tile, card: Card, *, programs_per_sm: int | None = None) -> KernelTraffic:
+def dq(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
     """dQ: a program owns BLOCK_M rows of q and dout and walks keys and values as the forward kernel does."""
-    per_sm = programs_per_sm or residents("dq", call, tile, card)
-    width = (call.head_dim + call.width_v) * call.element_bytes
-    walks = _row_walks(call, tile, width)
     own = call.q_bytes + call.out_bytes + call.rows_q * STATISTICS_BYTES
-    return _traffic("dq", walks, own, call.q_bytes, per_sm, card)
+    return _traffic("dq", call, tile, card, own, call.q_bytes)
 
 
-def dkdv(call: Call, tile: Tile, card: Card, *, programs_per_sm: int | None = None) -> KernelTraffic:
+def dkdv(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
     """dK and dV: a program owns BLOCK_N keys and values and walks the rows of q and dout that see them, of
     every query head of its group."""
-    per_sm = programs_per_sm or residents("dkdv", call, tile, card)
-    width = (call.head_dim + call.width_v) * call.element_bytes + STATISTICS_BYTES
-    walks = []
-    for (seqlen_q, seqlen_k), count in counted(call.sequences):
-        blocks = -(-seqlen_q // tile.BLOCK_M)
-        programs = []
-        for start in range(0, seqlen_k, tile.BLOCK_N):
-            end = min(start + tile.BLOCK_N, seqlen_k)
-            # Seen from the keys, the window is mirrored.
-            window = (call.window_right, call.window_left)
-            rows = reach(start, end, seqlen_q - seqlen_k, seqlen_q, *window, tile.BLOCK_M)
-            programs.append(
-                tuple(range(g * blocks + rows.start, g * blocks + rows.stop) for g in range(call.group_size))
-            )
-        stream = Stream(blocks * call.group_size, tuple(programs))
-        walks.append(_Walk(stream, count * call.num_heads_kv, _block_bytes(seqlen_q, tile.BLOCK_M, width)))
     own = call.k_bytes + call.v_bytes
-    return _traffic("dkdv", walks, own, own, per_sm, card)
+    return _traffic("dkdv", call, tile, card, own, own)
 
 
 def preprocess(call: Call, card: Card) -> KernelTraffic:
@@ -110,7 +75,7 @@ def preprocess(call: Call, card: Card) -> KernelTraffic:
     return KernelTraffic("preprocess", programs, programs, read, read, rows * STATISTICS_BYTES, read)
 
 
-def residents(kernel: str, call: Call, tile: Tile, card: Card) -> int:
+def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     """Programs of a kernel ("forward", "dkdv" or "dq") that one SM holds, by its shared memory and registers.
 
     Shared memory is what the tiles take; registers are estimated from accumulators (and operands of fp32).
@@ -145,60 +110,58 @@ def reach(
     return range(min(first // block, last), last)
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """Equal streams, consecutive in the grid."""
+def walks(
+    call: Call, lengths: tuple[int, int], blocks: tuple[int, int], *, by_keys: bool = False
+) -> list[range]:
+    """The blocks of keys that each block of rows sees; ``by_keys``: of rows that see each block of keys.
 
-    stream: Stream
-    count: int
-    block_bytes: float
-
-
-def _row_walks(call: Call, tile: Tile, width: int) -> list[_Walk]:
-    """Keys and values as programs that own rows walk them; a mask to the right makes the last rows first."""
-    walks = []
-    for (seqlen_q, seqlen_k), count in counted(call.sequences):
-        programs = [
-            (
-                reach(
-                    start, min(start + tile.BLOCK_M, seqlen_q), seqlen_k - seqlen_q, seqlen_k,
-                    call.window_left, call.window_right, tile.BLOCK_N,
-                ),
-            )
-            for start in range(0, seqlen_q, tile.BLOCK_M)
-        ]  # fmt: skip
-        if call.window_right != UNLIMITED:
-            programs.reverse()
-        stream = Stream(-(-seqlen_k // tile.BLOCK_N), tuple(programs) * call.group_size)
-        walks.append(_Walk(stream, count * call.num_heads_kv, _block_bytes(seqlen_k, tile.BLOCK_N, width)))
-    return walks
+    ``lengths`` and the sizes of ``blocks`` are (of queries, of keys), of one sequence.
+    """
+    window = (call.window_left, call.window_right)
+    if by_keys:  # from where the window is mirrored
+        lengths, blocks, window = lengths[::-1], blocks[::-1], window[::-1]
+    (own, other), (block, other_block) = lengths, blocks
+    return [
+        reach(start, min(start + block, own), other - own, other, *window, other_block)
+        for start in range(0, own, block)
+    ]
 
 
 def _traffic(
-    name: str, walks: list[_Walk], own_read: int, written: int, programs_per_sm: int, card: Card
+    kernel: str, call: Call, tile: KernelConfig, card: Card, own_read: int, written: int
 ) -> KernelTraffic:
-    resident = programs_per_sm * card.sm_count
-    loaded = sum(walk.stream.walked * walk.count * walk.block_bytes for walk in walks)
-    compulsory = sum(walk.stream.distinct * walk.count * walk.block_bytes for walk in walks)
-    missed = sum(
-        walk.block_bytes
-        * dram_blocks(walk.stream, walk.count, resident, L2_SHARE * card.l2_bytes / walk.block_bytes)
-        for walk in walks
-    )
+    """Of a kernel whose programs own ``own_read`` bytes in all: rows, or with "dkdv" keys."""
+    by_keys = kernel == "dkdv"
+    width = (call.head_dim + call.width_v) * call.element_bytes + by_keys * STATISTICS_BYTES
+    resident = residents(kernel, call, tile, card) * card.sm_count
+    programs = 0
+    loaded = compulsory = missed = 0.0
+    for lengths, count in counted(call.sequences):
+        seen = walks(call, lengths, (tile.BLOCK_M, tile.BLOCK_N), by_keys=by_keys)
+        length, block = (lengths[0], tile.BLOCK_M) if by_keys else (lengths[1], tile.BLOCK_N)
+        blocks = -(-length // block)
+        if by_keys:  # all query heads of a group, one after the other
+            starts = range(0, call.group_size * blocks, blocks)
+            owners = [tuple(range(at + part.start, at + part.stop) for at in starts) for part in seen]
+            stream = Stream(blocks * call.group_size, tuple(owners))
+        else:  # a mask to the right makes the last rows first
+            ordered = seen if call.window_right == UNLIMITED else seen[::-1]
+            stream = Stream(blocks, tuple((part,) for part in ordered) * call.group_size)
+        count *= call.num_heads_kv
+        block_bytes = length * width / blocks  # on average: the last block may be short
+        programs += len(stream.programs) * count
+        loaded += stream.walked * count * block_bytes
+        compulsory += stream.distinct * count * block_bytes
+        missed += block_bytes * dram_blocks(stream, count, resident, L2_SHARE * card.l2_bytes / block_bytes)
     return KernelTraffic(
-        name=name,
-        programs=sum(len(walk.stream.programs) * walk.count for walk in walks),
+        name=kernel,
+        programs=programs,
         resident=resident,
         sm_read=own_read + loaded,
         dram_read=own_read + missed,
         written=written,
         compulsory_read=round(own_read + compulsory),
     )
-
-
-def _block_bytes(length: int, block: int, width: int) -> float:
-    """Mean bytes of a block: the last one of a sequence may be short."""
-    return length * width / max(1, -(-length // block))
 
 
 def counted(sequences: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], int]]:

@@ -85,7 +85,7 @@ def misses(queues: Iterable[Iterator[tuple[int, Sequence[int]]]], capacity: floa
             all that runs there, one after the other. Places that share an iterator take what comes next.
         capacity: pieces that L2 holds.
     """
-    programs = [_pieces(queue) for queue in queues]
+    programs = [(first + piece for first, path in queue for piece in path) for queue in queues]
     cache: OrderedDict[int, None] = OrderedDict()
     count = 0
     while programs:
@@ -103,9 +103,3 @@ def misses(queues: Iterable[Iterator[tuple[int, Sequence[int]]]], capacity: floa
         if None in at:
             programs = [program for program, piece in zip(programs, at, strict=True) if piece is not None]
     return count
-
-
-def _pieces(queue: Iterator[tuple[int, Sequence[int]]]) -> Iterator[int]:
-    for base, path in queue:
-        for piece in path:
-            yield base + piece

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from flashtile.io_model.calls import ELEMENT_BYTES, Call
@@ -100,11 +100,11 @@ def longest_sequence(call: Call, card: Card, *, standard: bool, training: bool =
         146478
     """
 
-    def fits(seqlen: int) -> bool:
+    def is_too_long(seqlen: int) -> bool:
         needed = attention_memory(at_length(call, seqlen), training)
-        return needed.tensors + (needed.standard if standard else needed.flash) <= card.memory_bytes
+        return needed.tensors + (needed.standard if standard else needed.flash) > card.memory_bytes
 
-    return _largest(fits)
+    return bisect_left(range(1, 2**60), True, key=is_too_long)
 
 
 def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int = 1) -> int:
@@ -117,15 +117,3 @@ def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int =
     """
     room = cards * card.memory_bytes - model.weight_bytes(dtype)
     return max(0, room // model.kv_bytes_per_token(dtype))
-
-
-def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest n for which ``fits`` holds, which it does up to some n."""
-    high = 1
-    while fits(high):
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

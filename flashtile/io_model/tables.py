@@ -97,33 +97,31 @@ def kv_cache_table(dtype: str) -> Table:
 
 def format_bytes(size: float) -> str:
     """Three digits and a binary unit."""
-    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{_three(size / unit)} {name}"
-    return f"{size:.0f} B"
+    return _scaled(size, ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))) or f"{size:.0f} B"
 
 
 def format_count(count: float) -> str:
     """Three digits and a decimal prefix."""
-    for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if count >= unit:
-            return f"{_three(count / unit)} {name}"
-    return f"{count:.0f} "
+    return _scaled(count, ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))) or f"{count:.0f} "
 
 
 def format_seconds(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= unit:
-            return f"{_three(seconds / unit)} {name}"
-    return f"{seconds * 1e9:.0f} ns" if seconds else ""
+    """Three digits and a unit; nothing for 0."""
+    scaled = _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
+    return scaled or (f"{seconds * 1e9:.0f} ns" if seconds else "")
 
 
 def format_tokens(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
-def _three(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str | None:
+    """Three digits of ``value`` in the first unit that is not larger."""
+    for unit, name in units:
+        if value >= unit:
+            number = value / unit
+            return f"{number:.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
+    return None
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:

@@ -25,7 +25,7 @@ from flashtile.kv_cache.arguments import as_ints, as_size
 from flashtile.kv_cache.integrity import Invariant, Usage, check_integrity, usage
 from flashtile.kv_cache.pool import BlockPool, Copies, OutOfBlocksError
 from flashtile.kv_cache.prefix import block_hashes
-from flashtile.kv_cache.table import NO_SEQUENCE, NO_STEP, Batch, BlockTable, require_distinct
+from flashtile.kv_cache.table import NO_SEQUENCE, NO_STEP, Batch, BlockTable
 
 Reservation = tuple[int, int, int]
 """(row, tokens before, tokens after) of a sequence that gets room for more tokens."""
@@ -65,8 +65,8 @@ class BlockManager:
     """
 
     has_tensors: ClassVar[bool] = False
-    """Whether :meth:`move` copies. Reserved tokens then count as written from :meth:`mark_written` on; until
-    then their sequence can be neither forked nor reserved for again."""
+    """Whether :meth:`move` copies. Reserved tokens then count as written from :meth:`mark_written` on, not at
+    once; until then their sequence can be neither forked nor reserved for again."""
 
     def __init__(
         self,
@@ -167,8 +167,7 @@ class BlockManager:
             ValueError: the sequence does not exist or is swapped out.
         """
         row = self.table.row(sequence)
-        if self.has_tensors:
-            self._require_written(row)
+        self._require_written(row)
         child, child_row = self.table.add()
         self.pool.share(self.table.copy_row(row, child_row))
         self.table.step_of_row[row] = NO_STEP
@@ -188,7 +187,7 @@ class BlockManager:
         for parent, count in children.items():
             if not 0 <= parent < len(batch):
                 raise ValueError(f"parents must be from 0 to {len(batch) - 1}, got {parent}")
-            if count > 1 and self.has_tensors:
+            if count > 1:
                 self._require_written(self.table.row(batch.sequences[parent]))
         self.table.require_rows(len(parents) - len(batch))
         for i, sequence in enumerate(batch.sequences):
@@ -236,7 +235,7 @@ class BlockManager:
             length % size and num_tokens and self.pool.refs[table.entries[row * table.max_blocks + last]] > 1
         ):
             self._allocate([(row, length, end)], copies)
-        table.lengths[row] = end
+        table.lengths[row] = table.written[row] = end
         return copies
 
     def reserve_batch(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor = 1) -> Copies:
@@ -256,10 +255,11 @@ class BlockManager:
         table.check_batch(batch)
         rows, counts = batch.rows, self._token_counts(batch, num_tokens)
         lengths = self.lengths.index_select(0, rows)
-        ends = lengths + counts
-        if len(batch) and int(ends.max()) > self.max_seqlen:
-            i = int(ends.argmax())
-            self._refuse_length(batch.sequences[i], int(lengths[i]), int(ends[i] - lengths[i]))
+        refused = (counts < 0) | (counts > self.max_seqlen - lengths)
+        if refused.any():
+            i = int(refused.nonzero()[0])
+            self._refuse_length(batch.sequences[i], int(lengths[i]), int(counts[i]))
+        ends = lengths + counts.int()
         if self.has_tensors and not torch.equal(table.written_tensor.index_select(0, rows), lengths):
             for row in rows.tolist():
                 self._require_written(row)
@@ -276,6 +276,8 @@ class BlockManager:
         if self.has_tensors:
             table.begin_step(rows)
             self.move(copies, self.pool, self.pool)
+        else:
+            table.written_tensor.index_copy_(0, rows, ends)
         return copies
 
     def mark_written(self, batch: Batch) -> None:
@@ -366,19 +368,15 @@ class BlockManager:
             self.table.set_block(row, column, NULL_BLOCK)
         self.table.skipped[row] += len(blocks)
 
-    def _token_counts(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor) -> int | Tensor:
+    def _token_counts(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor) -> Tensor:
+        """(batch,) int64."""
         if not isinstance(num_tokens, Iterable) or getattr(num_tokens, "ndim", 1) == 0:
-            return as_size("num_tokens", num_tokens, 0, self.max_seqlen)
+            return torch.full((len(batch),), as_size("num_tokens", num_tokens, 0, self.max_seqlen))
         counts = torch.tensor(as_ints("num_tokens", num_tokens).tolist(), dtype=torch.int64)
         if len(counts) != len(batch):
-            raise ValueError(
-                f"num_tokens must have shape (batch,) = ({len(batch)},), got {tuple(counts.shape)}"
-            )
-        wrong = ((counts < 0) | (counts > self.max_seqlen)).nonzero().flatten()
-        if len(wrong):
-            i = int(wrong[0])
-            self._refuse_length(batch.sequences[i], self.table.lengths[batch.rows[i]], int(counts[i]))
-        return counts.int()
+            shape = tuple(counts.shape)
+            raise ValueError(f"num_tokens must have shape (batch,) = ({len(batch)},), got {shape}")
+        return counts
 
     def _refuse_length(self, sequence: int, length: int, num_tokens: int) -> NoReturn:
         room = self.max_seqlen - length
@@ -410,7 +408,7 @@ class BlockManager:
         """
         tokens, table = as_ints("tokens", tokens), self.table
         row = table.row(sequence)
-        written = table.written[row] if self.has_tensors else table.lengths[row]
+        written = table.written[row]
         if len(tokens) > written:
             text = f"tokens must be at most the {written} that sequence {sequence} has written"
             raise ValueError(f"{text}, got {len(tokens)}")
@@ -440,8 +438,7 @@ class BlockManager:
             OutOfBlocksError: the host's pool is too small.
             TypeError, ValueError: as :meth:`batch`.
         """
-        batch = self.table.batch(sequences)
-        return self._swap(batch.sequences, batch.rows.tolist(), self.pool, self.host_pool, "swapping out")
+        return self._swap(*self.table.resolve(sequences), self.pool, self.host_pool, "swapping out")
 
     def swap_in(self, sequences: Iterable[int] | Tensor) -> Copies:
         """Bring sequences back; what they share among themselves stays shared.
@@ -453,14 +450,7 @@ class BlockManager:
             OutOfBlocksError: the pool is too small at the moment.
             TypeError, ValueError: as :meth:`batch`, or one is not swapped out.
         """
-        sequences, rows = as_ints("sequences", sequences), []
-        for sequence in sequences:
-            _, row, swapped_out = self.table.find(sequence)
-            if not swapped_out:
-                raise ValueError(f"sequence {sequence} is not swapped out")
-            rows.append(row)
-        require_distinct(sequences)
-        return self._swap(sequences, rows, self.host_pool, self.pool, "swapping in")
+        return self._swap(*self.table.resolve(sequences, True), self.host_pool, self.pool, "swapping in")
 
     def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
         """Copy blocks of one pool to blocks of another or the same. Here nothing: the caller copies."""

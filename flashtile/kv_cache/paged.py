@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.arguments import refuse_descales
+from flashtile.checks.arguments import check_dense, check_floats, check_pair
 from flashtile.decode.functional import append_kvcache, copy_blocks, flash_attn_with_kvcache
 from flashtile.decode.problem import FP8, MAX_HEAD_DIM
 from flashtile.kv_cache.arguments import as_size
@@ -123,15 +125,19 @@ class PagedKVCache(BlockManager):
         if dtype not in (*DTYPES, FP8) or (dtype == torch.float64 and self.device.type != "cpu"):
             allowed = "float16, bfloat16, float32, float8_e4m3fn or, on the CPU, float64"
             raise TypeError(f"dtype must be {allowed}, got {dtype} for {self.device}")
-        if dtype == FP8 and k_descale is None and v_descale is None:
+        if dtype != FP8:
+            refuse_descales(None, k_descale, v_descale, "for a cache of float8_e4m3fn")
+        elif k_descale is None and v_descale is None:
             k_descale, v_descale = torch.ones(2, layers, heads, device=device)
-        for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-            _check_descale(name, descale, dtype, (layers, heads), (layers, self.pool.num_blocks, heads))
-        if k_descale is not None and v_descale is not None and k_descale.shape != v_descale.shape:
-            raise ValueError(
-                f"v_descale must have the shape of k_descale, {tuple(k_descale.shape)}, "
-                f"got {tuple(v_descale.shape)}"
-            )
+        else:
+            check_pair("k_descale", k_descale, "v_descale", v_descale)
+            here = torch.empty(0, device=device)
+            shapes = (layers, heads), (layers, self.pool.num_blocks, heads)
+            layout = "(num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads)"
+            check_floats("k_descale", k_descale, shapes, layout, here, any_strides=True)
+            assert k_descale is not None
+            same = (tuple(k_descale.shape),)
+            check_floats("v_descale", v_descale, same, "of k_descale", here, any_strides=True)
         self.k_descale, self.v_descale = k_descale, v_descale
         shape = (layers, self.pool.num_blocks, self.block_size, heads)
         self.k, self.v = (torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in dims)
@@ -252,8 +258,7 @@ class PagedKVCache(BlockManager):
             )
         total_new = len(step.positions)
         for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            check_dense(name, tensor)
             if tensor.dim() != 3 or len(tensor) != total_new:
                 shape = f"(total_new, heads, head_dim) with the step's total_new = {total_new}"
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
@@ -325,15 +330,3 @@ def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _bytes(memory: Tensor) -> Tensor:
     """The same memory as numbers that can be indexed on every device: FP8 has few operations."""
     return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
-
-
-def _check_descale(name: str, descale: Tensor | None, dtype: torch.dtype, *allowed: tuple[int, ...]) -> None:
-    if dtype != FP8:
-        if descale is not None:
-            raise ValueError(f"{name} must be None for a cache of {dtype}: it belongs to float8_e4m3fn")
-        return
-    if not isinstance(descale, Tensor) or descale.dtype != torch.float32:
-        got = getattr(descale, "dtype", type(descale).__name__)
-        raise TypeError(f"{name} must be a float32 torch.Tensor, got {got}")
-    if tuple(descale.shape) not in allowed:
-        raise ValueError(f"{name} must have shape {allowed[0]} or {allowed[1]}, got {tuple(descale.shape)}")

@@ -104,12 +104,24 @@ class BlockTable(ArraysWithViews):
                 f"{len(self.rows)} of max_sequences={self.max_sequences} exist"
             )
 
-    def row(self, sequence: int) -> int:
-        """The row of a sequence that is not swapped out."""
-        sequence, row, swapped_out = self.find(sequence)
-        if swapped_out:
-            raise ValueError(f"sequence {sequence} is swapped out: swap it in first")
+    def row(self, sequence: int, swapped_out: bool = False) -> int:
+        """The row of a sequence that is not swapped out, or is."""
+        sequence, row, found = self.find(sequence)
+        if found != swapped_out:
+            text = "is swapped out: swap it in first" if found else "is not swapped out"
+            raise ValueError(f"sequence {sequence} {text}")
         return row
+
+    def resolve(
+        self, sequences: Iterable[int] | Tensor, swapped_out: bool = False
+    ) -> tuple[array[int], list[int]]:
+        """(sequences, their rows), which differ from one another; all are swapped out, or none is."""
+        sequences = as_ints("sequences", sequences)
+        rows = [self.row(sequence, swapped_out) for sequence in sequences]
+        if len(set(rows)) != len(rows):
+            twice = next(sequence for sequence, count in Counter(sequences).items() if count > 1)
+            raise ValueError(f"sequences must differ from one another, got {twice} more than once")
+        return sequences, rows
 
     def find(self, sequence: int) -> tuple[int, int, bool]:
         """(sequence as an int, its row, whether it is swapped out)."""
@@ -158,9 +170,7 @@ class BlockTable(ArraysWithViews):
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
         """Resolve the sequences of a batch, or raise as :meth:`BlockManager.batch`."""
-        sequences = as_ints("sequences", sequences)
-        rows = [self.row(sequence) for sequence in sequences]
-        require_distinct(sequences)
+        sequences, rows = self.resolve(sequences)
         indices = torch.tensor(rows, dtype=torch.int64)
         ids = torch.tensor(sequences.tolist(), dtype=torch.int64)
         return Batch(tuple(sequences), ids, indices, indices * self.max_blocks, self.owner)
@@ -194,10 +204,3 @@ class BlockTable(ArraysWithViews):
         positions = begins.repeat_interleave(sizes)
         positions += torch.arange(len(positions))
         return positions, self.entries_tensor.view(-1)[positions]
-
-
-def require_distinct(sequences: array[int]) -> None:
-    """Raise ValueError if a sequence is there twice."""
-    if len(set(sequences)) != len(sequences):
-        twice = next(sequence for sequence, count in Counter(sequences).items() if count > 1)
-        raise ValueError(f"sequences must differ from one another, got {twice} more than once")

@@ -14,6 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 from flashtile import reference
+from flashtile.algorithms import flash1
+from flashtile.algorithms.memory import Memory
 from flashtile.attn.problem import Problem
 from flashtile.bench import workloads
 from flashtile.commands.explain import explain
@@ -217,7 +219,8 @@ class TestClosedForms:
 
     @staticmethod
     def flash1(call, sram_bytes):
-        return closed_forms.flash1_forward(call, closed_forms.flash1_blocks(call, sram_bytes)).hbm_bytes
+        blocks = flash1.block_sizes(Memory(sram_bytes, call.element_bytes), call.head_dim, call.width_v)
+        return closed_forms.flash1_forward(call, blocks).hbm_bytes
 
     def test_heads_and_sequences_add_up(self):
         lengths = ((100, 100), (37, 90), (1, 300))
@@ -246,7 +249,7 @@ class TestClosedForms:
 
     def test_refuses_too_little_sram(self):
         with pytest.raises(MemoryError, match="sram_bytes must be at least"):
-            closed_forms.flash1_blocks(PAPER, 512)
+            self.flash1(PAPER, 512)
 
 
 class TestMemory:

@@ -84,7 +84,8 @@ def test_flash1(case):
     memory, call = case.memory(), case.call
     tensors = case.tensors()
     out, m, row_sum = flash1.forward(*tensors, memory, **case.mask)
-    cost = closed_forms.flash1_forward(call, closed_forms.flash1_blocks(call, case.kib * 1024))
+    blocks = flash1.block_sizes(memory, case.head_dim, case.head_dim_v)
+    cost = closed_forms.flash1_forward(call, blocks)
     assert_counted(memory, cost)
     assert memory.hbm_peak == call.q_bytes + call.k_bytes + call.v_bytes + call.out_bytes + cost.extra_bytes
     memory = case.memory()
@@ -98,7 +99,8 @@ def test_flash2(case):
     memory, call = case.memory(), case.call
     tensors = case.tensors()
     out, lse = flash2.forward(*tensors, memory, **case.mask)
-    cost = closed_forms.flash2_forward(call, closed_forms.flash2_blocks(call, case.kib * 1024))
+    blocks = flash2.block_sizes(memory, case.head_dim, case.head_dim_v)
+    cost = closed_forms.flash2_forward(call, blocks)
     assert_counted(memory, cost)
     assert memory.hbm_peak == call.q_bytes + call.k_bytes + call.v_bytes + call.out_bytes + cost.extra_bytes
     memory = case.memory()

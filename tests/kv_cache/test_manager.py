@@ -421,17 +421,17 @@ class TestWrongCalls:
             (
                 {"k_descale": torch.ones(1, 2)},
                 ValueError,
-                "k_descale must be None for a cache of torch.float16",
+                "k_descale must be None, got a tensor: it is taken for a cache of float8_e4m3fn only",
             ),
             (
-                {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(2, 2)},
+                {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(2, 2), "v_descale": torch.ones(2, 2)},
                 ValueError,
-                r"k_descale must have shape \(1, 2\) or \(1, 8, 2\), got \(2, 2\)",
+                r"k_descale must have shape .* = \(1, 2\) or \(1, 8, 2\), got \(2, 2\)",
             ),
             (
                 {"dtype": torch.float8_e4m3fn, "v_descale": torch.ones(1, 2)},
-                TypeError,
-                "k_descale must be a float32 torch.Tensor, got NoneType",
+                ValueError,
+                "k_descale must be given beside v_descale, got None",
             ),
             (
                 {
@@ -440,12 +440,12 @@ class TestWrongCalls:
                     "v_descale": torch.ones(1, 8, 2),
                 },
                 ValueError,
-                r"v_descale must have the shape of k_descale, \(1, 2\), got \(1, 8, 2\)",
+                r"v_descale must have shape of k_descale = \(1, 2\), got \(1, 8, 2\)",
             ),
             (
-                {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(1, 2).double()},
+                {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(1, 2).double(), "v_descale": 1.0},
                 TypeError,
-                "k_descale must be a float32 torch.Tensor, got torch.float64",
+                "k_descale must be float32, got torch.float64",
             ),
         ],
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.decode.addresses import destinations, new_tokens
+from flashtile.decode.addresses import destinations
 from flashtile.decode.problem import FP8, FP8_MAX, AppendProblem, AppendTensors, CopyTensors
-from flashtile.decode.rotary import rotate
+from flashtile.decode.rotary import rotate_appended
 
 
 @torch.inference_mode()  # so that caches made under it can be written outside of it, too
@@ -17,19 +17,14 @@ def append(
     """Write k and v to their places in the caches, and the rotated queries to ``q_rotated``."""
     token, row, offset = destinations(k_cache, k, given)
     k_rows, v_rows = (t.detach().flatten(0, -3)[token] for t in (k, v))
-    if given.rotary_cos is not None and given.rotary_sin is not None:
-        first = given.cache_seqlens if given.rotary_seqlens is None else given.rotary_seqlens
-        assert first is not None
-        sequence, number = new_tokens(k, given.cu_seqlens_k_new)
-        tables = (given.rotary_cos, given.rotary_sin)
-        k_rows = rotate(k_rows, *tables, first.long()[sequence] + number, problem.rotary_interleaved)
+    if given.rotary_cos is not None:
+        k_rows = rotate_appended(k.detach(), given.cu_seqlens_k_new, given, problem.rotary_interleaved)
         if given.q is not None and given.q_rotated is not None:
-            sequence, number = new_tokens(given.q, given.cu_seqlens_q)
-            position = first.long()[sequence] + (number if problem.rotate_q_by_token else 0)
-            used = sequence.shape[0]  # rows behind them belong to no sequence
-            q_rows = given.q.detach().flatten(0, -3)[:used]
-            q_rows = rotate(q_rows, *tables, position, problem.rotary_interleaved)
-            given.q_rotated.view(-1, *q_rows.shape[1:])[:used] = q_rows
+            by_token = problem.rotate_q_by_token
+            q_rows = rotate_appended(
+                given.q.detach(), given.cu_seqlens_q, given, problem.rotary_interleaved, by_token
+            )
+            given.q_rotated.view(-1, *q_rows.shape[1:])[: len(q_rows)] = q_rows
     _write(k_cache, row, offset, k_rows, given.k_descale)
     _write(v_cache, row, offset, v_rows, given.v_descale)
 

@@ -18,7 +18,7 @@ from flashtile.commands.options import finite, output_folder, parse_device, prog
 from flashtile.demo import exactness, scaling
 from flashtile.demo.agreement import agreement
 from flashtile.demo.corpus import Corpus, python_library
-from flashtile.demo.model import GPT, GPTConfig
+from flashtile.demo.llama import Llama, sized
 from flashtile.demo.results import Results, Training, by_case, write
 from flashtile.demo.setting import Setting, inspect_setting, natural_dtype
 from flashtile.demo.training import (
@@ -105,7 +105,7 @@ def write_visualization(console: Console, path: Path) -> str:
 def training_config(device: torch.device, quick: bool) -> TrainingConfig:
     if quick:
         return TrainingConfig(
-            GPTConfig(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10, device=str(device)
+            sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10, device=str(device)
         )
     return default_config(device)
 
@@ -192,7 +192,7 @@ def run_training(console: Console, config: TrainingConfig, corpus: Corpus, secon
     console.rule("training a byte-level GPT on Python's standard library", align="left")
     with progress_bar(console) as progress, fastest_threads(config, corpus) as threads:
 
-        def run(config: TrainingConfig) -> tuple[GPT, TrainingResult]:
+        def run(config: TrainingConfig) -> tuple[Llama, TrainingResult]:
             task = progress.add_task(f"{config.attention} attention", total=1.0)
 
             def show(step: int, loss: float, share: float) -> None:

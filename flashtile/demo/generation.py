@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flashtile import flash_attn_func
 from flashtile.demo.llama import Llama
 from flashtile.kv_cache import PagedKVCache, Usage
 
@@ -38,9 +37,8 @@ class DenseDecoder:
 
     def __init__(self, model: Llama):
         self.model = model
-        self.sequences: list[
-            list[tuple[Tensor, Tensor]]
-        ] = []  # by sequence and layer: (1, seqlen, heads, dim)
+        # by sequence and layer: k and v, (1, seqlen, heads, head_dim)
+        self.sequences: list[list[tuple[Tensor, Tensor]]] = []
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         self.sequences = [[] for _ in prompts]
@@ -67,7 +65,7 @@ class DenseDecoder:
                 past.append((k, v))
             else:
                 past[layer] = (torch.cat([past[layer][0], k], 1), torch.cat([past[layer][1], v], 1))
-            return flash_attn_func(q, *past[layer], causal=True)
+            return self.model.attention(q, *past[layer])
 
         positions = torch.arange(earlier, earlier + len(tokens), device=device)
         hidden = self.model.hidden(torch.tensor([list(tokens)], device=device), positions, attend)

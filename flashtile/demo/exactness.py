@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.table import Column, Table
 from torch import Tensor
 
 from flashtile import testing
@@ -129,6 +130,22 @@ def measure(device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Exa
                 errors[comparison.name] = Error(bound.error, bound.plain_error, bound.allowed)
             name = str(dtype).removeprefix("torch.")
             yield Exactness(case.name, name, errors, report.holds, "" if report.holds else str(report))
+
+
+def table(measured: Sequence[Exactness]) -> Table:
+    """A row a case: the errors of out and of the worst gradient in each dtype, plain PyTorch's below."""
+    dtypes = list(dict.fromkeys(one.dtype for one in measured))
+    headings = [f"{dtype}\n{result}" for dtype in dtypes for result in ("out", "worst gradient")]
+    columns = [Column(heading, justify="right") for heading in headings]
+    found = Table("flashtile, below\nplain PyTorch", *columns, box=None, padding=(0, 1), pad_edge=False)
+    for case in dict.fromkeys(one.case for one in measured):
+        cells = []
+        for one in (one for one in measured if one.case == case):
+            for error in (one.errors["out"], one.largest(GRADIENTS)):
+                style = "green" if one.holds else "bold red"
+                cells.append(f"[{style}]{error.largest:.1e}[/]\n[dim]{error.plain:.1e}[/]")
+        found.add_row(case, *cells)
+    return found
 
 
 def check(measured: Sequence[Exactness]) -> Check:

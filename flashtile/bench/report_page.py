@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -15,15 +14,6 @@ from rich.text import Text
 from flashtile.bench import report
 from flashtile.bench.report_charts import charts
 from flashtile.io_model.tables import format_bytes
-
-
-def write_page(document: dict[str, Any], path: Path) -> None:
-    """Write the report.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
-    path.write_text(render_page(document))
 
 
 def render_page(document: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,8 +122,9 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
             problem, decode_config.DecodeConfig(candidate.tile, candidate.programs_per_sm, precision)
         )
         each = [tensors._replace(block_table=table) for table in inputs.block_tables or (None,)]
-        return [lambda copy=copy: {"out": decode(q, k, v, copy)[0]} for copy in each]
-    config = replace(attention_config.choose(problem), **{candidate.kernel: candidate.tile})
+        return [partial(lambda copy: {"out": decode(q, k, v, copy)[0]}, copy) for copy in each]
+    tile: dict[str, Any] = {candidate.kernel: candidate.tile}
+    config = replace(attention_config.choose(problem), **tile)
     forward = launch.ForwardLaunch(problem, config)
     if candidate.kernel == "forward":
         return [lambda: {"out": forward(q, k, v, NO_EXTRAS)[0]}]

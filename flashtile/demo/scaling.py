@@ -59,10 +59,6 @@ class Workload:
         """The least that standard attention needs besides its inputs and outputs."""
         return SCORE_MATRICES * self.batch * self.heads * seqlen**2 * self.torch_dtype.itemsize
 
-    def tensor_bytes(self, seqlen: int) -> int:
-        """One of q, k, v, out and their gradients."""
-        return self.batch * self.heads * seqlen * self.head_dim * self.torch_dtype.itemsize
-
 
 def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workload:
     name = str(dtype).removeprefix("torch.")

@@ -203,15 +203,14 @@ def generate(
     half of the text is read again from position 0.
     """
     generator = torch.Generator().manual_seed(config.seed)
-    decoder, text = DenseDecoder(model), bytearray(prompt or b"\n")
+    decoder, text = DenseDecoder(model), prompt or b"\n"
     window, restart = text[-config.seqlen :], True
     for _ in range(length):
         with arithmetic(config):
             logits = decoder.start([window]) if restart else decoder.extend(window[-1:])
-        drawn = draw(logits, temperature, torch.rand(1, generator=generator, dtype=torch.float64))
-        text += bytes(drawn)
-        window += bytes(drawn)
+        drawn = bytes(draw(logits, temperature, generator))
+        text, window = text + drawn, window + drawn
         restart = len(window) > config.seqlen
         if restart:
             window = window[-max(1, config.seqlen // 2) :]
-    return bytes(text)
+    return text

@@ -258,7 +258,7 @@ def test_exactness_holds_here_and_a_wrong_result_fails_its_check():
     measured = list(exactness.measure(CPU, [case for case in exactness.CASES if case.lengths_q][:1]))
     assert [one.dtype for one in measured] == ["float32", "bfloat16", "float16"]
     assert all(set(one.errors) == set(exactness.RESULTS) for one in measured)
-    assert all(0 < one.errors["out"].largest <= one.errors["out"].allowed for one in measured)
+    assert all(0 < one.errors["out"].error <= one.errors["out"].allowed for one in measured)
     assert exactness.check(measured).holds
     failed = exactness.check([*measured, replace(measured[0], case="bad", holds=False)])
     assert not failed.holds
@@ -421,7 +421,7 @@ def test_results_hold_every_number_and_writing_again_changes_nothing(results, tm
     assert record["scaling"][1]["speed_up"] == 3.0
     assert record["scaling"][2]["standard"] is None
     assert record["training"]["result"]["losses"] == results.training.result.losses
-    assert record["exactness"][0]["errors"]["dq"]["largest"] == results.exactness[0].errors["dq"].largest
+    assert record["exactness"][0]["errors"]["dq"]["error"] == results.exactness[0].errors["dq"].error
     assert {served["backend"] for served in record["setting"]["served"]} == {"cpu"}
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flashtile import flash_attn_func, fp8, machine
 from flashtile.demo.corpus import Corpus, python_library, sample_batch
-from flashtile.demo.model import GPT, PRESETS
+from flashtile.demo.llama import PRESETS, Llama
 from flashtile.demo.training import TrainingConfig, bits_per_byte, train, validate
 from flashtile.fp8 import layout
 from flashtile.fp8 import reference as fp8_reference
@@ -110,7 +110,7 @@ def outliers(*shape: int, generator: torch.Generator) -> Tensor:
     return (torch.randn(shape, generator=generator) + large * rare).bfloat16()
 
 
-def activations(model: GPT, corpus: Corpus) -> list[tuple[Tensor, ...]]:
+def activations(model: Llama, corpus: Corpus) -> list[tuple[Tensor, ...]]:
     """q, k and v of each layer on text that the model has not seen."""
     seen: list[tuple[Tensor, ...]] = []
 
@@ -124,15 +124,11 @@ def activations(model: GPT, corpus: Corpus) -> list[tuple[Tensor, ...]]:
 
 
 @contextmanager
-def with_attention(model: GPT, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
+def with_attention(model: Llama, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
     """The model with another attention, inside."""
-    layers = [block.attend for block in model.blocks]
-    before = [layer.attention for layer in layers]
-    for layer in layers:
-        layer.attention = attend
+    before, model.attention = model.attention, attend
     yield
-    for layer, attention in zip(layers, before, strict=True):
-        layer.attention = attention
+    model.attention = before
 
 
 def errors(
@@ -150,7 +146,7 @@ def errors(
         yield Error(data, name, rmse, rmse / size)
 
 
-def losses(model: GPT, corpus: Corpus) -> Iterator[dict[str, float | str]]:
+def losses(model: Llama, corpus: Corpus) -> Iterator[dict[str, float | str]]:
     """Bits a byte of held-out text with each method as the model's attention."""
     for name, attend in METHODS.items():
 

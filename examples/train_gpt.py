@@ -4,7 +4,7 @@
     python examples/train_gpt.py --size medium --steps 2000   # on a GPU: bfloat16 and the GPU kernels
     python examples/train_gpt.py --attention standard         # the same training, the score matrix in memory
 
-The model and the training loop are those of ``flashtile demo``: flashtile/demo/model.py and training.py.
+The model and the training loop are those of ``flashtile demo``: flashtile/demo/llama.py and training.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from flashtile.demo.attention import ATTENTIONS
 from flashtile.demo.corpus import python_library
-from flashtile.demo.model import PRESETS, GPTConfig
+from flashtile.demo.llama import PRESETS, sized
 from flashtile.demo.training import (
     DTYPES,
     TrainingConfig,
@@ -106,8 +106,9 @@ def configure(
     if size is not None and size not in PRESETS:
         raise ValueError(f"size must be one of {', '.join(PRESETS)}, got {size!r}")
     config = default_config(find_device(device))
-    shape: GPTConfig = config.model if size is None else PRESETS[size]
-    return replace(config, model=replace(shape, **_given(model)), **_given(chosen))
+    preset = config.model if size is None else PRESETS[size]
+    shape = {name: getattr(preset, name) for name in model} | _given(model)
+    return replace(config, model=sized(**shape), **_given(chosen))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

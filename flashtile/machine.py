@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -114,8 +113,6 @@ def _driver_version() -> str | None:
 
 def _output(*command: str) -> str | None:
     """Standard output of a command, stripped; None if it is not there or fails."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (subprocess.SubprocessError, OSError):

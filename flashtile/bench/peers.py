@@ -296,29 +296,24 @@ def _retainable_graphs() -> AbstractContextManager:
 
 def _flex_mask(workload: Workload, inputs: Inputs) -> Callable[..., Tensor] | None:
     """A FlexAttention ``mask_mod``; None where every query sees every key."""
-    left, causal = workload.window_left, workload.causal
-    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
-        sequence_q, position_q = _positions(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.q.shape[0])
-        sequence_k, position_k = _positions(inputs.cu_seqlens_k, inputs.cu_seqlens_k, inputs.k.shape[0])
+    left, causal, sees_all = workload.window_left, workload.causal, _sees_all(workload)
 
-        def within(b, h, i, j):
-            seen = sequence_q[i] == sequence_k[j]
-            if causal:
-                seen = seen & (position_k[j] <= position_q[i])
-            return seen & (position_k[j] >= position_q[i] - left) if left != UNLIMITED else seen
-
-        return within
-    if _sees_all(workload):
-        return None
-    shift = workload.seqlen_k - workload.seqlen_q
-
-    def visible(b, h, i, j):
-        position = i + shift
+    def visible(position, key):
         if not causal:
-            return j >= position - left
-        return (j <= position) & (j >= position - left) if left != UNLIMITED else j <= position
+            return key >= position - left
+        return (key <= position) & (key >= position - left) if left != UNLIMITED else key <= position
 
-    return visible
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
+        shift = workload.seqlen_k - workload.seqlen_q
+        return None if sees_all else lambda b, h, i, j: visible(i + shift, j)
+    sequence_q, position_q = _positions(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.q.shape[0])
+    sequence_k, position_k = _positions(inputs.cu_seqlens_k, inputs.cu_seqlens_k, inputs.k.shape[0])
+
+    def within(b, h, i, j):
+        same = sequence_q[i] == sequence_k[j]
+        return same if sees_all else same & visible(position_q[i], position_k[j])
+
+    return within
 
 
 def _positions(cu_seqlens: Tensor, cu_seqlens_k: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from flashtile.bench import summary
 
@@ -68,14 +68,13 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
     factor, label = scale(document, unit)
     shown = [*ours, *(peer for peer in peers if any(summary.timed(cell, [peer]) for cell in cells))]
     memory = any(_memory_ratio(cell, ours[0]) for cell in cells)
+    derived = ("% of ceiling", "x floor", "x best peer", *(["memory"] if memory else []))
     table = Table(
-        title=f"{cells[0]['pass']}, {label}, median of rounds ± half their range", title_justify="left"
-    )
-    table.add_column("workload", no_wrap=True)
-    for name in shown:
-        table.add_column(escape(name), justify="right", no_wrap=True)
-    for heading in ("% of ceiling", "x floor", "x best peer", *(["memory"] if memory else [])):
-        table.add_column(heading, justify="right")
+        Column("workload", no_wrap=True),
+        *(Column(escape(name), justify="right", no_wrap=True) for name in shown),
+        *(Column(heading, justify="right") for heading in derived),
+        title=f"{cells[0]['pass']}, {label}, median of rounds ± half their range", title_justify="left",
+    )  # fmt: skip
     for cell in cells:
         fastest = summary.best(cell, shown)
         row = [cell["workload"], *(_speed(cell, name, unit, factor, bold=name == fastest) for name in shown)]
@@ -91,12 +90,11 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
 
 def summary_table(document: dict[str, Any]) -> Table:
     """Geometric means of flashtile's speed over each peer's, over the cells that both ran."""
-    table = Table(title="flashtile's speed over each peer's", title_justify="left")
-    for heading in ("pass", "flashtile", "peer"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("geometric mean", "cells", "lowest"):
-        table.add_column(heading, justify="right")
-    table.add_column("lowest at", no_wrap=True)
+    table = Table(
+        *(Column(heading, no_wrap=True) for heading in ("pass", "flashtile", "peer")),
+        *(Column(heading, justify="right") for heading in ("geometric mean", "cells", "lowest")),
+        Column("lowest at", no_wrap=True), title="flashtile's speed over each peer's", title_justify="left",
+    )  # fmt: skip
     for row in document["summary"]:
         style = "bold" if row["peer"] == summary.BEST_PEER else None
         means = (_ratio(row["geometric_mean"]), str(row["cells"]), _ratio(row["lowest"]))

@@ -51,17 +51,15 @@ def charts(document: dict[str, Any]) -> Iterator[Chart]:
     for series, cells, passes in _by_series(document):
         what = _what(cells)
         for which, measured in passes.items():
-            yield _chart(document, series, f"{which} speed", what, _speed_bars(document, measured))
+            yield _chart(document, series, f"{which} speed", what, _speed_bars, measured)
         if len({cell["seqlen_k"] for cell in cells}) > 1:
             for which, measured in passes.items():
                 if _curves(document, measured, _speed_up):
-                    yield _chart(
-                        document, series, f"{which} speed-up", what, _speed_up_lines(document, measured)
-                    )
+                    yield _chart(document, series, f"{which} speed-up", what, _speed_up_lines, measured)
             with_memory = [measured for measured in passes.values() if _curves(document, measured, _peak)]
             if with_memory:
                 # The passes differ little: both need what the backward pass keeps.
-                yield _chart(document, series, "memory", what, _memory_lines(document, with_memory[-1]))
+                yield _chart(document, series, "memory", what, _memory_lines, with_memory[-1])
 
 
 def figure_of(draw: Draw, title: str, footer: str = "") -> Figure:
@@ -108,7 +106,7 @@ def write_plot(document: dict[str, Any], path: Path, unit: str | None = None) ->
     figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, (which, cells) in zip(axes, panels, strict=False):
-        _speed_bars(document, cells, unit)(axis)
+        _speed_bars(axis, document, cells, unit)
         axis.set_title(f"{which}, {_what(cells)}", loc="left", fontsize=9)
         axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     for axis in axes[len(panels) :]:
@@ -133,13 +131,16 @@ def _what(cells: Sequence[Cell]) -> str:
     return f"{cells[0]['series']}: {', '.join(same)}"
 
 
-def _chart(document: dict[str, Any], series: str, kind: str, what: str, draw: Draw) -> Chart:
+def _chart(
+    document: dict[str, Any], series: str, kind: str, what: str, draw: Any, cells: Sequence[Cell]
+) -> Chart:
     title = f"{kind}, {what}"
     name = f"{series}-{kind}".replace(" ", "-")
-    return Chart(name, series, title, as_svg(figure_of(draw, title, headline(document))))
+    figure = figure_of(lambda axes: draw(axes, document, cells), title, headline(document))
+    return Chart(name, series, title, as_svg(figure))
 
 
-def _speed_bars(document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> Draw:
+def _speed_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> None:
     """A group of bars for each workload, a bar for each contestant that was timed in some of them."""
     unit = unit or summary.unit_of(cells)
     factor, label = scale(document, unit)
@@ -147,65 +148,52 @@ def _speed_bars(document: dict[str, Any], cells: Sequence[Cell], unit: str | Non
     ordered = sorted(cells, key=lambda cell: (cell["seqlen_k"], cell["workload"]))
     width = 0.84 / max(1, len(shown))
 
-    def draw(axes: Axes) -> None:
-        for index, name in enumerate(shown):
-            places = [group - 0.42 + (index + 0.5) * width for group in range(len(ordered))]
-            results = [cell["results"][name] for cell in ordered]
-            speeds = [factor * result[unit] if result["status"] == "ok" else 0.0 for result in results]
-            bars = axes.bar(places, speeds, width * 0.94, label=name, color=_color(document, name))
-            texts = [
-                f"{speed:.3g}" if speed else ABSENT[result["status"]]
-                for speed, result in zip(speeds, results, strict=True)
-            ]
-            axes.bar_label(bars, texts, padding=1.5, fontsize=6, rotation=90, color=INK)
-        ceiling = summary.ceiling(document, cells[0], unit)
-        if ceiling is not None:
-            axes.axhline(factor * ceiling, color=INK, alpha=0.5, linewidth=0.8, linestyle=":")
-            what = "copy" if unit == "gbps" else "matrix product"
-            axes.annotate(
-                f"{what}, measured", (0, factor * ceiling), xycoords=("axes fraction", "data"), fontsize=6.5,
-                color=INK, xytext=(2, 2), textcoords="offset points",
-            )  # fmt: skip
-        lengths = [_length(cell) for cell in ordered]
-        if len(set(lengths)) == len(lengths):
-            axes.set_xticks(range(len(ordered)), lengths)
-            axes.set_xlabel("sequence length", fontsize=8)
-        else:
-            names = [cell["workload"] for cell in ordered]
-            axes.set_xticks(range(len(ordered)), names, rotation=20, ha="right")
-        axes.set_ylabel(label, fontsize=8)
-        axes.margins(y=0.14)
-
-    return draw
+    for index, name in enumerate(shown):
+        places = [group - 0.42 + (index + 0.5) * width for group in range(len(ordered))]
+        results = [cell["results"][name] for cell in ordered]
+        speeds = [factor * result[unit] if result["status"] == "ok" else 0.0 for result in results]
+        bars = axes.bar(places, speeds, width * 0.94, label=name, color=_color(document, name))
+        texts = [
+            f"{speed:.3g}" if speed else ABSENT[result["status"]]
+            for speed, result in zip(speeds, results, strict=True)
+        ]
+        axes.bar_label(bars, texts, padding=1.5, fontsize=6, rotation=90, color=INK)
+    ceiling = summary.ceiling(document, cells[0], unit)
+    if ceiling is not None:
+        axes.axhline(factor * ceiling, color=INK, alpha=0.5, linewidth=0.8, linestyle=":")
+        what = "copy" if unit == "gbps" else "matrix product"
+        axes.annotate(
+            f"{what}, measured", (0, factor * ceiling), xycoords=("axes fraction", "data"), fontsize=6.5,
+            color=INK, xytext=(2, 2), textcoords="offset points",
+        )  # fmt: skip
+    lengths = [_length(cell) for cell in ordered]
+    if len(set(lengths)) == len(lengths):
+        axes.set_xticks(range(len(ordered)), lengths)
+        axes.set_xlabel("sequence length", fontsize=8)
+    else:
+        names = [cell["workload"] for cell in ordered]
+        axes.set_xticks(range(len(ordered)), names, rotation=20, ha="right")
+    axes.set_ylabel(label, fontsize=8)
+    axes.margins(y=0.14)
 
 
-def _speed_up_lines(document: dict[str, Any], cells: Sequence[Cell]) -> Draw:
-    curves = _curves(document, cells, _speed_up)
-
-    def draw(axes: Axes) -> None:
-        _lines(document, axes, curves)
-        axes.axhline(1.0, color=INK, linewidth=0.8)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylabel(f"speed of {_ours(document)} over", fontsize=8)
-
-    return draw
+def _speed_up_lines(axes: Axes, document: dict[str, Any], cells: Sequence[Cell]) -> None:
+    _lines(document, axes, _curves(document, cells, _speed_up))
+    axes.axhline(1.0, color=INK, linewidth=0.8)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(f"speed of {_ours(document)} over", fontsize=8)
 
 
-def _memory_lines(document: dict[str, Any], cells: Sequence[Cell]) -> Draw:
-    curves = _curves(document, cells, _peak)
-
-    def draw(axes: Axes) -> None:
-        _lines(document, axes, curves)
-        resident = sorted((cell["seqlen_k"], cell["resident_bytes"]) for cell in cells)
-        axes.plot(*zip(*resident, strict=True), ":", color=INK, linewidth=1, label="inputs, results")
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
-        axes.set_ylabel("peak memory", fontsize=8)
-
-    return draw
+def _memory_lines(axes: Axes, document: dict[str, Any], cells: Sequence[Cell]) -> None:
+    _lines(document, axes, _curves(document, cells, _peak))
+    resident = sorted((cell["seqlen_k"], cell["resident_bytes"]) for cell in cells)
+    axes.plot(*zip(*resident, strict=True), ":", color=INK, linewidth=1, label="inputs, results")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
+    axes.set_ylabel("peak memory", fontsize=8)
 
 
 def _lines(document: dict[str, Any], axes: Axes, curves: dict[str, list[tuple[int, float]]]) -> None:
@@ -215,7 +203,11 @@ def _lines(document: dict[str, Any], axes: Axes, curves: dict[str, list[tuple[in
             *zip(*points, strict=True), "o-", label=name, color=_color(document, name), markersize=3.5,
             linewidth=2.4 if ours else 1.3, zorder=3 if ours else 2,
         )  # fmt: skip
-    lengths = sorted({seqlen for points in curves.values() for seqlen, _ in points})
+    length_axis(axes, sorted({seqlen for points in curves.values() for seqlen, _ in points}))
+
+
+def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
+    """Sequence lengths, logarithmic."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [format_tokens(length) for length in lengths])
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flashtile.bench import report
 from flashtile.bench.report_charts import charts
-
-
-def write_page(document: dict[str, Any], path: Path) -> None:
-    """Write the report.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
-    path.write_text(render_page(document))
+from flashtile.io_model.tables import format_bytes
 
 
 def render_page(document: dict[str, Any]) -> str:
@@ -34,26 +25,34 @@ def render_page(document: dict[str, Any]) -> str:
     sections: dict[str, list[Any]] = {}
     for chart in charts(document):
         sections.setdefault(chart.series, []).append(chart)
-    environment = Environment(
-        loader=PackageLoader("flashtile.bench", "."), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template("report_page.html.jinja").render(
+    return render(
+        "flashtile.bench",
+        "report_page.html.jinja",
         headline=report.headline(document),
         head=_text(report.print_head, document),
         notes=_text(report.print_notes, document),
         sections=sections,
         means=report.summary_table(document) if document["summary"] else None,
         tables=[report.cells_table(document, cells) for cells in report.by_pass(document).values()],
-        rows=_rows,
     )
 
 
-def _rows(table: Table) -> Iterator[list[tuple[str, str]]]:
-    """The rows of a table, each cell as (text, style), the style as Rich has it."""
+def render(package: str, template: str, **values: Any) -> str:
+    """A template of ``package`` that extends ``page.html.jinja``: one that needs nothing else."""
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("flashtile.bench", ".")]),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"rows": _rows, "bytes": format_bytes}
+    return environment.get_template(template).render(**values)
+
+
+def _rows(table: Table) -> Iterator[list[list[tuple[str, str]]]]:
+    """The rows of a table, each cell as pieces of (text, style), the style as Rich has it."""
+    console = Console()
     for cells in zip(*(column.cells for column in table.columns), strict=True):
-        texts = [Text.from_markup(str(cell)) for cell in cells]
-        yield [(text.plain, " ".join(str(span.style) for span in text.spans)) for text in texts]
+        texts = [Text.from_markup(str(cell), end="") for cell in cells]
+        yield [[(piece.text, str(piece.style or "")) for piece in text.render(console)] for text in texts]
 
 
 def _text(print_part: Any, document: dict[str, Any]) -> str:

@@ -297,12 +297,6 @@ def _gate_row(comparison: testing.Comparison) -> dict[str, Any]:
 
 
 def _cell(workload: Workload, which: str, entries: Sequence[Entry], oracle: Oracle) -> dict[str, Any]:
-    results = {entry.peer.name: _result(entry, workload, which) for entry in entries}
-    return describe_cell(workload, which) | {"heads_checked": len(oracle.heads), "results": results}
-
-
-def describe_cell(workload: Workload, which: str) -> dict[str, Any]:
-    """What a cell says beside its results."""
     return {
         "workload": workload.name,
         "series": workload.series,
@@ -317,24 +311,21 @@ def describe_cell(workload: Workload, which: str) -> dict[str, Any]:
         "bytes": workload.bytes(which),
         "resident_bytes": workload.resident_bytes(),
         "copies": workload.copies,
+        "heads_checked": len(oracle.heads),
+        "results": {entry.peer.name: _result(entry, workload, which) for entry in entries},
     }
 
 
 def _result(entry: Entry, workload: Workload, which: str) -> dict[str, Any]:
     result: dict[str, Any] = {"status": entry.status, "reason": entry.reason, "gate": entry.gate}
     if entry.status == OK:
-        result |= summarize_times(entry.times, workload, which)
-        result["peak_memory_bytes"] = entry.peak_memory
+        median = statistics.median(entry.times)
+        result |= {
+            "ms": median,
+            "rounds_ms": entry.times,
+            "spread": (max(entry.times) - min(entry.times)) / median,
+            "tflops": workload.flops(which) / median * 1e-9,
+            "gbps": workload.bytes(which) / median * 1e-6,
+            "peak_memory_bytes": entry.peak_memory,
+        }
     return result
-
-
-def summarize_times(times: Sequence[float], workload: Workload, which: str) -> dict[str, Any]:
-    """Median, spread and speed of a contestant's milliseconds, one a round."""
-    median = statistics.median(times)
-    return {
-        "ms": median,
-        "rounds_ms": list(times),
-        "spread": (max(times) - min(times)) / median,
-        "tflops": workload.flops(which) / median * 1e-9,
-        "gbps": workload.bytes(which) / median * 1e-6,
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,7 +53,12 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
                     is not None
                 }
                 if ratios:
-                    rows.append({"pass": which, "ours": ours, "peer": peer, **_statistics(ratios)})
+                    lowest = min(ratios, key=lambda name: ratios[name])
+                    rows.append({
+                        "pass": which, "ours": ours, "peer": peer, "cells": len(ratios),
+                        "geometric_mean": statistics.geometric_mean(ratios.values()),
+                        "lowest": ratios[lowest], "lowest_cell": lowest,
+                    })  # fmt: skip
     return rows
 
 
@@ -90,9 +95,3 @@ def unit_of(cells: Sequence[dict[str, Any]]) -> str:
     """ "gbps" where calls mostly read their keys and values, as in decoding; "tflops" else."""
     decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
     return "gbps" if decoding else "tflops"
-
-
-def _statistics(ratios: dict[str, float]) -> dict[str, Any]:
-    lowest = min(ratios, key=lambda name: ratios[name])
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    return {"cells": len(ratios), "geometric_mean": mean, "lowest": ratios[lowest], "lowest_cell": lowest}

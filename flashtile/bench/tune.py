@@ -1,7 +1,9 @@
-"""Offline search for the configuration table of the portable kernels; prints rows and keeps every timing.
+"""Offline search for the portable kernels' tiles: ``python -m flashtile.bench.tune -w paper -w decode-grid``.
 
-Candidates are compiled in parallel processes first (they land in Triton's disk cache), then timed one by one
-in one process. A candidate that does not fit the device is listed with its reason.
+Candidates are compiled in parallel processes first (they land in Triton's disk cache), then each kernel is
+timed alone, on a cold L2 cache, and for decoding in a graph over rotating caches. A candidate that does not
+fit the device or gives wrong results is listed with the reason. Rows that win go into the tables of
+``flashtile/backends/portable/config.py`` and ``flashtile/backends/portable/decode/config.py``.
 """
 
 from __future__ import annotations
@@ -10,179 +12,238 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from torch import Tensor
 
 from flashtile.attn.problem import NO_EXTRAS, Options, Problem
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
+from flashtile.backends.portable import config as attention_config
+from flashtile.backends.portable.decode import config as decode_config
+from flashtile.bench import timing
+from flashtile.bench.gate import Oracle
+from flashtile.bench.inputs import Inputs, make_inputs
+from flashtile.bench.workloads import Workload, select
+from flashtile.decode.problem import CacheTensors, DecodeOptions, DecodeProblem
 
-KERNELS = ("forward", "dkdv", "dq")
-TOKENS = 16384
-HIDDEN = 2048
+PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
+"""Matrix products of the kernels of attention."""
+SHARED_LIMIT = 227 * 1024
+SHOWN = 10
+"""Candidates of a series that are printed, the fastest first."""
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """A tile of one kernel; ``programs_per_sm`` is decoding's."""
+
     kernel: str
-    head_dim: int
-    dtype: str
-    causal: bool
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-
-    @property
-    def tile(self) -> tuple[int, int, int, int]:
-        return (self.BLOCK_M, self.BLOCK_N, self.num_warps, self.num_stages)
+    tile: KernelConfig
+    programs_per_sm: int | None = None
 
 
-def candidates(kernel: str, head_dim: int, dtype: str, causal: bool) -> Iterator[Candidate]:
-    """Tiles worth timing: accumulators fit the register file and operands shared memory, roughly."""
-    size = 4 if dtype == "float32" else 2
-    width = padded(head_dim)
-    for block_m, block_n, warps, stages in itertools.product(
-        (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)
-    ):
-        owned = block_n if kernel == "dkdv" else block_m
-        walked = block_m if kernel == "dkdv" else block_n
-        accumulators = {"forward": 1, "dkdv": 2, "dq": 1}[kernel] * owned * width
-        scores = {"forward": 1, "dkdv": 2, "dq": 2}[kernel] * block_m * block_n
-        registers = (accumulators + scores) / (warps * 32)
-        resident = {"forward": 1, "dkdv": 2, "dq": 2}[kernel] * owned * width * size
-        shared = resident + stages * 2 * walked * width * size
+def kernels_of(workload: Workload) -> tuple[str, ...]:
+    """Those that the search knows for a workload.
+
+    Raises:
+        ValueError: there is none, the workload is packed or in e4m3.
+    """
+    if workload.kind == "fp8" or workload.varlen:
+        raise ValueError(f"workloads must be of dense attention or of decoding, got {workload.name}")
+    return ("decode",) if workload.kind == "decode" else tuple(PRODUCTS)
+
+
+def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candidate]:
+    """The tile in the table, then others worth timing: accumulators fit the register file and operands
+    shared memory, roughly."""
+    if kernel == "decode":
+        yield from _decode_candidates(workload, decode_config.choose(problem))
+        return
+    chosen = Candidate(kernel, getattr(attention_config.choose(problem), kernel))
+    yield chosen
+    size, width = workload.torch_dtype.itemsize, padded(workload.head_dim)
+    accumulated, scored = {"forward": (1, 1), "dkdv": (2, 2), "dq": (1, 2)}[kernel]
+    sizes = (16, 32, 64, 128)
+    for block_m, block_n, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3)):
+        owned, walked = (block_n, block_m) if kernel == "dkdv" else (block_m, block_n)
+        registers = (accumulated * owned * width + scored * block_m * block_n) / (warps * 32)
+        shared = (scored * owned + stages * 2 * walked) * width * size
         if owned < warps * 16 and not (owned == 64 and size == 2):  # a warp without rows of its own
             continue
         if owned < 64 or walked < 32 // (size // 2):
             continue
         if registers > 232 or registers < 24 or shared > 260 * 1024:
             continue
-        yield Candidate(kernel, head_dim, dtype, causal, block_m, block_n, warps, stages)
+        yield Candidate(kernel, KernelConfig(block_m, block_n, warps, stages))
 
 
-def _tensors(seqlen: int, candidate: Candidate, batch: int | None = None) -> tuple[torch.Tensor, ...]:
-    heads = HIDDEN // candidate.head_dim
-    batch = max(1, TOKENS // seqlen) if batch is None else batch
-    dtype = getattr(torch, candidate.dtype)
-    shape = (batch, seqlen, heads, candidate.head_dim)
-    return tuple(torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
+def _decode_candidates(workload: Workload, chosen: decode_config.DecodeConfig) -> Iterator[Candidate]:
+    yield Candidate("decode", chosen.tile, chosen.programs_per_sm)
+    row_bytes = 2 * workload.head_dim * workload.cache_dtype.itemsize
+    for block_n, warps, stages, programs in itertools.product(
+        (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (1, 2, 3)
+    ):
+        shared = (block_n * row_bytes * (stages - 1) + 4096) * programs
+        if SHARED_LIMIT // 4 <= shared <= SHARED_LIMIT:
+            tile = KernelConfig(chosen.tile.BLOCK_M, block_n, warps, stages)
+            yield Candidate("decode", tile, programs)
 
 
-def _launch(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """A zero-argument callable that runs the candidate's kernel alone on prepared tensors."""
-    from flashtile.backends.common.config import KernelConfig
+def describe(workload: Workload, inputs: Inputs) -> tuple[Any, CacheTensors]:
+    """The problem of a workload's call, and a decoding call's tensors beside q and the caches."""
+    qkv = inputs.q, inputs.k, inputs.v
+    if workload.cache is None:
+        options = Options(causal=workload.causal, window_left=workload.window_left, softcap=workload.softcap)
+        return Problem.from_tensors(*qkv, options=options), CacheTensors()
+    table = inputs.block_tables[0] if inputs.block_tables else None
+    tensors = CacheTensors(cache_seqlens=inputs.cache_seqlens, block_table=table, **inputs.descales)
+    return DecodeProblem.from_tensors(*qkv, tensors, DecodeOptions(causal=workload.causal)), tensors
+
+
+def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Callable[[], dict[str, Tensor]]]:
+    """Functions that run the candidate's kernel alone, one over each copy of the inputs, and its results."""
     from flashtile.backends.portable import launch
-    from flashtile.backends.portable.config import Config, choose
+    from flashtile.backends.portable.decode.launch import DecodeLaunch
 
-    q, k, v, dout = tensors
-    problem = Problem.from_tensors(q, k, v, options=Options(causal=candidate.causal))
-    base = choose(problem)
-    tile = KernelConfig(*candidate.tile)
-    config = Config(
-        **{**{name: getattr(base, name) for name in KERNELS}, candidate.kernel: tile},
-        precision=base.precision,
-    )
+    q, k, v = inputs.q, inputs.k, inputs.v
+    problem, tensors = describe(workload, inputs)
+    if candidate.programs_per_sm is not None:
+        precision = decode_config.choose(problem).precision
+        decode = DecodeLaunch(
+            problem, decode_config.DecodeConfig(candidate.tile, candidate.programs_per_sm, precision)
+        )
+        each = [tensors._replace(block_table=table) for table in inputs.block_tables or (None,)]
+        return [partial(lambda copy: {"out": decode(q, k, v, copy)[0]}, copy) for copy in each]
+    tile: dict[str, Any] = {candidate.kernel: candidate.tile}
+    config = replace(attention_config.choose(problem), **tile)
     forward = launch.ForwardLaunch(problem, config)
     if candidate.kernel == "forward":
-        return lambda: forward(q, k, v, NO_EXTRAS)
+        return [lambda: {"out": forward(q, k, v, NO_EXTRAS)[0]}]
     out, lse = forward(q, k, v, NO_EXTRAS)
     backward = launch.BackwardLaunch(problem, config)
     preprocess, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
     neg_lse, neg_delta = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
-    launch.preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, None, NO_EXTRAS)
-    inputs = (q, k, v, dout, neg_lse, neg_delta)
-    grads = tuple(torch.empty_like(t) for t in (q, k, v))
-    if candidate.kernel == "dkdv":
-        return lambda: dkdv(q.device, *inputs, grads[1], grads[2], *NO_EXTRAS[:-1])
-    return lambda: dq(q.device, *inputs, grads[0], *NO_EXTRAS[:-1])
+    launch.preprocess_rows(preprocess, neg_lse, neg_delta, out, inputs.dout, lse, None, NO_EXTRAS)
+    kernel, names = (dkdv, ("dk", "dv")) if candidate.kernel == "dkdv" else (dq, ("dq",))
+    results = {name: torch.empty_like(q if name == "dq" else k) for name in names}
+    arguments = (q, k, v, inputs.dout, neg_lse, neg_delta, *results.values(), *NO_EXTRAS[:-1])
+
+    def run() -> dict[str, Tensor]:
+        kernel(q.device, *arguments)
+        return results
+
+    return [run]
 
 
-def _compile(candidate: Candidate) -> str | None:
-    """Compile by running on a small problem; the reason if it cannot run."""
+def _compile(candidate: Candidate, workload: Workload) -> None:
+    """Compile by running on a small problem; what cannot run says so when it is timed."""
+    small = replace(workload, batch=1, seqlen_q=128, seqlen_k=128)
     try:
-        _launch(candidate, _tensors(128, candidate, batch=1))()
+        calls(candidate, small, make_inputs(small, "cuda"))[0]()
         torch.cuda.synchronize()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:120]}"
-    return None
+    except Exception:
+        return
 
 
-def tune(
-    kernels: list[str],
-    head_dims: list[int],
-    dtypes: list[str],
-    seqlens: list[int],
-    rep: int,
-    path: Path | None,
-) -> list[dict[str, Any]]:
-    """Time every candidate on the card; returns and prints, per kernel and problem, the ranking by geometric
-    mean."""
-    from triton.testing import do_bench
+def time_candidate(
+    candidate: Candidate, workload: Workload, inputs: Inputs, oracle: Oracle, rep: float
+) -> dict[str, Any]:
+    """Microseconds of one candidate, or why it has none."""
+    try:
+        functions = calls(candidate, workload, inputs)
+        wrong = [found for found in oracle.check(functions[0]()) if not found.holds]
+        if wrong:
+            return {"refused": str(wrong[0])}
+        cold = timing.median_time(functions[0], rep, inputs.q.device) * 1e3
+        if candidate.kernel != "decode":
+            return {"us": cold}
+        in_graph = timing.replay_time(timing.capture(functions), rep) * 1e3 / len(functions)
+    except Exception as error:  # what does not fit this device
+        return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+    return {"us": in_graph, "cold_us": cold}
 
-    every = [
-        candidate
-        for kernel, head_dim, dtype, causal in itertools.product(kernels, head_dims, dtypes, (False, True))
-        for candidate in candidates(kernel, head_dim, dtype, causal)
-    ]
-    workers = max(1, (os.cpu_count() or 2) - 2)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        refusals = list(pool.map(_compile, every, chunksize=2))
-    rows: list[dict[str, Any]] = []
-    for candidate, refusal in zip(every, refusals, strict=True):
-        row: dict[str, Any] = {**asdict(candidate), "refusal": refusal, "tflops": {}}
-        if refusal is None:
-            for seqlen in seqlens:
-                torch.manual_seed(0)
-                run = _launch(candidate, _tensors(seqlen, candidate))
-                seconds = do_bench(run, warmup=5, rep=rep, return_mode="median") * 1e-3
-                products = {"forward": 2, "dkdv": 4, "dq": 3}[candidate.kernel]
-                flops = 2 * products * TOKENS * seqlen * HIDDEN / (2 if candidate.causal else 1)
-                row["tflops"][seqlen] = flops / seconds * 1e-12
-        rows.append(row)
-        if path is not None:
-            path.write_text(json.dumps(rows, indent=1))
-    for kernel, head_dim, dtype, causal in itertools.product(kernels, head_dims, dtypes, (False, True)):
-        ranked = sorted(
-            (
-                (math.exp(sum(map(math.log, row["tflops"].values())) / len(seqlens)), row)
-                for row in rows
-                if row["tflops"]
-                and (row["kernel"], row["head_dim"], row["dtype"], row["causal"])
-                == (kernel, head_dim, dtype, causal)
-            ),
-            key=lambda pair: -pair[0],
-        )
-        print(f"{kernel} head_dim {head_dim} {dtype} causal {causal}")
-        for mean, row in ranked[:5]:
-            tile = f"{row['BLOCK_M']}x{row['BLOCK_N']} warps {row['num_warps']} stages {row['num_stages']}"
-            print(
-                f"   {tile:32} {mean:6.1f}  " + "  ".join(f"{s}: {t:.0f}" for s, t in row["tflops"].items())
+
+def speed(kernel: str, workload: Workload, microseconds: float) -> str:
+    """In TB/s for decoding, else TFLOP/s."""
+    if kernel == "decode":
+        return f"{workload.bytes() / microseconds * 1e-6:.2f} TB/s"
+    return f"{workload.flops() * PRODUCTS[kernel] / 2 / microseconds * 1e-6:.0f} TFLOP/s"
+
+
+def tune(kernel: str, series: list[Workload], rep: float) -> list[dict[str, Any]]:
+    """Time every candidate on the workloads of a series, which differ in length only; the fastest first."""
+    rows: dict[Candidate, dict[str, Any]] = {}
+    for workload in series:
+        inputs = make_inputs(workload, "cuda")
+        every = list(dict.fromkeys(candidates(kernel, workload, describe(workload, inputs)[0])))
+        if not rows and kernel != "decode":
+            workers = max(1, (os.cpu_count() or 2) - 2)
+            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+                list(pool.map(_compile, every, [workload] * len(every), chunksize=2))
+        oracle = Oracle(workload, inputs, gradients=kernel in ("dkdv", "dq"))
+        for candidate in every:
+            row = rows.setdefault(candidate, asdict(candidate) | {"series": workload.series, "times": {}})
+            row["times"][workload.name] = time_candidate(candidate, workload, inputs, oracle, rep)
+        del inputs, oracle
+        timing.release_memory(torch.device("cuda"))
+
+    def mean(row: dict[str, Any]) -> float:
+        return math.prod(found.get("us", math.inf) for found in row["times"].values())
+
+    return sorted(rows.values(), key=mean)
+
+
+def main(
+    workload: Annotated[
+        list[str], typer.Option("-w", "--workload", help="Names, series or tags; repeatable.")
+    ],
+    kernel: Annotated[
+        list[str] | None, typer.Option(help=f"Of attention: {', '.join(PRODUCTS)}; repeatable. Default: all.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Replaces that of dense workloads.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Replaces the workloads' own.")] = None,
+    rep: Annotated[float, typer.Option(help="Milliseconds of calls for each measurement.")] = 20.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every number here.")] = None,
+) -> None:
+    """Time tiles of the portable kernels on the GPU of this machine."""
+    searches: dict[tuple[str, str], list[Workload]] = {}
+    try:
+        for name in kernel or ():
+            if name not in PRODUCTS:
+                raise ValueError(f"kernel must be one of {', '.join(PRODUCTS)}, got {name!r}")
+        for one in select(workload, dtype=dtype):
+            if head_dim is not None and one.cache is None:  # as many columns in all
+                heads = max(1, one.num_heads_q * one.head_dim // head_dim)
+                one = replace(one, head_dim=head_dim, num_heads_q=heads, num_heads_kv=heads)
+            for name in kernels_of(one):
+                if not kernel or name in kernel or name == "decode":
+                    searches.setdefault((one.series, name), []).append(one)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    found: list[dict[str, Any]] = []
+    for (series, name), workloads in searches.items():
+        ranked = tune(name, workloads, rep)
+        found += ranked
+        typer.echo(f"{series}, {name}: BLOCK_M, BLOCK_N, num_warps, num_stages, programs_per_sm")
+        for row in ranked[:SHOWN]:
+            tile = (*list(row["tile"].values())[:4], row["programs_per_sm"])
+            times = (
+                f"{one.name} {us['us']:.1f} us {speed(name, one, us['us'])}" if "us" in us else us["refused"]
+                for one, us in zip(workloads, row["times"].values(), strict=True)
             )
-    return rows
+            typer.echo(f"  {tile}  {'; '.join(times)}")
+        if json_path is not None:
+            json_path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    import argparse
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 4096])
-    parser.add_argument("--rep", type=int, default=15, help="milliseconds a measurement")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    tune(
-        arguments.kernels,
-        arguments.head_dims,
-        arguments.dtypes,
-        arguments.seqlens,
-        arguments.rep,
-        arguments.json,
-    )
+    typer.run(main)

@@ -288,142 +288,112 @@ def _square(*lengths: int) -> list[tuple[int, int]]:
     return [(length, length) for length in lengths]
 
 
-def _models() -> list[Workload]:
-    """Attention of known models: heads, head sizes and masks from their published configurations."""
-    return [
-        *_dense("llama3-8b", (2048, 8192, 16384), 16384, "llama models", (32, 8, 128), causal=True),
-        Workload(
-            "llama3-8b-chunk", "llama3-8b-chunk", 2, 2048, 8192, 32, 8, 128, causal=True,
-            tags=("llama", "models"),
-        ),
-        *_dense("qwen2.5-7b", (4096, 16384), 16384, "qwen models", (28, 4, 128), causal=True),
-        *_dense("qwen3-0.6b", (4096,), 16384, "qwen models", (16, 8, 128), causal=True),
-        *_dense("gpt2", (1024,), 16384, "gpt2 models", (12, 12, 64), causal=True),
-        *_dense(
-            "mixtral-window", (8192, 16384), 16384, "mixtral window models", (32, 8, 128),
-            causal=True, window_left=4095,
-        ),
-        *_dense("gemma2-2b", (8192,), 16384, "gemma models", (8, 4, 256), causal=True, softcap=50.0),
-        _lengths(
-            "llama3-8b-varlen", _square(8192, 37, 4096, 64, 2048, 128, 1024, 27, 512, 256),
-            "varlen llama models", (32, 8, 128), causal=True,
-        ),
-        _lengths(
-            "bert-varlen", _square(*(64 + (index * 149) % 449 for index in range(56))),
-            "varlen models", (16, 16, 64),
-        ),
-    ]  # fmt: skip
-
-
-def _windows() -> list[Workload]:
-    """What a window saves of a long sequence; many tokens."""
-    heads = (16, 16, 128)
-    return [
-        *_dense("window-none", (16384,), PAPER_TOKENS, "windows", heads, causal=True),
-        *_dense("window-1024", (16384,), PAPER_TOKENS, "windows", heads, causal=True, window_left=1023),
-        *_dense("batch16-causal", (8192,), 16 * 8192, "batch16", heads, causal=True),
-    ]
-
-
 def _ragged() -> list[Workload]:
     """Log-uniform lengths, beside equal ones of as many tokens and about as many pairs."""
-    heads = (16, 16, 128)
     lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
     batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
     return [
         workload
         for suffix, causal in (("", False), ("-causal", True))
         for workload in (
-            _lengths(f"ragged{suffix}", _square(*lengths), "lengths", heads, causal=causal),
+            _lengths(f"ragged{suffix}", _square(*lengths), "lengths", WIDE_HEADS, causal=causal),
             *_dense(
-                f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, "lengths", heads,
+                f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, "lengths", WIDE_HEADS,
                 causal=causal,
             ),
         )
     ]  # fmt: skip
 
 
-def _decoding() -> list[Workload]:
-    """One to 128 sequences of 1024 to 131072 keys; page sizes, e4m3 caches, several tokens, head sizes."""
-    fours = (4096,) * 32
-    return [
-        *(
-            _decode(
-                f"{b}x{s}-{q}/{kv}", (s,) * b, "decode decode-grid", (q, kv, 128), series=f"{b}x-{q}/{kv}"
-            )
-            for q, kv in ((32, 8), (32, 32), (64, 8))
-            for b, s in ((1, 8192), (1, 131072), (8, 8192), (8, 65536), (32, 4096), (128, 1024), (128, 4096))
-        ),
-        *(
-            _decode(f"32x4096-page-{size}", fours, "decode decode-pages", series="pages", page_size=size)
-            for size in (1, 16, 64, 256)
-        ),
-        _decode("32x4096-dense", fours, "decode decode-pages", series="pages", page_size=0),
-        _decode("ragged-131072-63x512", (131072, *(512,) * 63), "decode decode-ragged"),
-        _decode("64x512", (512,) * 64, "decode decode-ragged"),
-        *(
-            _decode(
-                f"{b}x{s}-32/8-fp8", (s,) * b, "decode decode-fp8", series=f"{b}x-32/8-fp8", cache_dtype=FP8
-            )
-            for b, s in ((1, 8192), (8, 65536), (32, 4096), (128, 4096))
-        ),
-        *(
-            _decode(f"32x4096-32/8-q{n}", fours, "decode decode-tokens", series="tokens", seqlen_q=n)
-            for n in (4, 16, 64)
-        ),
-        *(
-            _decode(f"32x4096-d{d}", fours, "decode decode-head-dims", (32, 8, d), series="head-dims")
-            for d in (64, 256, 512)
-        ),
-        _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
-    ]
-
-
-def _cpu() -> list[Workload]:
-    """Sized for two cores."""
-    float32 = {"dtype": "float32"}
-    return [
-        *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **float32),
-        *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **float32),
-        *_dense("cpu-d128-gqa-causal", (1024,), 0, "cpu", (8, 2, 128), causal=True, **float32),
-        *_dense("cpu-window-causal", (2048,), 0, "cpu", (8, 8, 64), causal=True, window_left=255, **float32),
-    ]
-
-
-def _ci() -> list[Workload]:
-    """Seconds on two cores; every kind of call once, lengths that are no powers of two."""
-    float32: dict[str, Any] = {"dtype": "float32"}
-    return [
-        *_dense("ci-full", (96, 160), 192, "ci", (2, 2, 32), **float32),
-        *_dense("ci-causal", (96, 160), 192, "ci", (2, 2, 32), causal=True, **float32),
-        *_dense("ci-gqa", (113,), 226, "ci", (4, 2, 40), causal=True, **float32),
-        *_dense("ci-window", (150,), 0, "ci", (2, 1, 16), causal=True, window_left=31, **float32),
-        *_dense("ci-softcap", (100,), 0, "ci", (2, 2, 64), softcap=5.0, **float32),
-        Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
-        _lengths(
-            "ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **float32
-        ),
-        *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
-        _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
-        _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **float32),
-        _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **float32),
-        _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
-        _decode("ci-prefix", (80, 70), "ci-decode", (4, 2, 32), prefix=64, **float32),
-    ]
-
+WIDE_HEADS: Heads = (16, 16, 128)
+FLOAT32: dict[str, Any] = {"dtype": "float32"}
+CONTEXTS = (4096,) * 32
+"""What most decoding calls that differ in something else have in common."""
 
 WORKLOADS: tuple[Workload, ...] = (
     *_paper_grid("paper", PAPER_SEQLENS, "paper"),  # Shah et al. 2024, arXiv:2407.08608, section 4.1
-    *_models(),
-    *_windows(),
+    # Attention of known models: heads, head sizes and masks from their published configurations
+    *_dense("llama3-8b", (2048, 8192, 16384), 16384, "llama models", (32, 8, 128), causal=True),
+    Workload(
+        "llama3-8b-chunk", "llama3-8b-chunk", 2, 2048, 8192, 32, 8, 128, causal=True,
+        tags=("llama", "models"),
+    ),
+    *_dense("qwen2.5-7b", (4096, 16384), 16384, "qwen models", (28, 4, 128), causal=True),
+    *_dense("qwen3-0.6b", (4096,), 16384, "qwen models", (16, 8, 128), causal=True),
+    *_dense("gpt2", (1024,), 16384, "gpt2 models", (12, 12, 64), causal=True),
+    *_dense(
+        "mixtral-window", (8192, 16384), 16384, "mixtral window models", (32, 8, 128),
+        causal=True, window_left=4095,
+    ),
+    *_dense("gemma2-2b", (8192,), 16384, "gemma models", (8, 4, 256), causal=True, softcap=50.0),
+    _lengths(
+        "llama3-8b-varlen", _square(8192, 37, 4096, 64, 2048, 128, 1024, 27, 512, 256),
+        "varlen llama models", (32, 8, 128), causal=True,
+    ),
+    _lengths(
+        "bert-varlen", _square(*(64 + (index * 149) % 449 for index in range(56))),
+        "varlen models", (16, 16, 64),
+    ),
+    # What a window saves of a long sequence; many tokens
+    *_dense("window-none", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True),
+    *_dense("window-1024", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True, window_left=1023),
+    *_dense("batch16-causal", (8192,), 16 * 8192, "batch16", WIDE_HEADS, causal=True),
     *_ragged(),
     *_paper_grid("bfloat16", (2048, 8192), "dtypes"),
     *_paper_grid("float16", (2048, 8192), "dtypes", dtype="float16"),
     *_paper_grid("fp8", (4096, 8192, 16384), "fp8", dtype=FP8),
-    *_decoding(),
-    *_cpu(),
-    *_ci(),
-)
+    # One to 128 sequences of 1024 to 131072 keys; page sizes, e4m3 caches, several tokens, head sizes
+    *(
+        _decode(
+            f"{b}x{s}-{q}/{kv}", (s,) * b, "decode decode-grid", (q, kv, 128), series=f"{b}x-{q}/{kv}"
+        )
+        for q, kv in ((32, 8), (32, 32), (64, 8))
+        for b, s in ((1, 8192), (1, 131072), (8, 8192), (8, 65536), (32, 4096), (128, 1024), (128, 4096))
+    ),
+    *(
+        _decode(f"32x4096-page-{size}", CONTEXTS, "decode decode-pages", series="pages", page_size=size)
+        for size in (1, 16, 64, 256)
+    ),
+    _decode("32x4096-dense", CONTEXTS, "decode decode-pages", series="pages", page_size=0),
+    _decode("ragged-131072-63x512", (131072, *(512,) * 63), "decode decode-ragged"),
+    _decode("64x512", (512,) * 64, "decode decode-ragged"),
+    *(
+        _decode(
+            f"{b}x{s}-32/8-fp8", (s,) * b, "decode decode-fp8", series=f"{b}x-32/8-fp8", cache_dtype=FP8
+        )
+        for b, s in ((1, 8192), (8, 65536), (32, 4096), (128, 4096))
+    ),
+    *(
+        _decode(f"32x4096-32/8-q{n}", CONTEXTS, "decode decode-tokens", series="tokens", seqlen_q=n)
+        for n in (4, 16, 64)
+    ),
+    *(
+        _decode(f"32x4096-d{d}", CONTEXTS, "decode decode-head-dims", (32, 8, d), series="head-dims")
+        for d in (64, 256, 512)
+    ),
+    _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
+    # Sized for two cores
+    *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
+    *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
+    *_dense("cpu-d128-gqa-causal", (1024,), 0, "cpu", (8, 2, 128), causal=True, **FLOAT32),
+    *_dense("cpu-window-causal", (2048,), 0, "cpu", (8, 8, 64), causal=True, window_left=255, **FLOAT32),
+    # Seconds on two cores; every kind of call once, lengths that are no powers of two
+    *_dense("ci-full", (96, 160), 192, "ci", (2, 2, 32), **FLOAT32),
+    *_dense("ci-causal", (96, 160), 192, "ci", (2, 2, 32), causal=True, **FLOAT32),
+    *_dense("ci-gqa", (113,), 226, "ci", (4, 2, 40), causal=True, **FLOAT32),
+    *_dense("ci-window", (150,), 0, "ci", (2, 1, 16), causal=True, window_left=31, **FLOAT32),
+    *_dense("ci-softcap", (100,), 0, "ci", (2, 2, 64), softcap=5.0, **FLOAT32),
+    Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
+    _lengths(
+        "ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32
+    ),
+    *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
+    _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
+    _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
+    _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
+    _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
+    _decode("ci-prefix", (80, 70), "ci-decode", (4, 2, 32), prefix=64, **FLOAT32),
+)  # fmt: skip
 
 TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for tag in workload.tags))
 

@@ -139,7 +139,7 @@ def _finish(
     if plot_path is not None:
         report_charts.write_plot(document, plot_path, unit)
     if report_path is not None:
-        report_page.write_page(document, report_path)
+        report_path.write_text(report_page.render_page(document))
     report.print_report(document, out, unit)
 
 

@@ -12,14 +12,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from flashtile.commands.options import finite, output_folder, parse_device, progress_bar
 from flashtile.demo import exactness, scaling
 from flashtile.demo.agreement import agreement
 from flashtile.demo.corpus import Corpus, python_library
-from flashtile.demo.model import GPT, GPTConfig
-from flashtile.demo.results import Results, Training, by_case, write
+from flashtile.demo.llama import Llama, sized
+from flashtile.demo.results import Results, Training, write
 from flashtile.demo.setting import Setting, inspect_setting, natural_dtype
 from flashtile.demo.training import (
     TrainingConfig,
@@ -105,50 +104,25 @@ def write_visualization(console: Console, path: Path) -> str:
 def training_config(device: torch.device, quick: bool) -> TrainingConfig:
     if quick:
         return TrainingConfig(
-            GPTConfig(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10, device=str(device)
+            sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10, device=str(device)
         )
     return default_config(device)
 
 
 def show_setting(console: Console, setting: Setting) -> None:
     console.rule("machine", align="left")
-    for device in setting.devices:
-        size = f"{device['cores']} cores" if "cores" in device else f"{device['sm_count']} SMs"
-        memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])}"
-        console.print(f"{device['device']}: {escape(device['name'])}, {device['capability']}, {size}{memory}")
-    found = [f"{name} {version}" for name, version in setting.versions.items() if version]
-    console.print(f"[dim]{escape(', '.join(found))}[/]")
-    for call in setting.served:
-        console.print(f"{call.call}, {setting.dtype} on {setting.device}: served by [bold]{call.backend}[/]")
-    against = {item for call in setting.served for item in call.reasons_against.items()}
-    for name, reason in sorted(against):
-        console.print(f"[dim]not by {name}: {escape(reason)}[/]")
+    for line in setting.machine_lines() + setting.served_lines():
+        console.print(line, markup=False)
 
 
 def measure_exactness(console: Console, device: torch.device, quick: bool) -> list[exactness.Exactness]:
     console.rule("exactness: largest error against float64 standard attention", align="left")
     cases = exactness.CASES[-1:] if quick else exactness.CASES
-    measured = []
+    total = len(cases) * len(exactness.DTYPES)
     with progress_bar(console) as progress:
-        task = progress.add_task("forward and backward", total=len(cases) * len(exactness.DTYPES))
-        for one in exactness.measure(device, cases):
-            measured.append(one)
-            progress.advance(task)
-    dtypes = list(dict.fromkeys(one.dtype for one in measured))
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("flashtile, below\nplain PyTorch")
-    for dtype in dtypes:
-        table.add_column(f"{dtype}\nout", justify="right")
-        table.add_column("worst\ngradient", justify="right")
-    for case, by_dtype in by_case(measured).items():
-        cells = []
-        for dtype in dtypes:
-            one = by_dtype[dtype]
-            for error in (one.errors["out"], one.largest(exactness.GRADIENTS)):
-                style = "green" if one.holds else "bold red"
-                cells.append(f"[{style}]{error.largest:.1e}[/]\n[dim]{error.plain:.1e}[/]")
-        table.add_row(case, *cells)
-    console.print(table)
+        steps = exactness.measure(device, cases)
+        measured = list(progress.track(steps, total=total, description="forward and backward"))
+    console.print(exactness.table(measured))
     for one in measured:
         if not one.holds:
             console.print(escape(one.report), style="red")
@@ -157,31 +131,11 @@ def measure_exactness(console: Console, device: torch.device, quick: bool) -> li
 
 def measure_scaling(console: Console, workload: scaling.Workload) -> list[scaling.Row]:
     console.rule("time and memory: causal, forward and backward", align="left")
-    console.print(
-        f"{workload.dtype}, batch {workload.batch}, {workload.heads} heads of {workload.head_dim}; "
-        "memory beyond q, k and v"
-    )
-    rows = []
+    console.print(f"{workload.described}; memory beyond q, k and v")
     with progress_bar(console) as progress:
-        task = progress.add_task("sequence lengths", total=len(workload.seqlens))
-        for row in scaling.measure(workload):
-            rows.append(row)
-            progress.advance(task)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for heading in ("seqlen", "flashtile", "standard", "speed-up", "flashtile memory", "standard", "ratio"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        theirs = row.standard
-        table.add_row(
-            str(row.seqlen),
-            _milliseconds(row.flashtile),
-            "" if theirs is None else _milliseconds(theirs),
-            "" if row.speed_up is None else f"{row.speed_up:.2f}x",
-            _memory(row.flashtile),
-            "-" if theirs is None else _memory(theirs),
-            "" if row.memory_ratio is None else f"{row.memory_ratio:.1f}x",
-        )
-    console.print(table)
+        steps, total = scaling.measure(workload), len(workload.seqlens)
+        rows = list(progress.track(steps, total=total, description="sequence lengths"))
+    console.print(scaling.table(rows))
     for row in rows:
         if row.obstacle is not None:
             console.print(f"{row.seqlen}: standard attention {escape(row.obstacle)}")
@@ -192,7 +146,7 @@ def run_training(console: Console, config: TrainingConfig, corpus: Corpus, secon
     console.rule("training a byte-level GPT on Python's standard library", align="left")
     with progress_bar(console) as progress, fastest_threads(config, corpus) as threads:
 
-        def run(config: TrainingConfig) -> tuple[GPT, TrainingResult]:
+        def run(config: TrainingConfig) -> tuple[Llama, TrainingResult]:
             task = progress.add_task(f"{config.attention} attention", total=1.0)
 
             def show(step: int, loss: float, share: float) -> None:
@@ -229,11 +183,3 @@ def run_training(console: Console, config: TrainingConfig, corpus: Corpus, secon
         prompt=PROMPT.decode(),
         sample=sample,
     )
-
-
-def _milliseconds(cost: scaling.Cost) -> str:
-    return f"{cost.milliseconds:,.0f} ms" if cost.milliseconds >= 100 else f"{cost.milliseconds:.3g} ms"
-
-
-def _memory(cost: scaling.Cost) -> str:
-    return "-" if cost.peak_bytes is None else format_bytes(cost.peak_bytes)

@@ -27,20 +27,12 @@ MOST, MOST_TOKENS, MOST_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
 def explain(
     batch: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
     seqlen_q: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 1024,
-    seqlen_k: Annotated[
-        int | None, typer.Option(min=0, max=MOST_TOKENS, help="Default: that of q.", show_default=False)
-    ] = None,
+    seqlen_k: Annotated[int | None, typer.Option(min=0, max=MOST_TOKENS, help="Default: that of q.")] = None,
     heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 16,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Default: heads.", show_default=False)
-    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, max=MOST)] = 128,
-    head_dim_v: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Default: head_dim.", show_default=False)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Default: bfloat16; float32 on the CPU.", show_default=False)
-    ] = None,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: head_dim.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16; float32 on the CPU.")] = None,
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window_left: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
     window_right: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
@@ -60,7 +52,6 @@ def explain(
             "--card",
             help=f"Choice and costs on this card: {', '.join(CARDS)}; 'here' measures this machine for the "
             "costs. Default: the GPU at hand.",
-            show_default=False,
         ),
     ] = None,
     memory: Annotated[
@@ -79,13 +70,8 @@ def explain(
     card = _card(card_name, place)
     if dtype is None:
         on_gpu = place.type == "cuda" or (card_name is not None and card_name != HERE)
-        dtype = (
-            "float32"
-            if not on_gpu
-            else "bfloat16"
-            if card is None or card.capability >= (8, 0)
-            else "float16"
-        )
+        of_card = "bfloat16" if card is None or card.capability >= (8, 0) else "float16"
+        dtype = of_card if on_gpu else "float32"
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k

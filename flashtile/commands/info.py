@@ -30,9 +30,8 @@ def _versions() -> Table:
 
 
 def _devices() -> Table:
-    table = Table(title="devices", title_justify="left")
-    for heading in ("device", "name", "capability", "memory", "size"):
-        table.add_column(heading)
+    headings = ("device", "name", "capability", "memory", "size")
+    table = Table(*headings, title="devices", title_justify="left")
     for device in machine.devices():
         memory = device["memory_bytes"]
         sms = device.get("sm_count")
@@ -43,9 +42,8 @@ def _devices() -> Table:
 
 
 def _backends() -> Table:
-    table = Table(title="backends, in order of preference", title_justify="left")
-    for heading in ("backend", "device", "serves", "does not serve"):
-        table.add_column(heading)
+    headings = ("backend", "device", "serves", "does not serve")
+    table = Table(*headings, title="backends, in order of preference", title_justify="left")
     for name in PREFERENCE:
         for device in machine.devices():
             served, reasons = _served(name, torch.device(device["device"]))

@@ -26,26 +26,18 @@ def visualize(
     open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     algorithm: Annotated[
         str | None,
-        typer.Option(
-            help=f"For a run of your own: {', '.join(RUNNERS)}. Default: flash2.", show_default=False
-        ),
+        typer.Option(help=f"For a run of your own: {', '.join(RUNNERS)}. Default: flash2."),
     ] = None,
     seqlen: Annotated[
         int | None,
-        typer.Option(min=1, max=LONGEST, help="Record a run of this length.", show_default=False),
+        typer.Option(min=1, max=LONGEST, help="Record a run of this length."),
     ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, max=WIDEST, help="Default: 64.", show_default=False)
-    ] = None,
-    block: Annotated[
-        str | None, typer.Option(help='Queries x keys, like 64x64, or "auto".', show_default=False)
-    ] = None,
-    sram_kib: Annotated[
-        int | None, typer.Option(min=1, max=MOST_KIB, help="SRAM in KiB.", show_default=False)
-    ] = None,
-    mask: Annotated[str | None, typer.Option(help=f"{', '.join(MASKS)}.", show_default=False)] = None,
-    num_splits: Annotated[int | None, typer.Option(min=1, help="For decoding.", show_default=False)] = None,
-    page_size: Annotated[int | None, typer.Option(min=1, help="For paged.", show_default=False)] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, max=WIDEST, help="Default: 64.")] = None,
+    block: Annotated[str | None, typer.Option(help='Queries x keys, like 64x64, or "auto".')] = None,
+    sram_kib: Annotated[int | None, typer.Option(min=1, max=MOST_KIB, help="SRAM in KiB.")] = None,
+    mask: Annotated[str | None, typer.Option(help=f"{', '.join(MASKS)}.")] = None,
+    num_splits: Annotated[int | None, typer.Option(min=1, help="For decoding.")] = None,
+    page_size: Annotated[int | None, typer.Option(min=1, help="For paged.")] = None,
 ) -> None:
     """Write a page that plays the algorithms: what moves, what it costs, why.
 

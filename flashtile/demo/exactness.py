@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.table import Column, Table
 from torch import Tensor
 
 from flashtile import testing
@@ -92,29 +93,20 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Error:
-    """Largest errors of one result, against float64 standard attention: flashtile's, plain PyTorch's in the
-    same dtype, and what the error rule allows flashtile (see :mod:`flashtile.testing`)."""
-
-    largest: float
-    plain: float
-    allowed: float
-
-
-@dataclass(frozen=True)
 class Exactness:
-    """The errors of one case in one dtype, by result; ``holds`` is the error rule's verdict."""
+    """The largest errors of one case in one dtype, by result, against float64 standard attention: flashtile's
+    and plain PyTorch's in the same dtype. ``holds`` is the error rule's verdict."""
 
     case: str
     dtype: str
-    errors: dict[str, Error]
+    errors: dict[str, testing.Bound]
     holds: bool
     report: str
     """Every number of a case that does not hold; empty for one that does."""
 
-    def largest(self, results: Sequence[str]) -> Error:
+    def largest(self, results: Sequence[str]) -> testing.Bound:
         """The error of flashtile that is the largest share of what is allowed, among ``results``."""
-        return max((self.errors[r] for r in results), key=lambda error: error.largest / error.allowed)
+        return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
 
 
 def measure(device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Exactness]:
@@ -123,12 +115,30 @@ def measure(device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Exa
         for dtype in DTYPES:
             q, k, v = case.tensors(dtype, device)
             report = testing.measure(q, k, v, **case.arguments(device))
-            errors = {}
-            for comparison in report.comparisons:
-                bound = next(b for b in comparison.bounds if b.norm == "largest")
-                errors[comparison.name] = Error(bound.error, bound.plain_error, bound.allowed)
+            errors = {
+                comparison.name: bound
+                for comparison in report.comparisons
+                for bound in comparison.bounds
+                if bound.norm == "largest"
+            }
             name = str(dtype).removeprefix("torch.")
             yield Exactness(case.name, name, errors, report.holds, "" if report.holds else str(report))
+
+
+def table(measured: Sequence[Exactness]) -> Table:
+    """A row a case: the errors of out and of the worst gradient in each dtype, plain PyTorch's below."""
+    dtypes = list(dict.fromkeys(one.dtype for one in measured))
+    headings = [f"{dtype}\n{result}" for dtype in dtypes for result in ("out", "worst gradient")]
+    columns = [Column(heading, justify="right") for heading in headings]
+    found = Table("flashtile, below\nplain PyTorch", *columns, box=None, padding=(0, 1), pad_edge=False)
+    for case in dict.fromkeys(one.case for one in measured):
+        cells = []
+        for one in (one for one in measured if one.case == case):
+            for error in (one.errors["out"], one.largest(GRADIENTS)):
+                style = "green" if one.holds else "bold red"
+                cells.append(f"[{style}]{error.error:.1e}[/]\n[dim]{error.plain_error:.1e}[/]")
+        found.add_row(case, *cells)
+    return found
 
 
 def check(measured: Sequence[Exactness]) -> Check:

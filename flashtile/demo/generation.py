@@ -8,39 +8,44 @@ give the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flashtile import flash_attn_func
 from flashtile.demo.llama import Llama
 from flashtile.kv_cache import PagedKVCache, Usage
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """Sequences in a fixed order. Every method costs one pass through the model, but :meth:`select` none."""
 
+    @abstractmethod
     def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Replace all sequences by these prompts; the logits after each, (len(prompts), vocabulary)."""
 
+    @abstractmethod
     def select(self, parents: Sequence[int]) -> None:
         """Let sequence i continue what is now ``parents[i]``: one once, another twice, a third not at all."""
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
         """Append a token to each sequence; the logits after it, (sequences, vocabulary)."""
+        return self._logits([[token] for token in tokens])
+
+    @abstractmethod
+    def _logits(self, new: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens to each sequence, some at least; the logits after the last."""
 
 
-class DenseDecoder:
+class DenseDecoder(Decoder):
     """Each sequence has its own keys and values, and is computed alone."""
 
     def __init__(self, model: Llama):
         self.model = model
-        self.sequences: list[
-            list[tuple[Tensor, Tensor]]
-        ] = []  # by sequence and layer: (1, seqlen, heads, dim)
+        # by sequence and layer: k and v, (1, seqlen, heads, head_dim)
+        self.sequences: list[list[tuple[Tensor, Tensor]]] = []
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         self.sequences = [[] for _ in prompts]
@@ -48,9 +53,6 @@ class DenseDecoder:
 
     def select(self, parents: Sequence[int]) -> None:
         self.sequences = [list(self.sequences[parent]) for parent in parents]
-
-    def extend(self, tokens: Sequence[int]) -> Tensor:
-        return self._logits([[token] for token in tokens])
 
     @torch.no_grad()
     def _logits(self, new: Sequence[Sequence[int]]) -> Tensor:
@@ -67,7 +69,7 @@ class DenseDecoder:
                 past.append((k, v))
             else:
                 past[layer] = (torch.cat([past[layer][0], k], 1), torch.cat([past[layer][1], v], 1))
-            return flash_attn_func(q, *past[layer], causal=True)
+            return self.model.attention(q, *past[layer])
 
         positions = torch.arange(earlier, earlier + len(tokens), device=device)
         hidden = self.model.hidden(torch.tensor([list(tokens)], device=device), positions, attend)
@@ -82,7 +84,7 @@ class Peak:
     copied_blocks: int
 
 
-class PagedDecoder:
+class PagedDecoder(Decoder):
     """All sequences in one batch, their keys and values in blocks, shared where they are equal."""
 
     def __init__(self, model: Llama, cache: PagedKVCache):
@@ -107,9 +109,6 @@ class PagedDecoder:
     def select(self, parents: Sequence[int]) -> None:
         self.sequences = self.cache.select(self.sequences, parents)
 
-    def extend(self, tokens: Sequence[int]) -> Tensor:
-        return self._logits([[token] for token in tokens])
-
     @torch.no_grad()
     def _logits(self, new: Sequence[Sequence[int]]) -> Tensor:
         batch = self.cache.batch(self.sequences)
@@ -128,15 +127,7 @@ class PagedDecoder:
 
 def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
     """The likeliest token at every step: ``length`` tokens for each prompt."""
-    logits = decoder.start(prompts)
-    written: list[list[int]] = [[] for _ in prompts]
-    for i in range(length):
-        tokens = logits.argmax(-1).tolist()
-        for text, token in zip(written, tokens, strict=True):
-            text.append(token)
-        if i + 1 < length:
-            logits = decoder.extend(tokens)
-    return written
+    return _write(decoder, decoder.start(prompts), length, lambda logits: logits.argmax(-1).tolist())
 
 
 def parallel_samples(
@@ -152,19 +143,25 @@ def parallel_samples(
     logits = decoder.start(prompts)
     parents = [i for i in range(len(prompts)) for _ in range(samples)]
     decoder.select(parents)
-    logits = logits[parents]
-    written: list[list[int]] = [[] for _ in parents]
-    for i in range(length):
-        tokens = draw(logits, temperature, torch.rand(len(parents), generator=generator, dtype=torch.float64))
-        for text, token in zip(written, tokens, strict=True):
-            text.append(token)
-        if i + 1 < length:
-            logits = decoder.extend(tokens)
+    written = _write(
+        decoder, logits[parents], length, lambda logits: draw(logits, temperature, generator)
+    )
     return [written[i : i + samples] for i in range(0, len(written), samples)]
 
 
-def draw(logits: Tensor, temperature: float, chances: Tensor) -> list[int]:
-    """A token for each row of logits: where ``chances``, uniform in [0, 1), falls in the distribution."""
+def _write(
+    decoder: Decoder, logits: Tensor, length: int, choose: Callable[[Tensor], list[int]]
+) -> list[list[int]]:
+    """``length`` tokens of each sequence, chosen from the logits after the last."""
+    steps: list[list[int]] = []
+    while len(steps) < length:
+        steps.append(choose(logits if not steps else decoder.extend(steps[-1])))
+    return [list(tokens) for tokens in zip(*steps, strict=True)]
+
+
+def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> list[int]:
+    """A random token for each row of logits: where a number in [0, 1) falls in the distribution."""
+    chances = torch.rand(len(logits), generator=generator, dtype=torch.float64)
     distribution = torch.softmax(logits.double().cpu() / temperature, -1).cumsum(-1)
     tokens = torch.searchsorted(distribution, chances[:, None]).flatten()
     return tokens.clamp_(max=logits.shape[-1] - 1).tolist()

@@ -1,6 +1,6 @@
 """A Llama-architecture model (Touvron et al. 2023, arXiv:2302.13971; grouped heads as in Llama 2 and 3).
 
-Where its keys and values are kept is not its business: every call brings an ``attend`` that is given each
+Where its keys and values are kept is not its business: a call may bring an ``attend`` that is given each
 layer's queries, keys and values, so that one model trains densely and generates from a paged cache or a dense
 one. Modules are named as in Hugging Face's checkpoints.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flashtile import flash_attn_func
+from flashtile.demo.attention import Attention, flashtile
 from flashtile.demo.corpus import VOCABULARY
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -26,7 +27,9 @@ tokens, already rotated."""
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes. ``rope_scaling`` is that of Hugging Face's config.json: "llama3", "linear", or empty."""
+    """Sizes. ``rope_scaling`` is that of Hugging Face's config.json: "llama3", "linear", or empty.
+    ``qk_norm`` normalises queries and keys, which lets a small model learn at higher rates.
+    """
 
     vocabulary: int = VOCABULARY
     layers: int = 3
@@ -39,9 +42,10 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     tied_embeddings: bool = True
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "layers", "heads", "kv_heads", "head_dim", "embed", "hidden"):
+        for name in ("vocabulary", "layers", "heads", "embed", "kv_heads", "head_dim", "hidden"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.heads % self.kv_heads != 0:
@@ -50,14 +54,36 @@ class LlamaConfig:
             raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
 
 
+def sized(layers: int, heads: int, embed: int) -> LlamaConfig:
+    """A model of bytes to train, as many key/value heads as heads, queries and keys normalised."""
+    if heads > 0 and embed % (2 * heads) != 0:
+        raise ValueError(
+            f"embed must be a multiple of 2 * heads = {2 * heads} (rotary positions turn pairs), got {embed}"
+        )
+    return LlamaConfig(
+        layers=layers, heads=heads, kv_heads=heads, head_dim=embed // max(1, heads), embed=embed,
+        # three matrices of this size hold what two of 4 * embed do
+        hidden=32 * max(1, round(embed * 8 / 3 / 32)), qk_norm=True,
+    )  # fmt: skip
+
+
+PRESETS = {
+    "tiny": sized(3, 4, 128),
+    "small": sized(6, 6, 384),
+    "medium": sized(12, 12, 768),
+    "large": sized(24, 16, 1024),
+}
+
+
 class Llama(nn.Module):
-    """tokens (...) int64 -> logits (..., vocabulary)."""
+    """tokens (...) int64 -> logits (..., vocabulary). ``attention`` is what each layer computes where a call
+    does not bring its own."""
 
     frequencies: Tensor
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, attention: Attention = flashtile):
         super().__init__()
-        self.config = config
+        self.config, self.attention = config, attention
         self.embed_tokens = nn.Embedding(config.vocabulary, config.embed)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.embed, eps=config.norm_eps)
@@ -79,17 +105,15 @@ class Llama(nn.Module):
         Args:
             tokens: (...) int64; (batch, seqlen) without ``attend``.
             positions: (...) int64, each token's place in its sequence; None: 0, 1, ... in the last dimension.
-            attend: computes the attention of each layer; None: over these tokens alone, causal.
+            attend: computes the attention of each layer; None: the model's own, over these tokens alone.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        if attend is None:
-            attend = causal
         angles = positions[..., None, None].float() * self.frequencies.to(positions.device)
         rotation = angles.cos(), angles.sin()  # (..., 1, head_dim / 2) float32
         x = self.embed_tokens(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotation, i, attend)
+            x = layer(x, rotation, self.attention if attend is None else partial(attend, i))
         return self.norm(x)
 
     def _initialise(self) -> None:
@@ -109,8 +133,8 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], index: int, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, index, attend)
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -122,13 +146,17 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(config.embed, config.kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.embed, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.embed, bias=False)
+        norm = partial(nn.RMSNorm, config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], index: int, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(attend(index, rotate(q, rotation), rotate(k, rotation), v).flatten(-2))
+        q = rotate(self.q_norm(q.float()), rotation).to(v.dtype)
+        k = rotate(self.k_norm(k.float()), rotation).to(v.dtype)
+        return self.o_proj(attention(q, k, v).flatten(-2))
 
 
 class SwiGLU(nn.Module):
@@ -142,17 +170,12 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over the given tokens alone, (batch, seqlen, heads, head_dim)."""
-    return flash_attn_func(q, k, v, causal=True)
-
-
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions (Su et al. 2021): turn x (..., heads, head_dim), its halves the pairs' coordinates."""
+    """Rotary positions (Su et al. 2021): turn x (..., heads, head_dim) float32, its halves the pairs'
+    coordinates."""
     cosine, sine = rotation
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
-    return turned.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
 
 
 def rotary_frequencies(config: LlamaConfig) -> Tensor:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter
 
-from flashtile.bench.report_charts import INK, figure_of
+from flashtile.bench.report_charts import INK, figure_of, length_axis
 from flashtile.demo.scaling import Cost, Row
-from flashtile.io_model.tables import format_bytes, format_tokens
+from flashtile.io_model.tables import format_bytes
 
 OURS, THEIRS = "C0", "C1"
 
@@ -72,7 +72,6 @@ def _two_curves(axes: Axes, rows: Sequence[Row], value: Callable[[Cost], float |
         if points:
             seqlens, values = zip(*points, strict=True)
             axes.plot(seqlens, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=label)
-    axes.set_xscale("log", base=2)
     for row in rows:
         if row.obstacle is not None:
             reason = "does not fit" if "does not fit" in row.obstacle else "left out"
@@ -81,9 +80,7 @@ def _two_curves(axes: Axes, rows: Sequence[Row], value: Callable[[Cost], float |
                 f"standard {reason}", (row.seqlen, 0.04), xycoords=("data", "axes fraction"), rotation=90,
                 ha="right", va="bottom", fontsize=8, color=THEIRS,
             )  # fmt: skip
-    axes.set_xticks([row.seqlen for row in rows], [format_tokens(row.seqlen) for row in rows])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("sequence length", fontsize=8)
+    length_axis(axes, [row.seqlen for row in rows])
 
 
 def _duration(milliseconds: float) -> str:

@@ -9,16 +9,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from flashtile.bench.report_charts import as_svg
+from flashtile.bench.report_page import render
 from flashtile.demo import exactness, plots, scaling
 from flashtile.demo.agreement import Agreement
 from flashtile.demo.check import Check
 from flashtile.demo.setting import Setting
 from flashtile.demo.training import TrainingConfig, TrainingResult, bits_per_byte
-from flashtile.io_model.tables import format_bytes
 
 LEARNED_BITS = 6.0
 """What the model may need at most, so that even the shortest run shows whether gradients lead anywhere."""
@@ -114,32 +113,20 @@ def write(results: Results, folder: Path, page: str | None = None) -> list[Path]
 
 def as_html(results: Results, pictures: dict[str, str], page: str | None = None) -> str:
     """One page that needs nothing else: style and pictures, SVG elements, are inside."""
-    environment = Environment(
-        loader=PackageLoader("flashtile.demo", "."), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters["bytes"] = format_bytes
-    environment.filters["error"] = lambda value: f"{value:.1e}"
-    return environment.get_template("report.html.jinja").render(
+    return render(
+        "flashtile.demo",
+        "report.html.jinja",
         results=results,
         page=page,
         setting=results.setting,
         training=results.training,
         checks=results.checks(),
         bits_per_byte=bits_per_byte(results.training.validation_loss),
-        exactness=by_case(results.exactness),
-        dtypes=list(dict.fromkeys(m.dtype for m in results.exactness)),
-        gradients=exactness.GRADIENTS,
+        exactness=exactness.table(results.exactness),
+        scaling=scaling.table(results.scaling),
         score_matrices=scaling.SCORE_MATRICES,
         pictures=pictures,
     )
-
-
-def by_case(measured: list[exactness.Exactness]) -> dict[str, dict[str, exactness.Exactness]]:
-    table: dict[str, dict[str, exactness.Exactness]] = {}
-    for one in measured:
-        table.setdefault(one.case, {})[one.dtype] = one
-    return table
 
 
 def _finite(value: Any) -> Any:

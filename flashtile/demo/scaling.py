@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from rich.table import Column, Table
 
 from flashtile import machine
 from flashtile.bench.timing import peak_allocated, time_call
 from flashtile.demo.attention import Attention, flashtile, later_keys, standard
 from flashtile.demo.check import Check
+from flashtile.io_model.tables import format_bytes
 
 SCORE_MATRICES = 3
 """What standard attention holds at once in its backward pass: probabilities, their gradient, the scores'."""
@@ -49,13 +51,13 @@ class Workload:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def described(self) -> str:
+        return f"{self.dtype}, batch {self.batch}, {self.heads} heads of {self.head_dim}"
+
     def score_bytes(self, seqlen: int) -> int:
         """The least that standard attention needs besides its inputs and outputs."""
         return SCORE_MATRICES * self.batch * self.heads * seqlen**2 * self.torch_dtype.itemsize
-
-    def tensor_bytes(self, seqlen: int) -> int:
-        """One of q, k, v, out and their gradients."""
-        return self.batch * self.heads * seqlen * self.head_dim * self.torch_dtype.itemsize
 
 
 def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workload:
@@ -196,6 +198,26 @@ def _peak_resident_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A row a sequence length."""
+    headings = ("seqlen", "flashtile", "standard", "speed-up", "flashtile memory", "standard memory", "ratio")
+    columns = [Column(heading, justify="right") for heading in headings]
+    found = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
+    for row in rows:
+        costs = row.flashtile, row.standard
+        times = ("–" if cost is None else _milliseconds(cost) for cost in costs)
+        peaks = (None if cost is None else cost.peak_bytes for cost in costs)
+        memory = ("–" if peak is None else format_bytes(peak) for peak in peaks)
+        speed_up = "" if row.speed_up is None else f"{row.speed_up:.2f}x"
+        ratio = "" if row.memory_ratio is None else f"{row.memory_ratio:.1f}x"
+        found.add_row(str(row.seqlen), *times, speed_up, *memory, ratio)
+    return found
+
+
+def _milliseconds(cost: Cost) -> str:
+    return f"{cost.milliseconds:,.0f} ms" if cost.milliseconds >= 100 else f"{cost.milliseconds:.3g} ms"
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashtile import explain, machine
+from flashtile.io_model.tables import format_bytes
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,23 @@ class Setting:
     def device_name(self) -> str:
         index = "cuda:0" if self.device == "cuda" else self.device
         return next((d["name"] for d in self.devices if d["device"] == index), self.device)
+
+    def machine_lines(self) -> list[str]:
+        """Each device and its size, and the versions."""
+        lines = []
+        for d in self.devices:
+            size = f"{d['cores']} cores" if "cores" in d else f"{d['sm_count']} SMs"
+            memory = [] if d["memory_bytes"] is None else [format_bytes(d["memory_bytes"])]
+            lines.append(f"{d['device']}: {', '.join([d['name'], d['capability'], size, *memory])}")
+        return [*lines, ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)]
+
+    def served_lines(self) -> list[str]:
+        """Who serves each call, and every reason of the others once."""
+        lines = [
+            f"{call.call}, {self.dtype} on {self.device}: served by {call.backend}" for call in self.served
+        ]
+        against = {reason for call in self.served for reason in call.reasons_against.items()}
+        return lines + [f"not by {name}: {reason}" for name, reason in sorted(against)]
 
 
 def natural_dtype(device: torch.device) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Training the small GPT, and sampling from it: one implementation for ``flashtile demo`` and the example."""
+"""Training a small model of bytes, and sampling from it: for ``flashtile demo`` and the example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from flashtile.demo.attention import ATTENTIONS
 from flashtile.demo.corpus import VOCABULARY, Corpus, sample_batch
-from flashtile.demo.model import GPT, PRESETS, GPTConfig, KeyValue
+from flashtile.demo.generation import DenseDecoder, draw
+from flashtile.demo.llama import PRESETS, Llama, LlamaConfig
 from flashtile.demo.schedule import Schedule
 
 TRIAL_STEPS = 5
@@ -33,7 +34,7 @@ class TrainingConfig:
     ``stop`` ends it after so many steps without another schedule.
     """
 
-    model: GPTConfig = PRESETS["tiny"]
+    model: LlamaConfig = PRESETS["tiny"]
     attention: str = "flashtile"
     steps: int | None = None
     seconds: float | None = None
@@ -84,10 +85,10 @@ Progress = Callable[[int, float, float], Any]
 
 def train(
     config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
-) -> tuple[GPT, TrainingResult]:
+) -> tuple[Llama, TrainingResult]:
     """Train from scratch. Configs that differ in length only make the same first steps."""
     torch.manual_seed(config.seed)
-    model = GPT(config.model, ATTENTIONS[config.attention]).to(config.device)
+    model = Llama(config.model, ATTENTIONS[config.attention]).to(config.device)
     return model, fit(model, config, corpus, progress)
 
 
@@ -193,26 +194,23 @@ def bits_per_byte(loss: float) -> float:
     return loss / math.log(2)
 
 
-@torch.no_grad()
 def generate(
-    model: GPT, prompt: bytes, length: int, config: TrainingConfig, temperature: float = 0.8
+    model: Llama, prompt: bytes, length: int, config: TrainingConfig, temperature: float = 0.8
 ) -> bytes:
-    """``prompt`` and ``length`` sampled bytes. Keys and values are kept: one query attends to all of them.
+    """``prompt`` and ``length`` sampled bytes.
 
     Positions beyond the ``seqlen`` of the training are new to the model: when they are used up, the latest
     half of the text is read again from position 0.
     """
     generator = torch.Generator().manual_seed(config.seed)
-    text = bytearray(prompt or b"\n")
-    unread: bytes = bytes(text[-config.seqlen :])
-    past: list[KeyValue] = []
+    decoder, text = DenseDecoder(model), prompt or b"\n"
+    window, restart = text[-config.seqlen :], True
     for _ in range(length):
-        tokens = torch.tensor([list(unread)], device=config.device)
         with arithmetic(config):
-            logits, past = model.extend(tokens, past)
-        probabilities = torch.softmax(logits[0, -1].double().cpu() / temperature, dim=-1)
-        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        unread = bytes(text[-1:])
-        if past[0][0].shape[1] >= config.seqlen:
-            past, unread = [], bytes(text[-max(1, config.seqlen // 2) :])
-    return bytes(text)
+            logits = decoder.start([window]) if restart else decoder.extend(window[-1:])
+        drawn = bytes(draw(logits, temperature, generator))
+        text, window = text + drawn, window + drawn
+        restart = len(window) > config.seqlen
+        if restart:
+            window = window[-max(1, config.seqlen // 2) :]
+    return text

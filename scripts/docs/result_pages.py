@@ -16,7 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from rich.console import Console
 
-from flashtile.bench import documents, report
+from flashtile.bench import report
 from flashtile.bench.report_charts import charts
 from flashtile.io_model import card_of_device, counters
 
@@ -41,7 +41,7 @@ def page(document: dict[str, Any], name: str) -> str:
 def body(document: dict[str, Any]) -> list[str]:
     """The document's contents, by the command that wrote it."""
     if "cells" in document:
-        return bench_parts(documents.current(document))
+        return bench_parts(document)
     head = f"{machine(document)}."
     card = card_of_device(document["device"]["name"])
     if "l2_bytes" in document and card is not None:

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
+from flashtile.backends.common.config import KernelConfig
 from flashtile.bench import tune
+from flashtile.bench.gate import Oracle
+from flashtile.bench.inputs import make_inputs
+from flashtile.bench.workloads import select
 
 pytestmark = pytest.mark.interpreter
 
 
-@pytest.mark.parametrize("kernel", tune.KERNELS)
-def test_a_candidate_of_each_kernel_runs(kernel: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensors = tuple(torch.randn(1, 40, 2, 16, generator=generator) for _ in range(4))
-    candidate = tune.Candidate(kernel, 16, "float32", True, 32, 32, 4, 1)
-    tune._launch(candidate, tensors)()
+@pytest.mark.parametrize("kernel", [*tune.PRODUCTS, "decode"])
+def test_a_candidate_of_each_kernel_is_right(kernel: str) -> None:
+    (workload,) = select(["ci-causal-s96" if kernel != "decode" else "decode-ci"])
+    assert kernel in tune.kernels_of(workload)
+    inputs = make_inputs(workload, "cpu")
+    oracle = Oracle(workload, inputs, gradients=True)
+    programs = 1 if kernel == "decode" else None
+    candidate = tune.Candidate(kernel, KernelConfig(16 if programs else 32, 32, 4, 1), programs)
+    results = tune.calls(candidate, workload, inputs)[0]()
+    assert results
+    assert all(comparison.holds for comparison in oracle.check(results))
+
+
+def test_candidates_begin_with_the_table() -> None:
+    for name in ("paper-d64-s512", "decode-ci"):
+        (workload,) = select([name])
+        small = replace(workload, batch=1, seqlen_q=16, seqlen_k=16) if workload.cache is None else workload
+        problem, _ = tune.describe(small, make_inputs(small, "cpu"))
+        for kernel in tune.kernels_of(small):
+            found = list(tune.candidates(kernel, small, problem))
+            assert len(found) > 5
+            assert len({candidate.tile for candidate in found}) > 4
+
+
+def test_a_workload_without_a_kernel_to_search_is_refused() -> None:
+    (workload,) = select(["ci-varlen"])
+    with pytest.raises(ValueError, match="got ci-varlen"):
+        tune.kernels_of(workload)

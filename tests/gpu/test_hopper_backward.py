@@ -16,7 +16,7 @@ import flashtile
 from cases import BF16, FP16, Case, Inputs
 from flashtile import testing
 from flashtile.demo.corpus import python_library
-from flashtile.demo.model import GPT, PRESETS
+from flashtile.demo.llama import PRESETS, Llama
 from flashtile.demo.training import TrainingConfig, fit
 from targets import CUDA
 
@@ -242,7 +242,7 @@ def test_a_compiled_training_step() -> None:
 def losses(backend: str, seed: int, config: TrainingConfig) -> Tensor:
     """Of each step of a training; ``seed`` is that of the weights, the batches are always the same."""
     torch.manual_seed(seed)
-    model = GPT(config.model, partial(flashtile.attention, causal=True, backend=backend))
+    model = Llama(config.model, partial(flashtile.attention, causal=True, backend=backend))
     return torch.tensor(fit(model.to(config.device), config, python_library()).losses)
 
 

@@ -20,13 +20,16 @@ class Decoding(Flashtile):
     """flashtile over the cache as it is."""
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
+        return self.over(flashtile.flash_attn_with_kvcache, workload, inputs)
+
+    def over(self, function: Callable[..., Any], workload: Workload, inputs: Inputs, **more: Any) -> Call:
         return over_copies(
-            flashtile.flash_attn_with_kvcache, inputs, "block_table", cache_seqlens=inputs.cache_seqlens,
-            causal=workload.causal, backend=self._backend, **inputs.descales,
+            function, inputs, "block_table", cache_seqlens=inputs.cache_seqlens, causal=workload.causal,
+            backend=self._backend, **inputs.descales, **more,
         )  # fmt: skip
 
 
-class SharedPrefix(Flashtile):
+class SharedPrefix(Decoding):
     """flashtile, which is told what first tokens all sequences share."""
 
     def __init__(self, backend: str | None = None) -> None:
@@ -39,11 +42,9 @@ class SharedPrefix(Flashtile):
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         assert workload.cache is not None
-        return over_copies(
-            flashtile.flash_attn_with_shared_prefix, inputs, "block_table",
-            cache_seqlens=inputs.cache_seqlens, prefix_seqlens=workload.cache.prefix, causal=workload.causal,
-            backend=self._backend, **inputs.descales,
-        )  # fmt: skip
+        prefix = workload.cache.prefix
+        function = flashtile.flash_attn_with_shared_prefix
+        return self.over(function, workload, inputs, prefix_seqlens=prefix)
 
 
 class FlashAttention3(FlashAttention):
@@ -56,11 +57,8 @@ class FlashAttention3(FlashAttention):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         paged = workload.cache is not None and workload.cache.page_size
         sixteen_bits = workload.cache_dtype == workload.torch_dtype and workload.torch_dtype.itemsize == 2
-        return (
-            None
-            if paged and sixteen_bits and workload.head_dim <= 256
-            else ("takes 16-bit caches in pages and heads of up to 256 only")
-        )
+        taken = paged and sixteen_bits and workload.head_dim <= 256
+        return None if taken else "takes 16-bit caches in pages and heads of up to 256 only"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         import flash_attn_interface

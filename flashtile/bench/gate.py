@@ -52,12 +52,8 @@ class Oracle:
         wide = torch.float32 if workload.torch_dtype.itemsize < 4 else torch.float64
         self._exact = self._compute(inputs, wide, gradients)
         if workload.fp8:
-            rounded = replace(
-                inputs, q=through_e4m3(inputs.q), k=through_e4m3(inputs.k), v=through_e4m3(inputs.v)
-            )
-            self._plain = self._compute(rounded, wide, gradients)
-        else:
-            self._plain = self._compute(inputs, workload.torch_dtype, gradients)
+            inputs = replace(inputs, **{name: through_e4m3(getattr(inputs, name)) for name in "qkv"})
+        self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
         """Compare results, by their names in ``RESULTS``, in the layout and shape of the inputs.

@@ -78,11 +78,13 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
     for cell in cells:
         fastest = summary.best(cell, shown)
         row = [cell["workload"], *(_speed(cell, name, unit, factor, bold=name == fastest) for name in shown)]
-        row.append(_percent(summary.share_of_ceiling(document, cell, ours[0], unit)))
-        row.append(_ratio(summary.over_floor(document, cell, ours[0])))
-        row.append(_ratio(summary.ratio(cell, ours[0], summary.best(cell, peers))))
-        row += [_ratio(_memory_ratio(cell, ours[0]))] if memory else []
-        table.add_row(*row)
+        share = summary.share_of_ceiling(document, cell, ours[0], unit)
+        ratios = [
+            summary.over_floor(document, cell, ours[0]),
+            summary.ratio(cell, ours[0], summary.best(cell, peers)),
+            *([_memory_ratio(cell, ours[0])] if memory else []),
+        ]
+        table.add_row(*row, "" if share is None else f"{100 * share:.0f}", *map(_ratio, ratios))
     if memory:
         table.caption = "memory: peak over what q, k, v, out, their gradients and lse take together"
     return table
@@ -162,7 +164,3 @@ def _memory_ratio(cell: dict[str, Any], name: str) -> float | None:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f}"

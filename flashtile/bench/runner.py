@@ -297,20 +297,14 @@ def _gate_row(comparison: testing.Comparison) -> dict[str, Any]:
 
 
 def _cell(workload: Workload, which: str, entries: Sequence[Entry], oracle: Oracle) -> dict[str, Any]:
+    copied = ("series", "shape", "mask", "seqlen_q", "seqlen_k", "head_dim", "dtype", "copies")
     return {
         "workload": workload.name,
-        "series": workload.series,
         "pass": which,
-        "shape": workload.shape,
-        "mask": workload.mask,
-        "seqlen_q": workload.seqlen_q,
-        "seqlen_k": workload.seqlen_k,
-        "head_dim": workload.head_dim,
-        "dtype": workload.dtype,
+        **{name: getattr(workload, name) for name in copied},
         "flops": workload.flops(which),
         "bytes": workload.bytes(which),
         "resident_bytes": workload.resident_bytes(),
-        "copies": workload.copies,
         "heads_checked": len(oracle.heads),
         "results": {entry.peer.name: _result(entry, workload, which) for entry in entries},
     }

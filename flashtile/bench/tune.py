@@ -51,28 +51,22 @@ class Candidate:
     programs_per_sm: int | None = None
 
 
-def kernels_of(workload: Workload) -> tuple[str, ...]:
-    """Those that the search knows for a workload.
-
-    Raises:
-        ValueError: there is none, the workload is packed or in e4m3.
-    """
-    if workload.kind == "fp8" or workload.varlen:
-        raise ValueError(f"workloads must be of dense attention or of decoding, got {workload.name}")
-    return ("decode",) if workload.kind == "decode" else tuple(PRODUCTS)
-
-
 def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candidate]:
     """The tile in the table, then others worth timing: accumulators fit the register file and operands
     shared memory, roughly."""
+    sizes = (16, 32, 64, 128)
     if kernel == "decode":
-        yield from _decode_candidates(workload, decode_config.choose(problem))
+        chosen = decode_config.choose(problem)
+        yield Candidate(kernel, chosen.tile, chosen.programs_per_sm)
+        row_bytes = 2 * workload.head_dim * workload.cache_dtype.itemsize
+        for block_n, warps, stages, programs in itertools.product(sizes, (4, 8), (2, 3, 4, 5), (1, 2, 3)):
+            shared = (block_n * row_bytes * (stages - 1) + 4096) * programs
+            if SHARED_LIMIT // 4 <= shared <= SHARED_LIMIT:
+                yield Candidate(kernel, KernelConfig(chosen.tile.BLOCK_M, block_n, warps, stages), programs)
         return
-    chosen = Candidate(kernel, getattr(attention_config.choose(problem), kernel))
-    yield chosen
+    yield Candidate(kernel, getattr(attention_config.choose(problem), kernel))
     size, width = workload.torch_dtype.itemsize, padded(workload.head_dim)
     accumulated, scored = {"forward": (1, 1), "dkdv": (2, 2), "dq": (1, 2)}[kernel]
-    sizes = (16, 32, 64, 128)
     for block_m, block_n, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3)):
         owned, walked = (block_n, block_m) if kernel == "dkdv" else (block_m, block_n)
         registers = (accumulated * owned * width + scored * block_m * block_n) / (warps * 32)
@@ -84,18 +78,6 @@ def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candid
         if registers > 232 or registers < 24 or shared > 260 * 1024:
             continue
         yield Candidate(kernel, KernelConfig(block_m, block_n, warps, stages))
-
-
-def _decode_candidates(workload: Workload, chosen: decode_config.DecodeConfig) -> Iterator[Candidate]:
-    yield Candidate("decode", chosen.tile, chosen.programs_per_sm)
-    row_bytes = 2 * workload.head_dim * workload.cache_dtype.itemsize
-    for block_n, warps, stages, programs in itertools.product(
-        (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (1, 2, 3)
-    ):
-        shared = (block_n * row_bytes * (stages - 1) + 4096) * programs
-        if SHARED_LIMIT // 4 <= shared <= SHARED_LIMIT:
-            tile = KernelConfig(chosen.tile.BLOCK_M, block_n, warps, stages)
-            yield Candidate("decode", tile, programs)
 
 
 def describe(workload: Workload, inputs: Inputs) -> tuple[Any, CacheTensors]:
@@ -172,13 +154,6 @@ def time_candidate(
     return {"us": in_graph, "cold_us": cold}
 
 
-def speed(kernel: str, workload: Workload, microseconds: float) -> str:
-    """In TB/s for decoding, else TFLOP/s."""
-    if kernel == "decode":
-        return f"{workload.bytes() / microseconds * 1e-6:.2f} TB/s"
-    return f"{workload.flops() * PRODUCTS[kernel] / 2 / microseconds * 1e-6:.0f} TFLOP/s"
-
-
 def tune(kernel: str, series: list[Workload], rep: float) -> list[dict[str, Any]]:
     """Time every candidate on the workloads of a series, which differ in length only; the fastest first."""
     rows: dict[Candidate, dict[str, Any]] = {}
@@ -224,25 +199,29 @@ def main(
             if head_dim is not None and one.cache is None:  # as many columns in all
                 heads = max(1, one.num_heads_q * one.head_dim // head_dim)
                 one = replace(one, head_dim=head_dim, num_heads_q=heads, num_heads_kv=heads)
-            for name in kernels_of(one):
-                if not kernel or name in kernel or name == "decode":
-                    searches.setdefault((one.series, name), []).append(one)
+            if one.kind == "fp8" or one.varlen:
+                raise ValueError(f"workloads must be of dense attention or of decoding, got {one.name}")
+            for name in ["decode"] if one.kind == "decode" else kernel or PRODUCTS:
+                searches.setdefault((one.series, name), []).append(one)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for (series, name), workloads in searches.items():
         ranked = tune(name, workloads, rep)
-        found += ranked
+        rows += ranked
         typer.echo(f"{series}, {name}: BLOCK_M, BLOCK_N, num_warps, num_stages, programs_per_sm")
         for row in ranked[:SHOWN]:
             tile = (*list(row["tile"].values())[:4], row["programs_per_sm"])
             times = (
-                f"{one.name} {us['us']:.1f} us {speed(name, one, us['us'])}" if "us" in us else us["refused"]
-                for one, us in zip(workloads, row["times"].values(), strict=True)
+                f"{one.name} {found['us']:.1f} us {one.bytes() / found['us'] * 1e-6:.2f} TB/s "
+                f"{one.flops() * PRODUCTS.get(name, 2) / 2 / found['us'] * 1e-6:.0f} TFLOP/s"
+                if "us" in found
+                else found["refused"]
+                for one, found in zip(workloads, row["times"].values(), strict=True)
             )
             typer.echo(f"  {tile}  {'; '.join(times)}")
         if json_path is not None:
-            json_path.write_text(json.dumps(found, indent=1) + "\n")
+            json_path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -344,9 +344,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_paper_grid("fp8", (4096, 8192, 16384), "fp8", dtype=FP8),
     # One to 128 sequences of 1024 to 131072 keys; page sizes, e4m3 caches, several tokens, head sizes
     *(
-        _decode(
-            f"{b}x{s}-{q}/{kv}", (s,) * b, "decode decode-grid", (q, kv, 128), series=f"{b}x-{q}/{kv}"
-        )
+        _decode(f"{b}x{s}-{q}/{kv}", (s,) * b, "decode decode-grid", (q, kv, 128), series=f"{b}x-{q}/{kv}")
         for q, kv in ((32, 8), (32, 32), (64, 8))
         for b, s in ((1, 8192), (1, 131072), (8, 8192), (8, 65536), (32, 4096), (128, 1024), (128, 4096))
     ),
@@ -358,9 +356,7 @@ WORKLOADS: tuple[Workload, ...] = (
     _decode("ragged-131072-63x512", (131072, *(512,) * 63), "decode decode-ragged"),
     _decode("64x512", (512,) * 64, "decode decode-ragged"),
     *(
-        _decode(
-            f"{b}x{s}-32/8-fp8", (s,) * b, "decode decode-fp8", series=f"{b}x-32/8-fp8", cache_dtype=FP8
-        )
+        _decode(f"{b}x{s}-32/8-fp8", (s,) * b, "decode decode-fp8", series=f"{b}x-32/8-fp8", cache_dtype=FP8)
         for b, s in ((1, 8192), (8, 65536), (32, 4096), (128, 4096))
     ),
     *(
@@ -384,9 +380,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("ci-window", (150,), 0, "ci", (2, 1, 16), causal=True, window_left=31, **FLOAT32),
     *_dense("ci-softcap", (100,), 0, "ci", (2, 2, 64), softcap=5.0, **FLOAT32),
     Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
-    _lengths(
-        "ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32
-    ),
+    _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
     _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),

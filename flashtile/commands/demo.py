@@ -19,7 +19,7 @@ from flashtile.demo.agreement import agreement
 from flashtile.demo.corpus import Corpus, python_library
 from flashtile.demo.llama import Llama, sized
 from flashtile.demo.results import Results, Training, write
-from flashtile.demo.setting import Setting, inspect_setting, natural_dtype
+from flashtile.demo.setting import inspect_setting, natural_dtype
 from flashtile.demo.training import (
     TrainingConfig,
     TrainingResult,
@@ -37,6 +37,7 @@ from flashtile.visualizer.settings import grid
 PAGE = "visualize.html"
 PROMPT = b"class Reader:\n    def __init__(self"
 SAMPLE_BYTES = 600
+QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
 TWIN_SHARE = 0.4
 MOST_TWIN_STEPS = 100
 """The twin with standard attention makes the first steps of the run: this share or number of them. Rounding
@@ -71,11 +72,14 @@ def demo(
         raise typer.BadParameter(str(error)) from None
 
     setting = inspect_setting(chosen, dtype)
-    show_setting(console, setting)
+    console.rule("machine", align="left")
+    for line in setting.machine_lines() + setting.served_lines():
+        console.print(line, markup=False)
     errors = measure_exactness(console, chosen, quick)
     workload = scaling.workload_for(chosen, dtype, quick)
     rows = measure_scaling(console, workload)
-    training = run_training(console, training_config(chosen, quick), corpus, seconds)
+    config = replace(QUICK, device=str(chosen)) if quick else default_config(chosen)
+    training = run_training(console, config, corpus, seconds)
 
     results = Results(started, time.perf_counter() - clock, quick, setting, errors, workload, rows, training)
     page = None if quick else write_visualization(console, out / PAGE)
@@ -99,20 +103,6 @@ def write_visualization(console: Console, path: Path) -> str:
         size = write_page(path, settings, progress=lambda: progress.advance(task))
     console.print(f"{len(settings)} recorded runs, {format_bytes(size)}")
     return path.name
-
-
-def training_config(device: torch.device, quick: bool) -> TrainingConfig:
-    if quick:
-        return TrainingConfig(
-            sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10, device=str(device)
-        )
-    return default_config(device)
-
-
-def show_setting(console: Console, setting: Setting) -> None:
-    console.rule("machine", align="left")
-    for line in setting.machine_lines() + setting.served_lines():
-        console.print(line, markup=False)
 
 
 def measure_exactness(console: Console, device: torch.device, quick: bool) -> list[exactness.Exactness]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -60,16 +58,9 @@ def _served(name: str, device: torch.device) -> tuple[list[str], dict[str, list[
         backend = load_part(name, FORWARD)
     except ImportError as error:
         return served, {f"cannot be imported: {error}": ["any dtype"]}
-    for dtype, problem in _plain_calls(device):
-        reason = backend.reason_against(problem, explicit=True)
-        if reason is None:
-            served.append(dtype)
-        else:
-            reasons.setdefault(reason, []).append(dtype)
-    return served, reasons
-
-
-def _plain_calls(device: torch.device) -> Iterator[tuple[str, Problem]]:
     for dtype in DTYPES:
         q = torch.empty((1, 16, 1, 64), dtype=dtype, device=device)
-        yield str(dtype).removeprefix("torch."), Problem.from_tensors(q, q, q)
+        reason = backend.reason_against(Problem.from_tensors(q, q, q), explicit=True)
+        same = served if reason is None else reasons.setdefault(reason, [])
+        same.append(str(dtype).removeprefix("torch."))
+    return served, reasons

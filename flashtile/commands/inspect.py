@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from flashtile.commands.options import bad_parameters, output_file
 from flashtile.compile_report import ARCHITECTURES, CompileReport, architecture, every_case, reports
@@ -70,12 +70,12 @@ def _default_arch() -> str:
 
 def _table(arch: str, found: list[CompileReport]) -> Table:
     limit = ARCHITECTURES[arch].shared_limit
-    table = Table(title=f"{arch}: {limit} bytes of shared memory a block", title_justify="left")
-    table.add_column("kernel", overflow="fold")
-    for column in ("threads", "registers", "spill stores", "loads", "budget", "stack", "shared"):
-        table.add_column(column, justify="right")
-    table.add_column("tensor core")
-    table.add_column("seconds", justify="right")
+    counts = ("threads", "registers", "spill stores", "loads", "budget", "stack", "shared")
+    table = Table(
+        Column("kernel", overflow="fold"), *(Column(count, justify="right") for count in counts),
+        "tensor core", Column("seconds", justify="right"),
+        title=f"{arch}: {limit} bytes of shared memory a block", title_justify="left",
+    )  # fmt: skip
     for r in found:
         numbers = (r.threads, r.registers, r.spill_stores, r.spill_loads, r.spill_budget, r.stack, r.shared)
         instructions = " ".join(f"{name} {count}" for name, count in r.tensor_core.items())

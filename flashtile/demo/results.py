@@ -9,8 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from flashtile.bench.report_charts import as_svg
 from flashtile.bench.report_page import render
 from flashtile.demo import exactness, plots, scaling
@@ -84,49 +82,45 @@ class Results:
         record["training"]["bits_per_byte"] = bits_per_byte(self.training.validation_loss)
         return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
-    def figures(self) -> dict[str, Figure]:
-        training = self.training
-        losses = training.result.losses, training.twin.losses, training.validation_loss
-        return {
-            "time": plots.time_figure(self.scaling),
-            "memory": plots.memory_figure(self.scaling),
-            "loss": plots.loss_figure(*losses),
-        }
-
 
 def write(results: Results, folder: Path, page: str | None = None) -> list[Path]:
     """Write ``results.json``, the figures and ``report.html``, replacing those of an earlier run.
 
+    The report is one page that needs nothing else: style and pictures, SVG elements, are inside.
+
     Args:
         page: file name of the interactive page in the same folder, for the report to link to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = results.figures()
-    names = ("results.json", *(f"{name}.png" for name in figures), "report.html")
-    written = [folder / name for name in names]
-    written[0].write_text(results.as_json())
-    for path, figure in zip(written[1:], figures.values(), strict=False):
-        figure.savefig(path, dpi=160, facecolor="white")
-    written[-1].write_text(as_html(results, {name: as_svg(figure) for name, figure in figures.items()}, page))
-    return written
-
-
-def as_html(results: Results, pictures: dict[str, str], page: str | None = None) -> str:
-    """One page that needs nothing else: style and pictures, SVG elements, are inside."""
-    return render(
+    training = results.training
+    losses = training.result.losses, training.twin.losses, training.validation_loss
+    figures = {
+        "time": plots.time_figure(results.scaling),
+        "memory": plots.memory_figure(results.scaling),
+        "loss": plots.loss_figure(*losses),
+    }
+    html = render(
         "flashtile.demo",
         "report.html.jinja",
         results=results,
         page=page,
         setting=results.setting,
-        training=results.training,
+        training=training,
         checks=results.checks(),
-        bits_per_byte=bits_per_byte(results.training.validation_loss),
+        bits_per_byte=bits_per_byte(training.validation_loss),
         exactness=exactness.table(results.exactness),
         scaling=scaling.table(results.scaling),
         score_matrices=scaling.SCORE_MATRICES,
-        pictures=pictures,
+        pictures={name: as_svg(figure) for name, figure in figures.items()},
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [
+        folder / name for name in ("results.json", *(f"{name}.png" for name in figures), "report.html")
+    ]
+    written[0].write_text(results.as_json())
+    for path, figure in zip(written[1:], figures.values(), strict=False):
+        figure.savefig(path, dpi=160, facecolor="white")
+    written[-1].write_text(html)
+    return written
 
 
 def _finite(value: Any) -> Any:

@@ -225,21 +225,13 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     shared = [row for row in rows if row.standard is not None]
     if not shared:
         return []
-    row = shared[-1]
-    assert row.speed_up is not None
-    found = [
-        Check(
-            f"faster than standard attention at sequence length {row.seqlen}",
-            row.speed_up > 1,
-            f"{row.speed_up:.2f} times as fast",
-        )
+    row, length = shared[-1], f"sequence length {shared[-1].seqlen}"
+    ratios = (
+        ("faster", row.speed_up, "{:.2f} times as fast"),
+        ("less memory", row.memory_ratio, "{:.1f} times less"),
+    )
+    return [
+        Check(f"{what} than standard attention at {length}", ratio > 1, said.format(ratio))
+        for what, ratio, said in ratios
+        if ratio is not None
     ]
-    if row.memory_ratio is not None:
-        found.append(
-            Check(
-                f"less memory than standard attention at sequence length {row.seqlen}",
-                row.memory_ratio > 1,
-                f"{row.memory_ratio:.1f} times less",
-            )
-        )
-    return found

@@ -65,18 +65,10 @@ def inspect_setting(device: torch.device, dtype: torch.dtype) -> Setting:
     """Describe the machine and ask dispatch about a causal call, and about one with every option set."""
     q = torch.empty(1, 1024, 8, 64, dtype=dtype, device=device)
     slopes = torch.ones(8, device=device)
-    calls: dict[str, dict[str, Any]] = {
-        "causal": {"causal": True},
-        "causal, window, soft-cap, ALiBi": {
-            "causal": True,
-            "window_size": (256, 0),
-            "softcap": 30.0,
-            "alibi_slopes": slopes,
-        },
-    }
+    every: dict[str, Any] = {"window_size": (256, 0), "softcap": 30.0, "alibi_slopes": slopes}
     served = []
-    for call, arguments in calls.items():
-        found = explain(q, q, q, **arguments)
+    for call, options in (("causal", {}), ("causal, window, soft-cap, ALiBi", every)):
+        found = explain(q, q, q, causal=True, **options)
         served.append(Served(call, found.backend, str(found.config), found.reasons_against))
     name = str(dtype).removeprefix("torch.")
     return Setting(str(device), name, machine.versions(), machine.devices(), served)

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,9 +171,8 @@ def loss_of(
 
 
 def arithmetic(config: TrainingConfig) -> AbstractContextManager[Any]:
-    if config.dtype == "float32":
-        return nullcontext()
-    return torch.autocast(torch.device(config.device).type, dtype=DTYPES[config.dtype])
+    lower = config.dtype != "float32"
+    return torch.autocast(torch.device(config.device).type, DTYPES[config.dtype], enabled=lower)
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
@@ -20,7 +22,6 @@ pytestmark = pytest.mark.interpreter
 @pytest.mark.parametrize("kernel", [*tune.PRODUCTS, "decode"])
 def test_a_candidate_of_each_kernel_is_right(kernel: str) -> None:
     (workload,) = select(["ci-causal-s96" if kernel != "decode" else "decode-ci"])
-    assert kernel in tune.kernels_of(workload)
     inputs = make_inputs(workload, "cpu")
     oracle = Oracle(workload, inputs, gradients=True)
     programs = 1 if kernel == "decode" else None
@@ -35,13 +36,23 @@ def test_candidates_begin_with_the_table() -> None:
         (workload,) = select([name])
         small = replace(workload, batch=1, seqlen_q=16, seqlen_k=16) if workload.cache is None else workload
         problem, _ = tune.describe(small, make_inputs(small, "cpu"))
-        for kernel in tune.kernels_of(small):
+        for kernel in ["decode"] if small.cache else tune.PRODUCTS:
             found = list(tune.candidates(kernel, small, problem))
             assert len(found) > 5
             assert len({candidate.tile for candidate in found}) > 4
 
 
-def test_a_workload_without_a_kernel_to_search_is_refused() -> None:
-    (workload,) = select(["ci-varlen"])
-    with pytest.raises(ValueError, match="got ci-varlen"):
-        tune.kernels_of(workload)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("-w", "ci-varlen"), "got ci-varlen"),
+        (("-w", "nothing"), "got 'nothing'"),
+        (("-w", "paper", "--kernel", "dv"), "got 'dv'"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(options: tuple[str, ...], said: str) -> None:
+    app = typer.Typer()
+    app.command()(tune.main)
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ class Oracle:
         wide = torch.float32 if workload.torch_dtype.itemsize < 4 else torch.float64
         self._exact = self._compute(inputs, wide, gradients)
         if workload.fp8:
-            inputs = replace(inputs, **{name: through_e4m3(getattr(inputs, name)) for name in "qkv"})
+            rounded: dict[str, Any] = {name: through_e4m3(getattr(inputs, name)) for name in "qkv"}
+            inputs = replace(inputs, **rounded)
         self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:

@@ -131,8 +131,10 @@ def test_committed_documents_of_decoding_are_read(path: Path) -> None:
     for cell in document["cells"]:
         assert cell["bytes"] == known[cell["workload"]].bytes(cell["pass"])
     assert {row["peer"] for row in document["summary"]} == {"fa3", "best peer"}
-    for committed, row in zip(document["summary"], summarize(document), strict=True):
-        assert committed == pytest.approx(row)  # of floats, which Python's versions add up differently
+    means = [row.pop("geometric_mean") for row in document["summary"]]
+    again = summarize(document)
+    assert means == pytest.approx([row.pop("geometric_mean") for row in again])
+    assert document["summary"] == again
 
 
 @pytest.mark.gpu

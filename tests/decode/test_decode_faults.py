@@ -147,6 +147,11 @@ def test_entries_that_no_key_needs_may_hold_anything():
     expected = attend(*call, tensors, window_left=5)
     tensors.block_table[0, :8] = -1  # the first query stands at key 38 and sees from 33 on, of page 8
     torch.testing.assert_close(attend(*call, tensors, window_left=5), expected, rtol=0, atol=0)
+    # A sequence of nothing but padding has no keys, though its last page has some of its positions.
+    out, lse = attend(*call, tensors._replace(cache_leftpad=int32(40, 0, LENGTHS[2])))
+    tensors.block_table[2, :] = -1
+    got = attend(*call, tensors._replace(cache_leftpad=int32(40, 0, LENGTHS[2])))
+    torch.testing.assert_close(got, (out, lse), rtol=0, atol=0)
 
 
 def test_a_cache_without_pages():

@@ -45,6 +45,7 @@ from flashtile.backends.portable.decode.steps import (
     Strides,
     as_float16,
     attend_n_blocks,
+    find_faults,
     in_cache,
     load_pages,
     prefetch_n_block,
@@ -146,6 +147,7 @@ def attend_work_tile(
     next_cache = cache
     if C.PREFETCH != 0:
         next_cache = cache_of(next_work_tile, next_first, pointers, strides, num_blocks, lengths, C)
+    faults = find_faults(cache, first, first + count, work.keys, C)
     # All that a work tile begins with is on its way together: no load moves across a barrier, but each would
     # move down to where it is used, and one latency would follow another.
     tl.debug_barrier()
@@ -155,7 +157,7 @@ def attend_work_tile(
         k_scale = (k_scale * q_scale)[:, None]
     offset = sequence.len_k - sequence.len_q
     acc, row_max, row_sum = attend_n_blocks(
-        q, first, first + count, work.keys, cache,
+        q, first, first + count, work.keys, cache, faults,
         NextWork(next_cache, next_first, next_work_tile.keys, more),
         ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q), lengths, strides, numbers,
         pointers.q.dtype.element_ty, C,

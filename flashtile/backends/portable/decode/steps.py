@@ -161,6 +161,35 @@ def in_cache(pages, num_blocks):
 
 
 @triton.jit
+def find_faults(cache, first, last, keys, C: tl.constexpr):
+    """int32, one number or [BLOCK_N], all 0 if the sequence and the pages of its ``keys`` in n_blocks
+    ``first`` to ``last`` (exclusive) are in the cache.
+
+    Entries of the block table are read here and once more where they are followed: the loop over n_blocks
+    has neither a register nor an instruction to spare.
+    """
+    faults = cache.fault
+    if C.PAGE_SIZE != 0:
+        ROUNDS: tl.constexpr = 4
+        BLOCK_N: tl.constexpr = C.BLOCK_N
+        start = first * BLOCK_N
+        if C.HAS_LEFT or C.HAS_LEFTPAD:
+            start = tl.maximum(start, keys.first)
+        end = tl.minimum(last * BLOCK_N, keys.end)
+        column = start // C.PAGE_SIZE
+        end_column = tl.where(start < end, (end + C.PAGE_SIZE - 1) // C.PAGE_SIZE, column)
+        outside = tl.zeros([BLOCK_N], tl.int32)
+        while column < end_column:
+            # Loads of a round are on their way together.
+            columns = column + tl.arange(0, ROUNDS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            pages = tl.load(cache.block_table + columns, mask=columns < end_column, other=0)
+            outside |= tl.max((pages != in_cache(pages, cache.num_blocks)).to(tl.int32), 0)
+            column += ROUNDS * BLOCK_N
+        faults = faults | outside
+    return faults
+
+
+@triton.jit
 def is_seen(positions, keys, C: tl.constexpr):
     """Whether positions are among the keys that any row of a work tile sees."""
     seen = positions < keys.end
@@ -362,11 +391,11 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr):
 
 @triton.jit
 def attend_n_blocks(
-    q, first, last, keys, cache, next_work, rows, lengths, strides, numbers, dtype: tl.constexpr,
+    q, first, last, keys, cache, faults, next_work, rows, lengths, strides, numbers, dtype: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over those of ``keys`` in n_blocks ``first`` to
-    ``last`` (exclusive). Sums are NaN if one of their pages, or the sequence, is not in the cache.
+    ``last`` (exclusive). Sums are NaN if there are ``faults``, as :func:`find_faults` has them.
 
     ``dtype``, that of the call's queries, is what values scaled by their page are rounded to.
     """
@@ -388,18 +417,19 @@ def attend_n_blocks(
     # Where a row's columns lie in several warps, they are summed at the end: a sum is an exchange between
     # them.
     SUM_LATE: tl.constexpr = BLOCK_M < 64
+    # A sum that begins as NaN remains it.
+    row_sum = tl.where(faults == 0, 0.0, float("nan"))
     if SUM_LATE:
-        row_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        row_sum += tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        if PAGE_SIZE != 0:
+            row_sum = tl.sum(row_sum, 0)
+        row_sum += tl.zeros([BLOCK_M], tl.float32)
     # Entries are on their way while the keys of two n_blocks are: n_blocks then follow each other without a
     # chain of two latencies.
     current, upcoming = cache.pages
-    fault = cache.fault
     if PAGE_SIZE != 0:
-        given = current
-        current = in_cache(given, cache.num_blocks)
-        fault = fault | (given ^ current)
+        current = in_cache(current, cache.num_blocks)
     for n in range(first, last):
         if C.PREFETCH != 0:
             i = n - tl.maximum(first, last - C.PREFETCH)
@@ -420,7 +450,6 @@ def attend_n_blocks(
         if PAGE_SIZE != 0:
             page = page_of_keys(current, C)
             current = in_cache(upcoming, cache.num_blocks)
-            fault = fault | (upcoming ^ current)
             upcoming = load_pages(cache.block_table, n + 2, keys, C)
         k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
@@ -446,6 +475,4 @@ def attend_n_blocks(
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
     if SUM_LATE:
         row_sum = tl.sum(row_sum, 1)
-    if PAGE_SIZE != 0 and not ONE_PAGE:
-        fault = tl.max((fault != 0).to(tl.int32), 0)
-    return acc, row_max, tl.where(fault == 0, row_sum, float("nan"))
+    return acc, row_max, row_sum

@@ -170,7 +170,8 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
     """
     faults = cache.fault
     if C.PAGE_SIZE != 0:
-        ROUNDS: tl.constexpr = 4
+        # Tiles of more rows have no registers for more.
+        ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
         BLOCK_N: tl.constexpr = C.BLOCK_N
         start = first * BLOCK_N
         if C.HAS_LEFT or C.HAS_LEFTPAD:
@@ -180,7 +181,7 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
         end_column = tl.where(start < end, (end + C.PAGE_SIZE - 1) // C.PAGE_SIZE, column)
         outside = tl.zeros([BLOCK_N], tl.int32)
         while column < end_column:
-            # Loads of a round are on their way together.
+            # Rounds of loads that are on their way together.
             columns = column + tl.arange(0, ROUNDS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             pages = tl.load(cache.block_table + columns, mask=columns < end_column, other=0)
             outside |= tl.max((pages != in_cache(pages, cache.num_blocks)).to(tl.int32), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -96,10 +95,9 @@ def _fake_combine(
 class _Writing(Operation):
     """An operation that writes into two caches."""
 
-    def prepared(self, tensors: tuple, beside: Any, options: Any) -> Callable[..., Any]:
-        launch = super().prepared(tensors, beside, options)
-        check_own_memory(*tensors[:2])
-        return launch
+    def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:
+        check_own_memory(tensors[0], tensors[1])
+        super().check_values(tensors, beside, options)
 
 
 DECODE = Operation(
@@ -177,6 +175,8 @@ def append_and_decode(
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
     plain = is_plain(new, tensors, angles)
+    if plain and not torch.is_grad_enabled():
+        return _launch_both(*new, appended, append_options, tensors, options)
     given = (*new, *angles[:2], *tensors)
     if not plain:
         check_decode(q, k_cache, v_cache, tensors, options)
@@ -220,9 +220,7 @@ def _launch_both(
         appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
     cache, new = (queries, k_cache, v_cache), (k_cache, v_cache, k, v)
     launches = _append_and_decode.get(key)
-    if launches is not None:
-        check_own_memory(k_cache, v_cache)
-    else:
+    if launches is None:
         check_decode(*cache, tensors, options)  # before anything is prepared for the append
         launches = APPEND.prepared(new, appended, append_options), DECODE.prepared(cache, tensors, options)
         _append_and_decode.store(key, launches, SIGNATURE_BYTES)

@@ -215,7 +215,7 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
     """What a launch was prepared for of each tensor."""
     return tuple(
         [
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15)
             for t in tensors
         ]
     )

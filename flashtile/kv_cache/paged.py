@@ -284,7 +284,7 @@ class PagedKVCache(BlockManager):
                     _bytes(new[layer]).index_copy_(0, there, moved)
 
     def _tensors(self) -> dict[str, Any]:
-        """All that belongs to a block, each (num_layers, num_blocks, ...), as :func:`copy_blocks` names it."""
+        """All that belongs to a block, each (num_layers, num_blocks, ...), as ``copy_blocks`` names it."""
         descales = {"k_descale": self.k_descale, "v_descale": self.v_descale}
         of_blocks = {name: d for name, d in descales.items() if d is not None and d.dim() == 3}
         return {"k_cache": self.k, "v_cache": self.v, **of_blocks}

@@ -37,16 +37,16 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    architecture.name: architecture
-    for architecture in (
-        Architecture("sm_80", 80, 163 * KIB),
-        Architecture("sm_86", 86, 99 * KIB),
-        Architecture("sm_87", 87, 163 * KIB),
-        Architecture("sm_89", 89, 99 * KIB),
-        Architecture("sm_90a", 90, 227 * KIB),
-        Architecture("sm_100a", 100, 227 * KIB),
-        Architecture("sm_103a", 103, 227 * KIB),
-        Architecture("sm_120a", 120, 99 * KIB),
+    name: Architecture(name, capability, kib * KIB)
+    for name, capability, kib in (
+        ("sm_80", 80, 163),
+        ("sm_86", 86, 99),
+        ("sm_87", 87, 163),
+        ("sm_89", 89, 99),
+        ("sm_90a", 90, 227),
+        ("sm_100a", 100, 227),
+        ("sm_103a", 103, 227),
+        ("sm_120a", 120, 99),
     )
 }
 

@@ -23,15 +23,13 @@ from torch import Tensor
 
 from flashtile import reference
 from flashtile.attn import functional
+from flashtile.rounding import SCORE_UNITS, finite, largest, product, rms, scale_of, score_noise
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0}
 """How much further from the reference than plain PyTorch each result may be."""
 
 FLOAT64_UNITS = 64.0
 """Rounding units allowed for float64, where the reference is plain PyTorch itself."""
-
-SCORE_UNITS = 2.0
-"""Rounding units of the accumulator (float32, or float64) that a score may be off."""
 
 CANCELLED_UNITS = 16.0
 """The same for a gradient of a score, a difference of sums that may cancel."""
@@ -400,7 +398,7 @@ def _rounding_noise(
     dout, dlse = upstream
     eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
-    scale = _scale(q, arguments.get("softmax_scale"))
+    scale = scale_of(q, arguments.get("softmax_scale"))
     p = 1 / _keys_seen(q, k, arguments)
     queries_per_key = max(q[..., 0].numel() / max(k[..., 0].numel(), 1), 1.0)
 
@@ -412,12 +410,12 @@ def _rounding_noise(
         }
         allowed["lse"] = score + LSE_UNITS * eps
         if dout is not None:
-            score_gradient = scale * _product(dout, v, of)
+            score_gradient = scale * product(dout, v, of)
             score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
             allowed["dq"] += score_gradient * of(finite(k))
             allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
         if sink is not None:
-            delta = 0.0 if dout is None else _product(dout, exact[0], of)
+            delta = 0.0 if dout is None else product(dout, exact[0], of)
             score_gradient = delta + (0.0 if dlse is None else of(finite(dlse)))
             error = score_gradient * (score + lse + CANCELLED_UNITS * eps_of_sums) + eps * delta
             allowed["dsink"] = error * of(_gathered(sink, exact[1]))
@@ -449,42 +447,10 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
     return max(1.0, min(seqlen_k, left + right + 1))
 
 
-def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:
-    """What rounding may leave in a score, by the norm ``of`` (:func:`largest`, :func:`rms`)."""
-    eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
-    return SCORE_UNITS * eps_of_sums * _scale(q, softmax_scale) * _product(q, k, of)
-
-
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return abs(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-
-
-def _product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
-    """The size of a product of a row of each, if they point in unrelated directions."""
-    sizes = [of(finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
-    return sizes[0] * sizes[1] / left.shape[-1] ** 0.5
-
-
-def finite(values: Tensor) -> Tensor:
-    """Sizes of the values that are finite: rows that are no part of the call may hold NaN."""
-    sizes = values.detach().double().abs()
-    return sizes[sizes.isfinite()]
-
-
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:
     """|actual - exact|, 0 where both are the same infinity."""
     actual = actual.double()
     return torch.where(actual == exact, 0.0, actual - exact).abs()
-
-
-def largest(values: Tensor) -> float:
-    """0 where there is no value."""
-    return values.max().item() if values.numel() else 0.0
-
-
-def rms(values: Tensor) -> float:
-    """Root mean square, 0 where there is no value."""
-    return values.square().mean().sqrt().item() if values.numel() else 0.0
 
 
 def _worst(error: Tensor, actual: Tensor, exact: Tensor, plain: Tensor) -> str:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashtile.decode.addresses import destinations
+from flashtile.decode.addresses import destinations, locate
 from flashtile.decode.problem import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
 from flashtile.decode.rotary import rotate_appended
 from flashtile.reference import masked, visible
@@ -143,19 +143,14 @@ def sequence(
     dtype: torch.dtype,
 ) -> Tensor:
     """(length, heads_kv, head_dim): the keys or values of sequence b, scaled back, in ``dtype``."""
-    factor = descale if descale is None or descale.dim() == 1 else None
-    wide = dtype if descale is None or dtype == torch.float64 else torch.float32
-    if tensors.block_table is None:
-        row = b if tensors.cache_batch_idx is None else int(tensors.cache_batch_idx[b])
-        tokens = cache[row, :length].to(wide)
-        if descale is not None and descale.dim() == 2:
-            factor = descale[row]
-    else:
-        page_size = cache.shape[1]
-        used = tensors.block_table.shape[1] if length is None else -(-length // page_size)
-        blocks = tensors.block_table[b, :used].long()
-        pages = cache.view(torch.uint8)[blocks].view(cache.dtype) if cache.dtype == FP8 else cache[blocks]
-        tokens = pages.flatten(0, 1)[:length].to(wide)
-        if descale is not None and descale.dim() == 2:
-            factor = descale[blocks].repeat_interleave(page_size, 0)[:length]
-    return tokens if factor is None else (tokens * factor.to(wide).unsqueeze(-1)).to(dtype)
+    if length is None:
+        length = cache.shape[1] * (1 if tensors.block_table is None else tensors.block_table.shape[1])
+    position = torch.arange(length, device=cache.device)
+    row, offset = locate(torch.full_like(position, b), position, cache, tensors)
+    stored = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch cannot index FP8 on the CPU
+    tokens = stored[row, offset].view(cache.dtype)
+    if descale is None:
+        return tokens.to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    factor = descale if descale.dim() == 1 else descale[row]
+    return (tokens.to(wide) * factor.to(wide).unsqueeze(-1)).to(dtype)

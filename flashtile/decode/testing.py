@@ -16,7 +16,8 @@ from torch import Tensor
 from flashtile.decode import reference
 from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.decode.problem import FP8
-from flashtile.testing import LSE_UNITS, Report, compare, finite, largest, poisoned_memory, score_noise
+from flashtile.rounding import finite, largest, score_noise
+from flashtile.testing import LSE_UNITS, Report, compare, poisoned_memory
 
 IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "backend", "debug_checks")
 """Arguments that say how a result is computed, and not what it is."""

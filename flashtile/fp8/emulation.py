@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,9 +36,7 @@ def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> t
     """(values, scales) in the shapes of the problem; zeros where no sequence has anything."""
     values = x.new_zeros(problem.values_shape, dtype=E4M3)
     scales = x.new_zeros(problem.scales_shape, dtype=torch.float32)
-    sequences = [
-        _prepare(problem, rows, b, start, tensors) for b, start, rows in _rows(problem, x, tensors)
-    ]
+    sequences = [_prepare(problem, rows, b, start, tensors) for b, start, rows in _rows(x, tensors)]
     normalizer = hadamard.normalizer(problem.stored_head_dim) if problem.transformed else 1.0
     if problem.method == "block":
         for one in sequences:
@@ -58,13 +57,12 @@ def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> t
     return values, scales.clamp_min_(SMALLEST_LARGEST).div_(E4M3_MAX).mul_(normalizer)
 
 
-def _rows(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> Iterator[tuple[int, int, Tensor]]:
+def _rows(x: Tensor, tensors: QuantizeTensors) -> Iterator[tuple[int, int, Tensor]]:
     """(number, first row, (length, heads, head_dim)) of each sequence."""
     if tensors.cu_seqlens is None:
-        yield from ((b, 0, x[b]) for b in range(problem.batch))
-        return
+        return ((b, 0, rows) for b, rows in enumerate(x))
     offsets = tensors.cu_seqlens.tolist()
-    yield from ((b, offsets[b], x[offsets[b] : offsets[b + 1]]) for b in range(problem.batch))
+    return ((b, start, x[start:end]) for b, (start, end) in enumerate(pairwise(offsets)))
 
 
 def _prepare(

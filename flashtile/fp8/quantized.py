@@ -82,15 +82,17 @@ class Quantized:
 
     def _values_in_rows(self, dtype: torch.dtype) -> Tensor:
         values = self.values.to(dtype)
+        if self.role != "v" and self.cu_seqlens is None:
+            return values
         if self.role != "v":
-            return values if self.cu_seqlens is None else values.where(self._inside(), 0.0)
+            *_, inside = self._places()
+            return values.where(inside[:, None, None], 0.0)
         columns = values.movedim(-1, -3)  # (..., columns, heads, head_dim)
         rows = columns.new_empty(columns.shape)
         rows[..., layout.key_order(columns.shape[-3], values.device), :, :] = columns
         if self.cu_seqlens is None:
             return rows[:, : self.shape[1]]
-        block, inside = self._block_of_row()
-        within = torch.arange(self.shape[0], device=rows.device) - self._start_of_row()
+        _, within, block, inside = self._places()
         taken = rows[(block * layout.KEY_BLOCK + within % layout.KEY_BLOCK) * inside]
         return taken.where(inside[:, None, None], 0.0)
 
@@ -99,32 +101,22 @@ class Quantized:
         scales = self.scales.to(dtype)
         if self.method == "tensor":
             return scales[..., None]
-        if self.method == "block" and self.cu_seqlens is None:
+        if self.cu_seqlens is None:
+            if self.method == "head":
+                return scales[:, None, :, None]
             rows = scales.repeat_interleave(layout.rows_of(self.role), -1)[..., : self.shape[1]]
             return rows.mT[..., None]
-        if self.method == "block":
-            block, inside = self._block_of_row()
-            return scales[:, block * inside].mT.where(inside[:, None], 0.0)[..., None]
-        if self.cu_seqlens is None:
-            return scales[:, None, :, None]
-        return scales[self._sequence_of_row()][..., None]
+        sequence, _, block, inside = self._places()
+        if self.method == "head":
+            return scales[sequence][..., None]
+        return scales[:, block * inside].mT.where(inside[:, None], 0.0)[..., None]
 
-    def _sequence_of_row(self) -> Tensor:
+    def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each packed row: its sequence, its number there, its block, and whether a sequence has it."""
         assert self.cu_seqlens is not None
         rows = torch.arange(self.shape[0], device=self.device, dtype=torch.int32)
         last = max(self.cu_seqlens.shape[0] - 2, 0)
-        return torch.searchsorted(self.cu_seqlens[1:], rows, right=True).clamp_max(last)
-
-    def _start_of_row(self) -> Tensor:
-        assert self.cu_seqlens is not None
-        return self.cu_seqlens[self._sequence_of_row()].long()
-
-    def _inside(self) -> Tensor:
-        assert self.cu_seqlens is not None
-        return (torch.arange(self.shape[0], device=self.device) < self.cu_seqlens[-1])[:, None, None]
-
-    def _block_of_row(self) -> tuple[Tensor, Tensor]:
-        """(number of each row's block, whether a sequence has the row)."""
-        rows, start = layout.rows_of(self.role), self._start_of_row()
-        within = torch.arange(self.shape[0], device=self.device) - start
-        return start // rows + self._sequence_of_row() + within // rows, self._inside().flatten()
+        sequence = torch.searchsorted(self.cu_seqlens[1:], rows, right=True).clamp_max(last)
+        start = self.cu_seqlens[sequence].long()
+        within, size = rows - start, layout.rows_of(self.role)
+        return sequence, within, start // size + sequence + within // size, rows < self.cu_seqlens[-1]

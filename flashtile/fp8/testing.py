@@ -23,7 +23,8 @@ from flashtile.fp8 import reference
 from flashtile.fp8.functional import attention
 from flashtile.fp8.layout import E4M3, P_EXPONENT
 from flashtile.fp8.quantized import Quantized
-from flashtile.testing import Report, compare, finite, largest, poisoned_memory, rms
+from flashtile.rounding import finite, largest, rms
+from flashtile.testing import Report, compare, poisoned_memory
 
 P_ROUNDING = 2.0**-5
 """Typical relative error of a probability in e4m3: a quarter of the distance between neighbours."""

@@ -40,6 +40,9 @@ PAPERS = {
 }
 """By pass: the closed forms, with the sizes of blocks that an SRAM gives."""
 
+Counted = tuple[str, float, float, float, int, int]
+"""What :class:`Estimate` has after ``which``."""
+
 DECODE_ROWS = 128
 """Up to so many rows of one key/value head, a split of its keys is worth showing."""
 
@@ -54,21 +57,45 @@ class Estimate:
     """One pass of one algorithm on a card. Seconds are floors: no time is lost to anything else.
 
     ``bytes`` go to and from HBM; ``sm_bytes`` to and from the SMs, of which L2 serves what HBM does not (the
-    papers' algorithms know no L2: there the two are equal). ``peak_bytes`` is memory held at once, inputs and
-    results included. ``programs`` could run in parallel: fewer than the card has SMs leave the others idle;
-    0 stands for enough.
+    papers' algorithms know no L2: there the two are equal). ``extra_bytes`` are held beside inputs and
+    results. ``programs`` could run in parallel: fewer than the card has SMs leave the others idle; 0 stands
+    for enough.
     """
 
-    algorithm: str
+    call: Call
+    card: Card
     which: str
+    algorithm: str
     bytes: float
     sm_bytes: float
     flops: float
-    peak_bytes: int
+    extra_bytes: int
     programs: int
-    compute_seconds: float
-    memory_seconds: float
-    l2_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory held at once, inputs and results included."""
+        return resident_bytes(self.call, self.which) + self.extra_bytes
+
+    @property
+    def busy(self) -> int:
+        """SMs in use."""
+        return min(self.programs or self.card.sm_count, self.card.sm_count)
+
+    @property
+    def compute_seconds(self) -> float:
+        peak = self.card.peak_tflops(self.call.dtype)
+        return self.flops / (peak * 1e12 * self.busy / self.card.sm_count)
+
+    @property
+    def memory_seconds(self) -> float:
+        return self.bytes / (self.card.bandwidth_gbps * 1e9)
+
+    @property
+    def l2_seconds(self) -> float:
+        """0 where the clock is not known."""
+        rate = self.busy * L2_BYTES_PER_CLOCK * self.card.clock_mhz * 1e6
+        return self.sm_bytes / rate if rate else 0.0
 
     @property
     def intensity(self) -> float:
@@ -103,26 +130,8 @@ def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
     """
     if which not in PASSES:
         raise ValueError(f"which must be one of {', '.join(PASSES)}, got {which!r}")
-    peak = card.peak_tflops(call.dtype)
-    found = []
-    for cost in _costs(call, card, which):
-        busy = min(cost.programs or card.sm_count, card.sm_count)
-        l2_rate = busy * L2_BYTES_PER_CLOCK * card.clock_mhz * 1e6
-        found.append(
-            Estimate(
-                algorithm=cost.algorithm,
-                which=which,
-                bytes=cost.bytes,
-                sm_bytes=cost.sm_bytes,
-                flops=cost.flops,
-                peak_bytes=resident_bytes(call, which) + cost.extra_bytes,
-                programs=cost.programs,
-                compute_seconds=cost.flops / (peak * 1e12 * busy / card.sm_count),
-                memory_seconds=cost.bytes / (card.bandwidth_gbps * 1e9),
-                l2_seconds=cost.sm_bytes / l2_rate if l2_rate else 0.0,
-            )
-        )
-    return found
+    card.peak_tflops(call.dtype)  # raises
+    return [Estimate(call, card, which, *cost) for cost in _costs(call, card, which)]
 
 
 def least_bytes(call: Call, which: str) -> int:
@@ -160,19 +169,7 @@ def portable_config(call: Call, card: Card) -> Config:
     return row(family_of_capability(*card.capability), call.element_bytes, width, windowed)
 
 
-@dataclass(frozen=True)
-class _Costed:
-    """What an algorithm costs; ``sm_bytes`` as in :class:`Estimate`."""
-
-    algorithm: str
-    bytes: float
-    sm_bytes: float
-    flops: float
-    extra_bytes: int = 0
-    programs: int = 0
-
-
-def _costs(call: Call, card: Card, which: str) -> Iterator[_Costed]:
+def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:
     yield from _papers(call, card, which)
     if card.shared_bytes:
         yield from _ours(call, card, which)
@@ -181,10 +178,10 @@ def _costs(call: Call, card: Card, which: str) -> Iterator[_Costed]:
         if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
             yield _decoding(call, card)
     least = least_bytes(call, which)
-    yield _Costed(LEAST, least, least, least_flops(call, which))
+    yield LEAST, least, least, least_flops(call, which), 0, 0
 
 
-def _papers(call: Call, card: Card, which: str) -> Iterator[_Costed]:
+def _papers(call: Call, card: Card, which: str) -> Iterator[Counted]:
     """FlashAttention 1 has a program for each head, FlashAttention 2 one for each block of rows, in its
     backward pass of keys."""
     standard, first, second = PAPERS[which]
@@ -199,21 +196,19 @@ def _papers(call: Call, card: Card, which: str) -> Iterator[_Costed]:
             yield _paper(algorithm, cost(call, blocks), programs * call.num_heads_q)
 
 
-def _paper(algorithm: str, cost: closed_forms.Cost, programs: int) -> _Costed:
-    return _Costed(algorithm, cost.hbm_bytes, cost.hbm_bytes, cost.matmul_flops, cost.extra_bytes, programs)
+def _paper(algorithm: str, cost: closed_forms.Cost, programs: int) -> Counted:
+    return algorithm, cost.hbm_bytes, cost.hbm_bytes, cost.matmul_flops, cost.extra_bytes, programs
 
 
 def _launched(
     algorithm: str, launches: list[kernels.KernelTraffic], flops: float, extra_bytes: int
-) -> _Costed:
+) -> Counted:
     moved = sum(kernel.dram_bytes for kernel in launches)
     through_l2 = sum(kernel.sm_read + kernel.written for kernel in launches)
-    return _Costed(
-        algorithm, moved, through_l2, flops, extra_bytes, min(kernel.programs for kernel in launches)
-    )
+    return algorithm, moved, through_l2, flops, extra_bytes, min(kernel.programs for kernel in launches)
 
 
-def _ours(call: Call, card: Card, which: str) -> Iterator[_Costed]:
+def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
     """Our portable kernels, where they take the call."""
     try:
         config = portable_config(call, card)
@@ -235,7 +230,7 @@ def _ours(call: Call, card: Card, which: str) -> Iterator[_Costed]:
     yield _launched(FLASHTILE, launches, flops, extra)
 
 
-def _decoding(call: Call, card: Card) -> _Costed:
+def _decoding(call: Call, card: Card) -> Counted:
     """With as many splits as give every SM a program."""
     heads = max(1, len(call.sequences) * call.num_heads_kv)
     blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))

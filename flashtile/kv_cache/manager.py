@@ -255,11 +255,10 @@ class BlockManager:
         table.check_batch(batch)
         rows, counts = batch.rows, self._token_counts(batch, num_tokens)
         lengths = self.lengths.index_select(0, rows)
-        refused = (counts < 0) | (counts > self.max_seqlen - lengths)
-        if refused.any():
-            i = int(refused.nonzero()[0])
-            self._refuse_length(batch.sequences[i], int(lengths[i]), int(counts[i]))
-        ends = lengths + counts.int()
+        ends = lengths + counts
+        if len(batch) and int(ends.max()) > self.max_seqlen:
+            i = int(ends.argmax())
+            self._refuse_length(batch.sequences[i], int(lengths[i]), int(ends[i] - lengths[i]))
         if self.has_tensors and not torch.equal(table.written_tensor.index_select(0, rows), lengths):
             for row in rows.tolist():
                 self._require_written(row)
@@ -368,15 +367,17 @@ class BlockManager:
             self.table.set_block(row, column, NULL_BLOCK)
         self.table.skipped[row] += len(blocks)
 
-    def _token_counts(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor) -> Tensor:
-        """(batch,) int64."""
+    def _token_counts(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor) -> int | Tensor:
+        """One number for all, or (batch,) int32; each is from 0 to ``max_seqlen``."""
         if not isinstance(num_tokens, Iterable) or getattr(num_tokens, "ndim", 1) == 0:
-            return torch.full((len(batch),), as_size("num_tokens", num_tokens, 0, self.max_seqlen))
-        counts = torch.tensor(as_ints("num_tokens", num_tokens).tolist(), dtype=torch.int64)
+            return as_size("num_tokens", num_tokens, 0, self.max_seqlen)
+        counts = as_ints("num_tokens", num_tokens)
         if len(counts) != len(batch):
-            shape = tuple(counts.shape)
-            raise ValueError(f"num_tokens must have shape (batch,) = ({len(batch)},), got {shape}")
-        return counts
+            raise ValueError(f"num_tokens must have shape (batch,) = ({len(batch)},), got ({len(counts)},)")
+        for sequence, count in zip(batch.sequences, counts, strict=True):
+            if not 0 <= count <= self.max_seqlen:
+                self._refuse_length(sequence, self.length(sequence), count)
+        return torch.tensor(counts.tolist(), dtype=torch.int32)
 
     def _refuse_length(self, sequence: int, length: int, num_tokens: int) -> NoReturn:
         room = self.max_seqlen - length

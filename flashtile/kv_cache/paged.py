@@ -143,7 +143,7 @@ class PagedKVCache(BlockManager):
         self.k, self.v = (torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in dims)
         self._host = [
             torch.zeros(layers, self.host_pool.num_blocks, *tensor.shape[2:], dtype=tensor.dtype)
-            for tensor in self._tensors()
+            for tensor in self._tensors().values()
         ]
         self._pin_host()
         self.device_block_table = torch.zeros_like(self.block_table, device=device)
@@ -272,16 +272,10 @@ class PagedKVCache(BlockManager):
 
     def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
         if copies and source is target:
-            per_block = self.k_descale is not None and self.k_descale.dim() == 3
-            copy_blocks(
-                self.k,
-                self.v,
-                torch.tensor(copies).to(self.device),
-                k_descale=self.k_descale if per_block else None,
-                v_descale=self.v_descale if per_block else None,
-            )
+            copy_blocks(block_pairs=torch.tensor(copies).to(self.device), **self._tensors())
         elif copies:
-            pair = (self._tensors(), self._host) if source is self.pool else (self._host, self._tensors())
+            own = list(self._tensors().values())
+            pair = (own, self._host) if source is self.pool else (self._host, own)
             origins, destinations = torch.tensor(copies).unbind(1)
             for old, new in zip(*pair, strict=True):
                 here, there = origins.to(old.device), destinations.to(new.device)
@@ -289,10 +283,11 @@ class PagedKVCache(BlockManager):
                     moved = _bytes(old[layer]).index_select(0, here).to(new.device)
                     _bytes(new[layer]).index_copy_(0, there, moved)
 
-    def _tensors(self) -> list[Tensor]:
-        """All that belongs to a block, each (num_layers, num_blocks, ...)."""
-        descales = [d for d in (self.k_descale, self.v_descale) if d is not None and d.dim() == 3]
-        return [self.k, self.v, *descales]
+    def _tensors(self) -> dict[str, Any]:
+        """All that belongs to a block, each (num_layers, num_blocks, ...), as ``copy_blocks`` names it."""
+        descales = {"k_descale": self.k_descale, "v_descale": self.v_descale}
+        of_blocks = {name: d for name, d in descales.items() if d is not None and d.dim() == 3}
+        return {"k_cache": self.k, "v_cache": self.v, **of_blocks}
 
     def _descales(self, layer: int) -> dict[str, Any]:
         if self.k_descale is None or self.v_descale is None:

@@ -559,6 +559,7 @@ class TestCost:
         return self.calls(lambda: manager.reserve_batch(batch))
 
     def test_inside_a_block_a_step_costs_the_same_for_every_batch(self):
+        self.step(1, crossing=0)  # the first of a process, in which torch does more
         assert self.step(1, crossing=0) == self.step(1000, crossing=0)
 
     def test_only_those_that_cross_a_boundary_cost(self):

@@ -234,6 +234,6 @@ def test_mixed_devices(name):
         if isinstance(value, torch.Tensor) and argument != name:
             arguments[argument] = value.cuda()
     stays = "k" if name == "q" else name
-    message = "is on cuda:0, but q is on cpu" if name == "q" else f"is on {other}, but q is on cuda:0"
+    message = "is on cuda:0, not on cpu" if name == "q" else f"is on {other}, not on cuda:0"
     with pytest.raises(ValueError, match=f"{stays} {message}"):
         flashtile.attention(**arguments)

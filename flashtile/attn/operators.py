@@ -18,10 +18,6 @@ from flashtile.op.operation import Operation, is_plain, library
 from flashtile.op.refusals import refuse_tangents, transforming
 
 
-def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
-    return Problem.from_tensors(q, k, v, extras, options)
-
-
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
     *rows, heads, _ = q.shape
     lse_shape = (heads, *rows) if extras.cu_seqlens_q is not None else (rows[0], heads, rows[1])
@@ -29,31 +25,15 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opti
     return q.new_empty((*rows, heads, v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
 
 
-def _describe_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    options: Options,
-) -> Problem:
-    return Problem.from_tensors(q, k, v, extras, options)
+def _of_forward(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *others: Any
+) -> Any:
+    """The arguments of the forward pass whose backward pass these are."""
+    return q, k, v, *others
 
 
-def _fake_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    options: Options,
-) -> tuple[Tensor | None, ...]:
+def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, extras, _ = _of_forward(*arguments)
     sink = extras.sink
     dsink = None if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
@@ -63,17 +43,8 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opt
     return forward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
 
 
-def _backward_flops(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    options: Options,
-) -> int:
+def _backward_flops(*arguments: Any) -> int:
+    q, k, v, extras, options = _of_forward(*arguments)
     return backward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
 
 
@@ -99,7 +70,7 @@ FORWARD = Operation(
     options=Options,
     results=2,
     check=check_call,
-    describe=_describe,
+    describe=Problem.from_tensors,
     fake=_fake_forward,
     check_values=check_lengths,
     check_traced=check_types,
@@ -113,7 +84,7 @@ BACKWARD = _Backward(
     options=Options,
     results=4,
     check=lambda *arguments: None,  # the forward pass checked what it saved
-    describe=_describe_backward,
+    describe=lambda *arguments: Problem.from_tensors(*_of_forward(*arguments)),
     fake=_fake_backward,
     flops=_backward_flops,
     shardings=backward_shardings,

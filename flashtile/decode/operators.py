@@ -176,7 +176,7 @@ def append_and_decode(
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
     plain = is_plain(new, tensors, angles)
     if plain and not torch.is_grad_enabled():
-        return _launch_both(*new, appended, append_options, tensors, options)
+        return _launch_both(new, appended, append_options, tensors, options)
     given = (*new, *angles[:2], *tensors)
     if not plain:
         check_decode(q, k_cache, v_cache, tensors, options)
@@ -184,7 +184,7 @@ def append_and_decode(
         refuse_tangents(_BOTH, given)
         if transforming():
             refuse_transformed_gradients(NO_GRADIENT, _BOTH, given)
-    run = partial(_launch_both if plain else _trace_both, *new, appended, append_options, tensors, options)
+    run = partial(_launch_both if plain else _trace_both, new, appended, append_options, tensors, options)
     if torch.is_grad_enabled():
         check_no_gradient(k_cache, v_cache)
         named = zip(_BOTH, given, strict=True)
@@ -197,16 +197,13 @@ def append_and_decode(
 
 
 def _launch_both(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
+    given: tuple[Tensor, ...],
     appended: AppendTensors,
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
 ) -> tuple[Tensor, Any]:
+    q, k_cache, v_cache, k, v = given
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
     try:
         key = (options, append_options, *signatures((q, k_cache, v_cache, k, v, *tensors, *angles)))
@@ -231,16 +228,13 @@ def _launch_both(
 
 
 def _trace_both(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
+    given: tuple[Tensor, ...],
     appended: AppendTensors,
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
 ) -> tuple[Tensor, Any]:
+    q, k_cache, v_cache, k, v = given
     queries = q.detach()
     if appended.rotary_cos is not None:
         rotated = queries.new_empty(q.shape)

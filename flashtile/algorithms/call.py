@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile.algorithms.memory import Array, Memory, Sram, SramExceededError
-from flashtile.attn.problem import Options, Problem
+from flashtile.attn.problem import NO_EXTRAS, Options, Problem
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys
+from flashtile.checks.attention import check_call
 
 LOWEST = torch.finfo(torch.float32).min
 """Where a running maximum starts: finite, so that exp(-inf - LOWEST) of a hidden score is 0 and not NaN."""
@@ -114,7 +115,9 @@ def check(
             raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")
     left, right = window_size
     options = Options(softmax_scale=softmax_scale, causal=causal, window_left=left, window_right=right)
-    return Problem.from_tensors(q[None, :, None], k[None, :, None], v[None, :, None], options=options)
+    one_head = (q[None, :, None], k[None, :, None], v[None, :, None])
+    check_call(*one_head, NO_EXTRAS, options)
+    return Problem.from_tensors(*one_head, options=options)
 
 
 def chosen_blocks(block_m: int | None, block_n: int | None, default: tuple[int, int]) -> tuple[int, int]:

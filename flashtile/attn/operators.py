@@ -66,7 +66,7 @@ class _Backward(Operation):
 FORWARD = Operation(
     "forward",
     tensors=("q", "k", "v"),
-    beside=Extras,
+    beside=NO_EXTRAS,
     options=Options,
     results=2,
     check=check_call,
@@ -80,7 +80,7 @@ FORWARD = Operation(
 BACKWARD = _Backward(
     "backward",
     tensors=("dout?", "dlse?", "q", "k", "v", "out", "lse"),
-    beside=Extras,
+    beside=NO_EXTRAS,
     options=Options,
     results=4,
     check=lambda *arguments: None,  # the forward pass checked what it saved

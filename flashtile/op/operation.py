@@ -41,6 +41,9 @@ SIGNATURE_BYTES = 4096
 CACHE_BYTES = 16 * 2**20
 """Of kept launches, for each operation."""
 
+PLAIN_TYPES = (Tensor, Parameter)
+"""A subclass may watch what is done with it; these do not."""
+
 library = torch.library.Library("flashtile", "DEF")
 
 
@@ -50,7 +53,8 @@ class Operation:
     Args:
         name: of the operator, and of ``prepare_<name>`` and ``configure_<name>`` in a backend.
         tensors: names of the tensors that every call has; "dout?" may be None.
-        beside: NamedTuple of the tensors that a call may have beside them; all default to None.
+        beside: the tensors that a call may have beside them, as a NamedTuple in which all are None. A call
+            that has none of them passes this very value, which is known by identity.
         options: NamedTuple of the arguments that are not tensors, hashable, with a field ``backend``.
         results: how many tensors come back.
         check: ``(*tensors, beside, options)`` raises for a call that no backend could compute. It looks at
@@ -73,7 +77,7 @@ class Operation:
         name: str,
         *,
         tensors: tuple[str, ...],
-        beside: type[Any],
+        beside: Any,
         options: type[Any],
         results: int,
         check: Callable[..., None],
@@ -92,14 +96,12 @@ class Operation:
         if shardings is not None:
             remember_shardings(self)
         self._check_values, self._check_traced = check_values, check_traced or check
-        self._beside, self._options = beside, options
+        self.nothing, self._beside, self._options = beside, type(beside), options
         self._num_tensors = len(tensors)
         self._num_beside = len(beside._fields)
         self.names = tuple(n.rstrip("?") for n in tensors) + beside._fields
-        self.nothing = beside()
-        """The one value that calls without tensors beside the first ones pass: known by identity."""
         self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
-        library.define(schema(name, tensors, beside, options, results, mutates))
+        library.define(schema(name, tensors, type(beside), options, results, mutates))
         self.operator = getattr(torch.ops.flashtile, name).default
         for device in ("CUDA", "CPU"):
             library.impl(name, self._kernel, device)
@@ -121,7 +123,8 @@ class Operation:
     def launch(self, tensors: Tensors, beside: Any, options: Any) -> Any:
         """The results of a plain call, by the launch that was prepared for its signature."""
         prepared = self.prepared(tensors, beside, options)
-        self.check_values(tensors, beside, options)
+        if beside is not self.nothing:
+            self.check_values(tensors, beside, options)
         return prepared(*tensors, beside)
 
     def prepared(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
@@ -142,9 +145,8 @@ class Operation:
 
     def check_values(self, tensors: Tensors, beside: Any, options: Any) -> None:
         """Check the data where that costs no synchronisation, or is asked for."""
-        if self._check_values is None or beside is self.nothing:
-            return
-        if reads_values(tensors[0], getattr(options, "debug_checks", False)):
+        debug_checks = getattr(options, "debug_checks", False)
+        if self._check_values is not None and reads_values(tensors[0], debug_checks):
             self._check_values(*tensors, beside, options)
 
     def traced(self, tensors: Tensors, beside: Any, options: Any) -> Any:
@@ -196,11 +198,11 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
     if torch.compiler.is_dynamo_compiling():
         return False
     for tensor in required:
-        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        if type(tensor) not in PLAIN_TYPES:
             return False
     for tensors in optional:
         for extra in tensors:
-            if extra is not None and type(extra) is not Tensor and type(extra) is not Parameter:
+            if type(extra) not in PLAIN_TYPES and extra is not None:
                 return False
     return (
         (required[0].is_cuda or required[0].is_cpu)  # whose device the others must share
@@ -212,13 +214,14 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
 
 
 def signatures(tensors: Iterable[Tensor | None]) -> tuple:
-    """What a launch was prepared for of each tensor."""
-    return tuple(
-        [
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15)
-            for t in tensors
-        ]
-    )
+    """What a launch was prepared for of each tensor: five entries, or None for one that is absent."""
+    entries: list = []
+    for t in tensors:
+        if t is None:
+            entries.append(None)
+        else:
+            entries += t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15
+    return tuple(entries)
 
 
 def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:

@@ -48,10 +48,10 @@ def attend(q, k_cache, v_cache, tensors, **options):
     return prepare_decode(problem, configure_decode(problem))(q, k_cache, v_cache, tensors)
 
 
-def make_call(page_size, capacity=96):
+def make_call(page_size, capacity=96, seqlen_q=2):
     """(q, k_cache, v_cache), tensors beside them; page_size 0 is a dense cache."""
     torch.manual_seed(0)
-    q = torch.randn(3, 2, HEADS, D)
+    q = torch.randn(3, seqlen_q, HEADS, D)
     tensors = CacheTensors(cache_seqlens=int32(*LENGTHS))
     if not page_size:
         caches = torch.randn(2, 3, capacity, HEADS_KV, D)
@@ -108,6 +108,17 @@ def test_a_sequence_that_leaves_the_pool_is_nan(fault, page_size, splits):
     """Pages that divide an n_block, that do not, and that hold it."""
     call, tensors = make_call(page_size, 256 if page_size == 128 else 96)
     assert_only_bad_is_nan(call, tensors, fault, **splits)
+
+
+@pytest.mark.parametrize("page_size", [3, 4, 128])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, FP8], ids=str)
+def test_so_it_is_where_pages_are_checked_ahead(page_size, cache_dtype):
+    """Before the loop over n_blocks, for tiles of more than 16 rows and for FP8 caches."""
+    seqlen_q = 2 if cache_dtype == FP8 else 20
+    (q, *caches), tensors = make_call(page_size, 256 if page_size == 128 else 96, seqlen_q)
+    call = (q.half(), *(cache.to(cache_dtype) for cache in caches))
+    for fault in ("negative page", "page beyond the pool"):
+        assert_only_bad_is_nan(call, tensors, fault)
 
 
 @pytest.mark.parametrize("fault", ["row beyond the cache", "outgrown"])

@@ -7,7 +7,10 @@ import torch
 from torch.nn import Parameter
 
 import flashtile
-from flashtile.op.operation import Operation
+from flashtile.attn.operators import FORWARD
+from flashtile.attn.problem import Options
+from flashtile.caches import BoundedCache
+from flashtile.op.operation import Operation, signatures
 
 
 def rand(*shape):
@@ -49,3 +52,14 @@ def test_a_parameter_takes_the_plain_path(call, name, grad, monkeypatch):
     assert out.requires_grad == grad
     if grad and call == "attention":
         out.sum().backward()
+
+
+def test_a_call_without_further_tensors_is_found_by_its_first_ones(monkeypatch):
+    """What it does not have is neither looked at nor part of its signature."""
+    flashtile.attention(Q, K, V)
+    monkeypatch.setattr(Operation, "check_values", None)
+    monkeypatch.setattr(FORWARD, "launches", BoundedCache(2**20))
+    for _ in range(2):
+        flashtile.attention(Q, K, V)
+    (key,) = FORWARD.launches
+    assert key == (Options(), *signatures((Q, K, V)))

@@ -190,6 +190,8 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
         last_token = (row + num_rows - 1) // lengths.group_size
         end = tl.minimum(end, last_token + offset + lengths.window_right + 1)
     first = tl.maximum(first, 0)
+    if C.HAS_LEFT or C.HAS_LEFTPAD:
+        end = tl.where(first < end, end, 0)  # where no key is seen, no page holds one
     n_blocks = tl.maximum((end + C.BLOCK_N - 1) // C.BLOCK_N - first // C.BLOCK_N, 1)
     return num_rows, KeyRange(first, end), tl.where(num_rows > 0, n_blocks, 0)
 

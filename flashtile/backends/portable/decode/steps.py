@@ -54,6 +54,12 @@ class Variant(Layout):
     is."""
     PRECISION: str
 
+    @property
+    def faults_ahead(self) -> bool:
+        """Whether the pages of a work tile are checked before the loop over its n_blocks. Within it that is
+        free where tiles are small; elsewhere the loop has no register to spare."""
+        return self.PAGE_SIZE != 0 and (self.BLOCK_M > 16 or self.E4M3)
+
 
 class Strides(NamedTuple):
     """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a page."""
@@ -162,14 +168,11 @@ def in_cache(pages, num_blocks):
 
 @triton.jit
 def find_faults(cache, first, last, keys, C: tl.constexpr):
-    """int32, one number or [BLOCK_N], all 0 if the sequence and the pages of its ``keys`` in n_blocks
-    ``first`` to ``last`` (exclusive) are in the cache.
-
-    Entries of the block table are read here and once more where they are followed: the loop over n_blocks
-    has neither a register nor an instruction to spare.
+    """int32, one number or [BLOCK_N], all 0 if the sequence is in the cache, and with faults_ahead also the
+    pages of its ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
     """
     faults = cache.fault
-    if C.PAGE_SIZE != 0:
+    if C.faults_ahead:
         # Tiles of more rows have no registers for more.
         ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
         BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -396,7 +399,8 @@ def attend_n_blocks(
     C: tl.constexpr,
 ):  # fmt: skip
     """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over those of ``keys`` in n_blocks ``first`` to
-    ``last`` (exclusive). Sums are NaN if there are ``faults``, as :func:`find_faults` has them.
+    ``last`` (exclusive). Sums are NaN if there are ``faults``, as :func:`find_faults` has them, or if a page
+    is not in the cache.
 
     ``dtype``, that of the call's queries, is what values scaled by their page are rounded to.
     """
@@ -419,18 +423,23 @@ def attend_n_blocks(
     # them.
     SUM_LATE: tl.constexpr = BLOCK_M < 64
     # A sum that begins as NaN remains it.
-    row_sum = tl.where(faults == 0, 0.0, float("nan"))
+    row_sum = 0.0
+    if C.faults_ahead:
+        row_sum = tl.where(faults == 0, 0.0, float("nan"))
     if SUM_LATE:
         row_sum += tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
-        if PAGE_SIZE != 0:
+        if C.faults_ahead:
             row_sum = tl.sum(row_sum, 0)
         row_sum += tl.zeros([BLOCK_M], tl.float32)
     # Entries are on their way while the keys of two n_blocks are: n_blocks then follow each other without a
     # chain of two latencies.
     current, upcoming = cache.pages
     if PAGE_SIZE != 0:
-        current = in_cache(current, cache.num_blocks)
+        given = current
+        current = in_cache(given, cache.num_blocks)
+        if not C.faults_ahead:
+            faults = faults | (given ^ current)
     for n in range(first, last):
         if C.PREFETCH != 0:
             i = n - tl.maximum(first, last - C.PREFETCH)
@@ -451,6 +460,8 @@ def attend_n_blocks(
         if PAGE_SIZE != 0:
             page = page_of_keys(current, C)
             current = in_cache(upcoming, cache.num_blocks)
+            if not C.faults_ahead:
+                faults = faults | (upcoming ^ current)
             upcoming = load_pages(cache.block_table, n + 2, keys, C)
         k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
@@ -476,4 +487,8 @@ def attend_n_blocks(
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
     if SUM_LATE:
         row_sum = tl.sum(row_sum, 1)
+    if not C.faults_ahead:
+        if PAGE_SIZE != 0 and not ONE_PAGE:
+            faults = tl.max((faults != 0).to(tl.int32), 0)
+        row_sum = tl.where(faults == 0, row_sum, float("nan"))
     return acc, row_max, row_sum

@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-newest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-compile test-newest-triton test-gpu bench docs dist inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -29,10 +29,13 @@ demo: $(READY) ## exactness, speed, memory and a small training run; writes flas
 test: lint test-cpu test-interpreter ## all that runs without a GPU
 
 test-cpu: $(READY)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter and not exhaustive"
 
 test-interpreter: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m interpreter
+
+test-compile: $(READY) ## compile every configuration of every kernel, of which make test compiles a third
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
 	OMP_NUM_THREADS=1 bash scripts/with-newest-triton $(VENV) \

@@ -1,10 +1,12 @@
 """What ahead-of-time compilation says about a kernel: registers, spills, shared memory, tensor-core use.
 
 Works on any machine, with the compiler that Triton brings. Every number is read from the very binary that a
-launch would load (Triton keeps it in its disk cache), not from a second compilation.
+launch would load (Triton keeps it in its disk cache), or from the PTX that it was made of, not from a second
+compilation.
 
 Spills are counted as ptxas counts them: the bytes that instructions to and from local memory move, once each.
-A kernel that indexes a local array would count it, too; attention kernels have none.
+A kernel that indexes a local array would count it, too; attention kernels have none. A binary without a stack
+has no spills and is not disassembled, which takes as long as many a compilation.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ class CompileReport:
     shared: int
     threads: int
     tensor_core: dict[str, int]
-    """Tensor-core instructions in the binary by name: HMMA, HGMMA (wgmma), QGMMA (fp8), UTCHMMA (tcgen05)."""
+    """Tensor-core instructions by PTX's name: mma, wgmma, tcgen05."""
     lost_barriers: int
     """mbarriers initialised that no partition is given, so that the compiler puts a tile in their place. A
     card that switches between processes may write such a barrier's state back, over the tile's first bytes.
@@ -186,18 +188,19 @@ def report(case: CompileCase, arch: str) -> CompileReport:
     begin = time.perf_counter()
     compiled = case.compile(target)
     seconds = time.perf_counter() - begin
-    usage, sass = _disassemble(compiled.asm["cubin"])
-    opcodes = Counter(_opcodes(sass))
+    usage = cuobjdump("-res-usage", compiled.asm["cubin"])
+    stack = _largest(r"\bSTACK:(\d+)", usage)
+    opcodes = Counter(_opcodes(cuobjdump("-sass", compiled.asm["cubin"])) if stack else ())
     return CompileReport(
         name=case.name,
         arch=target.name,
         registers=_largest(r"\bREG:(\d+)", usage),
         spill_stores=_local_bytes("STL", opcodes),
         spill_loads=_local_bytes("LDL", opcodes),
-        stack=_largest(r"\bSTACK:(\d+)", usage),
+        stack=stack,
         shared=compiled.metadata.shared,
         threads=_largest(r"\.(?:req|max)ntid\s+(\d+)", compiled.asm["ptx"]),
-        tensor_core=_tensor_core(opcodes),
+        tensor_core=dict(Counter(re.findall(r"\b(mma|wgmma|tcgen05)\.(?:mma|sync)", compiled.asm["ptx"]))),
         lost_barriers=_lost_barriers(compiled.asm["ttgir"]),
         spill_budget=case.spill_budget,
         shared_limit=target.shared_limit,
@@ -218,21 +221,21 @@ def reports(cases: Iterable[CompileCase], arch: str, jobs: int | None = None) ->
         yield from pool.map(lambda case: report(case, arch), cases)
 
 
-def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """(resource usage, SASS) of a binary."""
+def cuobjdump(option: str, cubin: bytes) -> str:
+    """What CUDA's disassembler says about a binary: "-res-usage" its resources, "-sass" its instructions.
+
+    Raises:
+        RuntimeError: it failed.
+    """
     from flashtile.backends import compat
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        tool = compat.cuobjdump_path()
-        return _cuobjdump(tool, "-res-usage", path), _cuobjdump(tool, "-sass", path)
-
-
-def _cuobjdump(tool: str, option: str, path: Path) -> str:
-    done = subprocess.run([tool, option, str(path)], capture_output=True, text=True, check=False)
+        command = [compat.cuobjdump_path(), option, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{tool} {option} failed: {done.stderr.strip()}")
+        raise RuntimeError(f"{command[0]} {option} failed: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -253,15 +256,6 @@ def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
         if base == opcode:
             total += count * next((_BYTES_OF_WIDTH[m] for m in modifiers if m in _BYTES_OF_WIDTH), 4)
     return total
-
-
-def _tensor_core(opcodes: Counter[str]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for full, count in opcodes.items():
-        base = full.split(".")[0]
-        if re.fullmatch(r"(UTC)?[A-Z]G?MMA", base):
-            counts[base] += count
-    return dict(sorted(counts.items()))
 
 
 def _lost_barriers(ttgir: str) -> int:

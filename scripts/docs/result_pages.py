@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,19 @@ HIDE_CONTENTS = "---\nhide: [toc]\n---"
 """Front matter that gives wide tables the whole page."""
 
 
-def page(document: dict[str, Any], name: str) -> str:
+def page(document: dict[str, Any], name: str, most_charts: int) -> str:
     """A document of measurements as Markdown; its JSON lies beside the page."""
-    parts = [HIDE_CONTENTS, f"# {name[:10]} {name[11:].replace('-', ' ')}", *body(document)]
+    parts = [HIDE_CONTENTS, f"# {name[:10]} {name[11:].replace('-', ' ')}", *body(document, most_charts)]
     parts.append(f"Every number: [{name}.json]({name}.json).")
     if note := document.get("source", {}).get("note"):
         parts.append(f"Commit {document['source']['commit']}: {note}.")
     return "\n\n".join(parts) + "\n"
 
 
-def body(document: dict[str, Any]) -> list[str]:
+def body(document: dict[str, Any], most_charts: int) -> list[str]:
     """The document's contents, by the command that wrote it."""
     if "cells" in document:
-        return bench_parts(document)
+        return bench_parts(document, most_charts)
     head = f"{machine(document)}."
     card = card_of_device(document["device"]["name"])
     if "l2_bytes" in document and card is not None:
@@ -56,12 +57,13 @@ def machine(document: dict[str, Any]) -> str:
     return ", ".join([document["device"]["name"], *software])
 
 
-def bench_parts(document: dict[str, Any]) -> list[str]:
+def bench_parts(document: dict[str, Any], most_charts: int) -> list[str]:
     """What ``flashtile bench`` wrote: its tables, charts and notes."""
     parts = _printed(report.print_head, document)
     if document["summary"]:
         parts += ["## Speed over each peer", markdown_tables.of_table(report.summary_table(document))]
-    parts += ["## Charts", _figures([(chart.title, chart.svg) for chart in charts(document)])]
+    drawn = islice(charts(document), most_charts)
+    parts += ["## Charts", _figures([(chart.title, chart.svg) for chart in drawn])]
     for which, cells in report.by_pass(document).items():
         table = report.cells_table(document, cells)
         parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_tables.of_table(table)]
@@ -102,7 +104,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if files.get_file_from_path(place) is None:
             files.append(File.generated(config, place, content=path.read_text()))
         name = f"{FOLDER}/{path.stem}.md"
-        content = page(json.loads(path.read_text()), path.stem)
+        content = page(json.loads(path.read_text()), path.stem, config.extra["charts"])
         files.append(File.generated(config, name, content=content))
         listed.append(name)
     entries = [entry for entry in config.nav or [] if isinstance(entry, dict)]

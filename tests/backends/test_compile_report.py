@@ -26,7 +26,7 @@ from flashtile.compile_report import ARCHITECTURES, CompileCase, report, reports
 pytestmark = pytest.mark.compile
 
 TESTED_ARCHITECTURES = ("sm_80", "sm_90a")
-TENSOR_CORE = {"sm_80": "HMMA", "sm_90a": "HGMMA"}
+TENSOR_CORE = {"sm_80": "mma", "sm_90a": "wgmma"}
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def test_inspect_tabulates_and_writes_json(command, tmp_path: Path):
     path = tmp_path / "report.json"
     result = command([product()], "--arch", "sm_80", "--arch", "sm_90a", "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert "HGMMA" in result.output
+    assert "wgmma" in result.output
     assert "product bf16 64x64" in result.output
     rows = json.loads(path.read_text())
     assert [row["arch"] for row in rows] == ["sm_80", "sm_90a"]

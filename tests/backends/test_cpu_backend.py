@@ -171,8 +171,11 @@ class TestAnyBlocks:
         dout = testing.random_gradients(q, v)[0]
         testing.check(q, k, v, dout=dout, dlse=dlse, function=using(**configs), **arguments)
 
-    @pytest.mark.parametrize("blocks", [(8, 5, 2), (64, 16, 1), (16, 64, 100), (1, 7, 3)], ids=str)
-    @pytest.mark.parametrize("softcap", [0.0, 3.0])
+    @pytest.mark.parametrize(
+        ("blocks", "softcap"),
+        [((8, 5, 2), 3.0), ((64, 16, 1), 0.0), ((16, 64, 100), 3.0), ((1, 7, 3), 0.0)],
+        ids=str,
+    )
     def test_tiled(self, call, lengths, blocks, softcap) -> None:
         tiled = Tiled(*blocks, torch.float32)
         self.check(call, lengths, {"softcap": softcap}, forward=tiled, backward=tiled, backward_lse=tiled)

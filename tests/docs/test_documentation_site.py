@@ -48,7 +48,8 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built strictly, the first warning is an error; once for all workers of pytest-xdist."""
+    """Built strictly, the first warning is an error; once for all workers of pytest-xdist. Of each measurement
+    with one chart: tests/bench draws the others' kinds."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -57,7 +58,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
-            result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            environment = os.environ | {"CHARTS": "1"}
+            result = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+            )
             assert result.returncode == 0, result.stdout + result.stderr
             built.touch()
     return place

@@ -199,7 +199,7 @@ def pretrained(folder: Path, device: torch.device) -> tuple[Llama, Text]:
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("--model needs transformers: pip install 'flashtile[hf]'") from None
+        raise ModuleNotFoundError("--model needs transformers: pip install '.[hf]'") from None
     return load_llama(folder, device), AutoTokenizer.from_pretrained(folder)
 
 

@@ -52,3 +52,8 @@ def __getattr__(name: str) -> Any:
 
         return importlib.import_module("flashtile.fp8")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names; parts such as ``flashtile.kv_cache`` are imported by name."""
+    return [*__all__, "__version__"]

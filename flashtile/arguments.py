@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numbers
 import operator
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -63,6 +64,28 @@ def make_options(
     return Options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend
     )
+
+
+FOREIGN = {
+    "attn_mask": "masks are causal, window_size, alibi_slopes, cu_seqlens (packed sequences) and seqused_k; "
+    "for any other use torch's scaled_dot_product_attention or FlexAttention",
+    "attention_mask": "a padding mask becomes cu_seqlens: pack the tokens and call flash_attn_varlen_func, "
+    "or say with seqused_k how many keys each padded sequence uses",
+    "is_causal": "use causal, which is aligned to the bottom right",
+    "scale": "use softmax_scale",
+    "enable_gqa": "leave it out, heads are grouped by themselves",
+    "dropout_p": "leave it out, there is no dropout",
+    "need_weights": "leave it out, probabilities are never stored",
+}
+FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]
+"""What other attention functions call an argument, and what to use here."""
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
+    """Raise Python's TypeError for keywords that a function does not have, with what to use instead."""
+    name = next(iter(unknown))
+    hint = f": {FOREIGN[name]}" if name in FOREIGN else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

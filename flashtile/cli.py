@@ -33,7 +33,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
             raise
-        sys.exit(f"flashtile: the command line needs {error.name}: pip install 'flashtile[cli]'")
+        sys.exit(f"flashtile: the command line needs {error.name}: pip install '.[cli]' in its checkout")
     if not sys.argv[1:]:
         app()
     try:

@@ -273,6 +273,8 @@ def tiny() -> Iterator[Case]:
         ),
     )
     yield from cross({"": replace(dense, seqlen_q=9, seqlen_k=12)}, with_masks(HEADS, some(mask, "causal")))
+    whole_blocks = replace(dense, seqlen_q=64, seqlen_k=128)  # which used keys do not fill
+    yield from cross({"whole-blocks": whole_blocks}, some(mask, "full", "used"))
     dims = head_dims(1, 3, 8, 16, 32, 40, 59, 80, (8, 40), (40, 8), (16, 1), (1, 33))
     yield from cross({"": dense}, with_masks(dims, some(mask, "causal")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(LAYOUTS, some(mask, "causal")))

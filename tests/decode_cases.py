@@ -83,6 +83,8 @@ CASES = (
     case("append-many", new=6, seqlen_q=6, page_size=4, causal=True),
     case("append-fewer-than-queries", new=2, seqlen_q=4, page_size=4, causal=True),
     case("append-nothing", new=0, page_size=4),
+    case("append-to-capacity", new=3, seqlen_q=3, lengths=(45, 0, 44), page_size=4, causal=True),
+    case("append-to-capacity-dense", new=1, lengths=(47, 46, 0)),
     case("append-to-empty", new=4, seqlen_q=4, lengths=(0, 0, 0), page_size=3, causal=True),
     case("append-batch-idx", new=2, batch_idx=(3, 1, 0)),
     case("append-ragged", new=(3, 0, 5), seqlen_q=(3, 0, 5), page_size=4, causal=True),

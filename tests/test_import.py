@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flashtile
+
 ROOT = Path(__file__).parents[1]
 PARTS = {"algorithms", "bench", "commands", "demo", "fp8", "io_model", "kv_cache", "testing", "visualizer"}
 """What comes when it is asked for."""
@@ -78,9 +80,11 @@ def test_every_name_is_there():
     code = (
         "import json, flashtile\n"
         "print(json.dumps([[name for name in flashtile.__all__ if not hasattr(flashtile, name)],\n"
-        "                  sorted(flashtile.__all__) == list(flashtile.__all__), flashtile.__version__]))"
+        "                  sorted(flashtile.__all__) == list(flashtile.__all__), flashtile.__version__,\n"
+        "                  sorted(dir(flashtile))]))"
     )
-    missing, in_order, version = run(code)
+    missing, in_order, version, shown = run(code)
+    assert shown == sorted([*flashtile.__all__, "__version__"])
     assert missing == []
     assert in_order
     assert version

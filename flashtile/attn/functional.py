@@ -9,12 +9,12 @@ asked for, the result is a tuple, which needs no cast.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, check_flag, make_options, refuse_descales
+from flashtile.arguments import apply_autocast, check_flag, make_options, refuse_descales, refuse_unknown
 from flashtile.attn import operators
 from flashtile.attn.problem import NO_EXTRAS, Extras
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
@@ -53,6 +53,7 @@ def attention(
     v_descale: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | Any:
     """Exact attention, differentiable in q, k, v and sink (and through lse).
 
@@ -109,6 +110,8 @@ def attention(
         >>> q.grad.shape
         torch.Size([2, 128, 8, 64])
     """
+    if unknown:
+        refuse_unknown("attention", unknown)
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
     out, lse = _call(
@@ -137,6 +140,7 @@ def flash_attn_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_func``: q (batch, seqlen_q, heads_q, head_dim), k and v
     (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
@@ -154,6 +158,8 @@ def flash_attn_func(
         torch.Size([2, 128, 4, 64])
         >>> out, lse = flashtile.flash_attn_func(q, k, v, softcap=30.0, return_lse=True)
     """
+    if unknown:
+        refuse_unknown("flash_attn_func", unknown)
     _check_own(dropout_p, return_attn_probs, return_lse)
     out, lse = _call(
         q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -177,6 +183,7 @@ def flash_attn_kvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_kvpacked_func``: k and v are one tensor, which is read in place.
 
@@ -202,6 +209,8 @@ def flash_attn_kvpacked_func(
         >>> flashtile.flash_attn_kvpacked_func(q, kv, causal=True).shape
         torch.Size([2, 16, 8, 64])
     """
+    if unknown:
+        refuse_unknown("flash_attn_kvpacked_func", unknown)
     k, v = _unpack("kv", kv, 5, 2, "(batch, seqlen_k, 2, heads_kv, head_dim)")
     try:
         return flash_attn_func(
@@ -226,6 +235,7 @@ def flash_attn_qkvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_qkvpacked_func``: q, k and v are one tensor, which is read in place.
 
@@ -250,6 +260,8 @@ def flash_attn_qkvpacked_func(
         >>> qkv.grad.shape
         torch.Size([2, 128, 3, 4, 64])
     """
+    if unknown:
+        refuse_unknown("flash_attn_qkvpacked_func", unknown)
     q, k, v = _unpack("qkv", qkv, 5, 3, "(batch, seqlen, 3, heads, head_dim)")
     try:
         return flash_attn_func(
@@ -285,6 +297,7 @@ def flash_attn_varlen_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_varlen_func``: packed sequences of different lengths.
 
@@ -309,6 +322,8 @@ def flash_attn_varlen_func(
         >>> second = flashtile.attention(q[None, 5:], k[None, 5:], v[None, 5:], causal=True)[0]
         >>> torch.testing.assert_close(out[5:], second)
     """
+    if unknown:
+        refuse_unknown("flash_attn_varlen_func", unknown)
     _check_own(dropout_p, return_attn_probs, return_lse)
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
@@ -346,6 +361,7 @@ def flash_attn_varlen_kvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_varlen_kvpacked_func``: packed sequences, k and v in one tensor.
 
@@ -374,6 +390,8 @@ def flash_attn_varlen_kvpacked_func(
         >>> flashtile.flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 3, 20).shape
         torch.Size([5, 8, 64])
     """
+    if unknown:
+        refuse_unknown("flash_attn_varlen_kvpacked_func", unknown)
     k, v = _unpack("kv", kv, 4, 2, "(total_k, 2, heads_kv, head_dim)")
     try:
         return flash_attn_varlen_func(
@@ -401,6 +419,7 @@ def flash_attn_varlen_qkvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_varlen_qkvpacked_func``: packed sequences, q, k and v in one tensor.
 
@@ -427,6 +446,8 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flashtile.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 7, causal=True).shape
         torch.Size([12, 4, 64])
     """
+    if unknown:
+        refuse_unknown("flash_attn_varlen_qkvpacked_func", unknown)
     q, k, v = _unpack("qkv", qkv, 4, 3, "(total, 3, heads, head_dim)")
     try:
         return flash_attn_varlen_func(

@@ -5,6 +5,7 @@ The other modules of this package put them together for the calls of a family.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -107,9 +108,30 @@ def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
     if heads_kv == 0 or heads_q == 0:
         raise ValueError(f"q has {heads_q} heads and {name_of_k} has {heads_kv}: both need at least one")
     if heads_q % heads_kv != 0:
-        raise ValueError(
-            f"q has {heads_q} heads, which must be a multiple of the {heads_kv} heads of {name_of_k}"
-        )
+        words = f"q has {heads_q} heads, which must be a multiple of the {heads_kv} heads of {name_of_k}"
+        transposed = q.dim() == k.dim() == 4 and heads_q > q.shape[1] > 0 == q.shape[1] % max(k.shape[1], 1)
+        raise ValueError(f"{words}. They {TRANSPOSED}" if transposed and hints_layout() else words)
+
+
+TRANSPOSED = (
+    "look like (batch, heads, seqlen, head_dim), where (batch, seqlen, heads, head_dim) is read: call "
+    "transpose(1, 2) on them and on the result (FLASHTILE_LAYOUT_HINTS=0 turns this hint off)"
+)
+MOST_HEADS = 128
+"""More heads than large models have, and more than tokens: they are tokens."""
+
+
+def looks_transposed(q: Tensor, k: Tensor) -> bool:
+    """Whether shapes (batch, seqlen, heads, head_dim) betray that heads come before tokens."""
+    (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():
+        return False  # a symbol's comparison would become a guard of the graph
+    grouped = seqlen_q > seqlen_k > 1 and seqlen_q % seqlen_k == 0
+    return heads_q > MOST_HEADS or grouped
+
+
+def hints_layout() -> bool:
+    return os.environ.get("FLASHTILE_LAYOUT_HINTS", "1") != "0"
 
 
 def check_offsets(name: str, offsets: Any, first: Tensor) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import (
+    TRANSPOSED,
     check_dense,
     check_dtype,
     check_groups,
@@ -18,6 +21,7 @@ from flashtile.checks.arguments import (
     check_score_options,
     check_sink,
     check_slopes,
+    looks_transposed,
 )
 from flashtile.problem import DTYPES
 
@@ -56,6 +60,9 @@ def check_call(
     if not packed and q.shape[0] != k.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
     check_groups(q, k, "k")
+    if not packed and looks_transposed(q, k):
+        # Without a count of its own: Python shows a warning once for each place that calls.
+        warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
     if packed:
         _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)
     elif options.max_seqlen_q is not None or options.max_seqlen_k is not None:

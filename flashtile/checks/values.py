@@ -7,6 +7,7 @@ They read from the device, and so are done for every call on the CPU but on a GP
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -178,14 +179,16 @@ def _capacity_words(k_cache: Tensor, tensors: CacheTensors | AppendTensors) -> s
 
 
 def _check_between(name: str, values: Tensor | None, least: int, most: int, words: str) -> None:
-    if values is None:
+    if values is None or not values.numel() or _within(values, least, most):
         return
     wrong = ((values < least) | (values > most)).nonzero()
-    if wrong.numel():
-        i = int(wrong[0, 0])
-        raise ValueError(
-            f"{name} must be from {least} to {most} ({words}), got {int(values[i])} at entry {i}"
-        )
+    i = int(wrong[0, 0])
+    raise ValueError(f"{name} must be from {least} to {most} ({words}), got {int(values[i])} at entry {i}")
+
+
+def _within(values: Tensor, least: int, most: int) -> bool:
+    low, high = values.aminmax()
+    return least <= int(low) and int(high) <= most
 
 
 def _check_rows(k_cache: Tensor, cache_batch_idx: Tensor | None) -> None:
@@ -195,6 +198,8 @@ def _check_rows(k_cache: Tensor, cache_batch_idx: Tensor | None) -> None:
 def _check_table(k_cache: Tensor, block_table: Tensor, lengths: Tensor) -> None:
     """Entries beyond a sequence's length are nobody's and may hold anything."""
     num_blocks, page_size = k_cache.shape[:2]
+    if not block_table.numel() or _within(block_table, 0, num_blocks - 1):
+        return
     columns = torch.arange(block_table.shape[1], device=block_table.device)
     used = columns[None, :] * page_size < lengths[:, None]
     wrong = (used & ((block_table < 0) | (block_table >= num_blocks))).nonzero()
@@ -243,6 +248,7 @@ def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:
 
 
 def _first_repeated(values: Tensor) -> int | None:
-    distinct, counts = values.unique(return_counts=True)
-    repeated = distinct[counts > 1]
-    return int(repeated[0]) if repeated.numel() else None
+    numbers = values.tolist()
+    if len(set(numbers)) == len(numbers):
+        return None
+    return min(number for number, count in Counter(numbers).items() if count > 1)

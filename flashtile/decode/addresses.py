@@ -18,8 +18,8 @@ def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tens
     """
     if cu_seqlens_k_new is None:
         batch, seqlen = k.shape[:2]
-        sequence = torch.arange(batch, device=k.device).repeat_interleave(seqlen)
-        return sequence, torch.arange(seqlen, device=k.device).repeat(batch)
+        sequence, number = (torch.arange(size, device=k.device) for size in (batch, seqlen))
+        return sequence.unsqueeze(1).expand(-1, seqlen).flatten(), number.expand(batch, -1).flatten()
     starts = cu_seqlens_k_new.long()
     sequence = torch.arange(starts.shape[0] - 1, device=k.device).repeat_interleave(starts.diff())
     return sequence, torch.arange(sequence.shape[0], device=k.device) - starts[sequence]
@@ -40,7 +40,10 @@ def sequence_lengths(
 def locate(
     sequence: Tensor, position: Tensor, k_cache: Tensor, tensors: CacheTensors | AppendTensors
 ) -> tuple[Tensor, Tensor]:
-    """(page, offset in it) of positions in a paged cache, (row, position) in a dense one; all (n,) int64."""
+    """(page, offset in it) of positions in a paged cache, (row, position) in a dense one; all int64.
+
+    Sequences and positions are (n,), or broadcast against each other.
+    """
     if tensors.block_table is not None:
         page_size = k_cache.shape[1]
         return tensors.block_table[sequence, position // page_size].long(), position % page_size
@@ -49,14 +52,22 @@ def locate(
     return sequence, position
 
 
-def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, page or row, offset) of everything that an append writes, all (n,) int64."""
+def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor | slice, Tensor, Tensor]:
+    """(rows of k as it lies in memory, page or row, offset) of everything that an append writes.
+
+    The latter two are (n,) int64, the rows a slice where they are the first n.
+    """
     if tensors.slot_mapping is not None:
         token = (tensors.slot_mapping >= 0).nonzero().squeeze(1)
         slots = tensors.slot_mapping[token]
         return token, slots // k_cache.shape[1], slots % k_cache.shape[1]
     assert tensors.cache_seqlens is not None
+    before = tensors.cache_seqlens.long()
+    if tensors.cu_seqlens_k_new is None:  # what every step of decoding does: without a look-up by token
+        batch, seqlen = k.shape[:2]
+        sequence, number = (torch.arange(size, device=k.device) for size in (batch, seqlen))
+        position = before.unsqueeze(1) + number  # (batch, seqlen)
+        row, offset = locate(sequence.unsqueeze(1), position, k_cache, tensors)
+        return slice(batch * seqlen), row.expand_as(position).flatten(), offset.flatten()
     sequence, number = new_tokens(k, tensors.cu_seqlens_k_new)
-    position = tensors.cache_seqlens.long()[sequence] + number
-    token = torch.arange(sequence.shape[0], device=k.device)
-    return token, *locate(sequence, position, k_cache, tensors)
+    return slice(len(sequence)), *locate(sequence, before[sequence] + number, k_cache, tensors)

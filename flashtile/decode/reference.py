@@ -120,7 +120,7 @@ def append(
     if tensors.rotary_cos is not None:
         k_rows = rotate_appended(k, tensors.cu_seqlens_k_new, tensors, options.rotary_interleaved)
     for cache, new, descale in ((k_cache, k_rows, tensors.k_descale), (v_cache, v_rows, tensors.v_descale)):
-        for i in range(token.shape[0]):
+        for i in range(len(row)):
             factor = None if descale is None else descale if descale.dim() == 1 else descale[row[i]]
             cache[row[i], offset[i]] = quantized(new[i], factor, cache.dtype)
     return k_cache, v_cache

@@ -18,7 +18,7 @@ def load_llama(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         dtype: of the weights; None: as they are stored.
 
     Raises:
-        ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[hf]'``).
+        ModuleNotFoundError: safetensors is not installed (``pip install '.[hf]'``).
         FileNotFoundError: config.json or the weights are not there.
         NotImplementedError: it is not of the Llama architecture, or has biases.
         ValueError: weights are missing, unknown, or of another shape.

@@ -16,7 +16,7 @@ PLACE = "reference/cli.md"
 def page() -> str:
     group: Any = typer.main.get_command(application())
     context = group.make_context("flashtile", [], resilient_parsing=True)
-    parts = ["# Command line", "`pip install 'flashtile[cli]'` brings the `flashtile` command."]
+    parts = ["# Command line", "`pip install '.[cli]'` brings the `flashtile` command."]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         parts += [f"## flashtile {name}", command.help or "", *_options(name, command)]

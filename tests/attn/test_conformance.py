@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -88,3 +90,18 @@ def _gradients(target: Target, inputs: Inputs, asked: str) -> tuple[torch.Tensor
 def _assert_same_bits(got, expected) -> None:
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_into_the_lse_of_rows_without_keys_are_not_looked_at(target: Target) -> None:
+    """It is -inf, so that whatever is made of it comes back with infinities and NaN."""
+    case = Case(name="no keys", seqlen_q=24, seqlen_k=9, heads_q=2, heads_kv=1, head_dim=16, causal=True)
+    inputs = replace(case, dtype=target.dtypes[0]).inputs(target.device)
+    empty = case.seqlen_q - case.seqlen_k
+    assert inputs.dlse is not None
+    results = []
+    for poison in (0.0, torch.nan, -torch.inf):
+        inputs.dlse[..., :empty] = poison
+        results.append(_gradients(target, inputs, "qkv"))
+    _assert_same_bits(results[1], results[0])
+    _assert_same_bits(results[2], results[0])
+    assert results[0][0][:, :empty].eq(0).all()

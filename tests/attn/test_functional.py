@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import warnings
 from fractions import Fraction
 from functools import partial
 
@@ -55,7 +56,27 @@ def test_signature_is_flash_attentions(name):
     if "packed" not in name:  # as FlashAttention-3's
         own |= dict.fromkeys(("q_descale", "k_descale", "v_descale"))
     assert keyword_only == own
-    assert len(positional) + len(keyword_only) == len(parameters)
+    unknown = [p for p in parameters if p.kind is p.VAR_KEYWORD]  # which are refused
+    assert len(positional) + len(keyword_only) + len(unknown) == len(parameters)
+
+
+@pytest.mark.parametrize("name", ["attention", *SIGNATURES])
+@pytest.mark.parametrize(
+    ("keyword", "instead"),
+    [
+        ("attn_mask", "window_size"),
+        ("key_padding_mask", "flash_attn_varlen_func"),
+        ("is_causal", "causal"),
+        ("odd", None),
+    ],
+)
+def test_other_functions_keywords_are_refused_with_what_to_use(name, keyword, instead):
+    required = 3 if name == "attention" else len(SIGNATURES[name][0])
+    with pytest.raises(TypeError) as raised:
+        getattr(flashtile, name)(*[None] * required, **{keyword: True})  # before any of them is looked at
+    message = str(raised.value)
+    assert message.startswith(f"{name}() got an unexpected keyword argument '{keyword}'")
+    assert instead is None or instead in message.partition(":")[2]
 
 
 def test_attention_takes_three_tensors_by_place():
@@ -302,3 +323,46 @@ def test_torchs_own_switch_makes_gradients_deterministic():
     finally:
         torch.use_deterministic_algorithms(False)
     assert make_options(*arguments, True, None).deterministic
+
+
+def looks(q_shape, k_shape=None):
+    """The warnings that a call on tensors of these shapes gives, and its error if it has one."""
+    q, k = torch.zeros(q_shape), torch.zeros(k_shape or q_shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            flashtile.attention(q, k, k)
+        except ValueError as error:
+            return [str(error)]
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape"),
+    [
+        ((2, 8, 300, 4), None),  # 8 heads of 300 tokens
+        ((1, 8, 17, 4), (1, 2, 17, 4)),  # grouped heads: more queries than keys, as many heads
+        ((1, 8, 17, 4), (1, 8, 23, 4)),  # cross-attention: heads that do not divide
+    ],
+)
+def test_a_transposed_layout_is_pointed_out(q_shape, k_shape, monkeypatch):
+    (message,) = looks(q_shape, k_shape)
+    assert "(batch, heads, seqlen, head_dim)" in message
+    assert "transpose(1, 2)" in message
+    monkeypatch.setenv("FLASHTILE_LAYOUT_HINTS", "0")
+    assert "transpose" not in "".join(looks((*q_shape[:-1], 5), k_shape and (*k_shape[:-1], 5)))
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape"),
+    [
+        ((2, 300, 8, 4), None),
+        ((2, 1, 128, 4), (2, 40, 8, 4)),
+        ((1, 4, 2, 4), (1, 2, 2, 4)),
+        ((1, 3, 64, 4), None),
+    ],
+)
+def test_layouts_that_may_be_meant_are_not(q_shape, k_shape):
+    assert looks(q_shape, k_shape) == []
+    (message,) = looks((1, 17, 8, 4), (1, 17, 3, 4))  # an error of another kind
+    assert "transpose" not in message

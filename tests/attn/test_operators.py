@@ -79,6 +79,20 @@ def test_opcheck_backward(name, given, device):
     )
 
 
+def test_fake_gradients_are_shaped_as_what_they_are_of():
+    """v has a head_dim of its own."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 8, 4, dim, requires_grad=True) for dim in (16, 16, 24))
+        out = flashtile.attention(q, k, v)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert out.shape == (2, 8, 4, 24)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+    lse = out[..., 0].mT
+    tensors = (torch.empty(t.shape, device="meta") for t in (out, lse, q, k, v, out, lse))
+    fakes = operators.BACKWARD.fake(*tensors, NO_EXTRAS, Options())
+    assert [t.shape for t in fakes[:3]] == [q.shape, k.shape, v.shape]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", OPTIONS)

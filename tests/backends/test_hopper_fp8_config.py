@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -12,8 +13,10 @@ from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.hopper.compile_cases import HOPPER
 from flashtile.backends.hopper.fp8.compile_cases import PLAIN, compile_cases
 from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
+from flashtile.backends.hopper.fp8.launch import scale_strides
 from flashtile.compile_report import ARCHITECTURES, KIB, report
 from flashtile.fp8.layout import KEY_BLOCK
+from flashtile.fp8.problem import Scales
 
 BARRIERS = KIB
 PROBLEM = replace(PLAIN, head_dim=128, head_dim_v=128)
@@ -33,6 +36,22 @@ def test_shared_memory_is_what_the_kernel_allocates() -> None:
         expected = smem_bytes(config, 128, 128, v_transposed)
         found = report(cases[f"hopper fp8 forward head_dim 128/128 128x128 {name}"], HOPPER).shared
         assert expected <= found <= expected + BARRIERS
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("block_scales", [False, True])
+def test_each_scale_has_its_own_strides(varlen: bool, block_scales: bool) -> None:
+    problem = replace(PROBLEM, varlen=varlen, block_scales=block_scales)
+    every = ("batch", "head", "block")
+    dims = every[:2] if not block_scales else every[1:] if varlen else every
+    last = range(7, 6 + len(dims))
+    scales = Scales(*(torch.empty_strided([2] * len(dims), [first, *last]) for first in (30, 40, 50)))
+    strides = scale_strides(problem, scales)._asdict()
+    for name, scale in scales._asdict().items():
+        own = dict(zip(dims, scale.stride(), strict=True))
+        assert {dim: strides[f"{name}_scale_{dim}"] for dim in every} == {
+            dim: own.get(dim, 0) for dim in every
+        }
 
 
 def test_every_row_reads_one_scale_a_block() -> None:

@@ -206,3 +206,11 @@ def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
         else:
             assert window == short
     assert choose(replace(problem, window_left=511)) != choose(problem)
+
+
+def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> None:
+    problem = replace(PLAIN, seqlen_k=1024)
+    config = choose(problem)
+    assert variant_of(problem, config, has_queue=False).EVEN_N
+    for change in ({"seqused_k": True}, {"varlen": True}, {"seqlen_k": 1023}):
+        assert not variant_of(replace(problem, **change), config, has_queue=False).EVEN_N

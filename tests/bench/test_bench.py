@@ -531,6 +531,16 @@ class TestCommands:
         assert shown.exit_code == 0
         assert "ci-varlen" in shown.output
 
+    def test_a_wrong_result_of_ours_is_the_exit_code(self, monkeypatch):
+        """A peer's is not."""
+        arguments = ("-w", "ci-gqa", "--device", "cpu", "--rounds", "1", "--rep", "1", "--no-host-time")
+        for ours, code in ((True, 1), (False, 0)):
+            both = [Fake("wrong", lambda out, calls: out + 0.1), Fake("right")]
+            both[0].ours, both[1].ours = ours, not ours
+            monkeypatch.setattr(contestants, "contestants", lambda *_, both=both: both)
+            result = self.invoke(bench, *arguments)
+            assert result.exit_code == code, result.output
+
     def test_bench_lists(self):
         result = self.invoke(bench, "--list", "--device", "cpu")
         assert result.exit_code == 0

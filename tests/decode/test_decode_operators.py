@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from cases import FP32
 from decode_cases import CASES, build
+from flashtile.decode import operators
 from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 
 BY_NAME = {case.name: case for case in CASES}
@@ -33,6 +34,16 @@ def call(name, device="cpu"):
 
 def cache_tensors(arguments):
     return CacheTensors(**{n: a for n, a in arguments.items() if n in CacheTensors._fields})
+
+
+def test_fakes_of_partial_results_are_as_wide_as_the_results():
+    """As between the halves of attention with a shared prefix."""
+    q, cache = torch.randn(2, 1, 4, 16).bfloat16(), torch.randn(2, 8, 2, 16).bfloat16()
+    for partial in (False, True):
+        options = DecodeOptions(partial=partial)
+        real = operators.DECODE((q, cache, cache), operators.DECODE.nothing, options)
+        fake = operators.DECODE.fake(q, cache, cache, operators.DECODE.nothing, options)
+        assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
 
 
 DECODE = (

@@ -101,6 +101,7 @@ def test_rows_with_descales(target: Target, name: str, expanded: bool) -> None:
     scales = [0.5 + torch.rand(shape, generator=generator).to(q.device) for _ in range(3)]
     if expanded:
         scales = [scale[:1, :1].expand(shape) for scale in scales]
+    scales[2] = scales[2].mT.contiguous().mT if not expanded else scales[2]  # other strides than k's
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
     testing.check(q, k, v, backend=target.backend, function=E4M3_ATTENTION, **inputs.arguments, **descales)
 

@@ -59,6 +59,7 @@ CASES = (
     Case(1, 300, 32, 32, 16),
     Case(33, 1, 16, 16, 8, causal=True),
     Case(300, 300, 64, 64, 100),
+    Case(8, 1022, 16, 16, 4),  # a row of scores and its two statistics just fit
 )
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -147,3 +148,5 @@ def test_paged(page_size, seqlen_q):
     after = memory.totals()
     counted = tuple(after[name] - before[name] for name in ("hbm_read", "hbm_written", "matmul_flops"))
     assert (cost.hbm_read, cost.hbm_written, cost.matmul_flops) == counted
+    held = cache.K.bytes + cache.V.bytes + case.call.q_bytes + case.call.out_bytes
+    assert memory.hbm_peak == held + cost.extra_bytes

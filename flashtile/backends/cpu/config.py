@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.attn.problem import Problem
+from flashtile.decode.problem import FP8, DecodeProblem
 
 TILE_ELEMENTS = 512 * 1024
 """Scores of one tile of ``Tiled``, 2 MiB in float32; from 128K to 1M equally fast (Zen 4, head_dim 64)."""
@@ -58,7 +59,21 @@ def configure(problem: Problem) -> Config:
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)
 
 
-def _fused_covers(problem: Problem) -> bool:
+def configure_decode(problem: DecodeProblem) -> Fused | None:
+    """torch's kernel for steps of one query a sequence, where it can compute them.
+
+    Keys of 16 bits stay so where the processor multiplies them: converting a whole cache costs more than the
+    products (on a Xeon with AVX512-BF16, 2048 keys: three times).
+    """
+    one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
+    extras = problem.alibi or problem.sink or problem.tree or problem.prior
+    if not one_query or extras or not _fused_covers(problem):
+        return None
+    wide = problem.dtype != problem.out_dtype or problem.cache_dtype == FP8
+    return Fused(_accumulation_dtype(problem) if wide else _product_dtype(problem))
+
+
+def _fused_covers(problem: Problem | DecodeProblem) -> bool:
     """Whether torch's kernel can compute this problem.
 
     It multiplies -inf by the scale where it masks causally, and takes a maximum before it scales: the scale
@@ -82,7 +97,7 @@ def _backward_dtype(problem: Problem) -> torch.dtype:
     return _accumulation_dtype(problem) if few_rows else _product_dtype(problem)
 
 
-def _product_dtype(problem: Problem) -> torch.dtype:
+def _product_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
     """The inputs' dtype, or float32 for 16 bits that are slow on this processor or too coarse for ALiBi."""
     accumulation = _accumulation_dtype(problem)
     if problem.dtype == accumulation or problem.alibi:
@@ -90,7 +105,7 @@ def _product_dtype(problem: Problem) -> torch.dtype:
     return problem.dtype if _multiplies_fast(problem.dtype) else accumulation
 
 
-def _accumulation_dtype(problem: Problem) -> torch.dtype:
+def _accumulation_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
 
 

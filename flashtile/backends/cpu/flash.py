@@ -47,6 +47,12 @@ def attend(
     return (out if given == dtype else out.to(given)), lse.contiguous()
 
 
+def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of tensors (batch, heads, seqlen, head_dim) of one dtype: the kernel as it is, no mask."""
+    out, lse = _forward(q, k, v, 0.0, False, scale=scale)
+    return out, lse
+
+
 def _attend_by_pairs(
     pairs: int,
     dtype: torch.dtype,

@@ -6,10 +6,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from flashtile.backends.cpu.config import Fused, configure_decode
+from flashtile.backends.cpu.decode import one_query
 from flashtile.backends.cpu.decode.attend import attend
 from flashtile.backends.cpu.decode.cache import append, copy_blocks
 from flashtile.backends.cpu.decode.combine import combine
 from flashtile.decode.problem import AppendProblem, CombineProblem, CopyProblem, DecodeProblem
+
+__all__ = [
+    "configure_decode",
+    "prepare_append_kvcache",
+    "prepare_combine",
+    "prepare_copy_blocks",
+    "prepare_decode",
+    "reason_against",
+]
 
 
 def reason_against(problem: Any, explicit: bool) -> str | None:
@@ -19,8 +30,8 @@ def reason_against(problem: Any, explicit: bool) -> str | None:
     return None
 
 
-def prepare_decode(problem: DecodeProblem, config: None) -> Callable[..., Any]:
-    return partial(attend, problem)
+def prepare_decode(problem: DecodeProblem, config: Fused | None) -> Callable[..., Any]:
+    return partial(attend, problem) if config is None else partial(one_query.attend, problem, config)
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None) -> Callable[..., Any]:

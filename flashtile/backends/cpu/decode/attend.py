@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split, visible_keys
+from flashtile.backends.cpu.decode.tokens import lengths_of, pages_of, tokens_of_pages, tokens_of_row
 from flashtile.decode.problem import CacheTensors, DecodeProblem
 
 BLOCK_ROWS = 256
@@ -27,8 +28,9 @@ def attend(
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
     with torch.autocast("cpu", enabled=False):  # which would round the tiles' products
+        lengths = lengths_of(problem, given)
         for b, (rows, out_rows, lse_rows) in enumerate(_sequences(problem, q, out, lse, given.cu_seqlens_q)):
-            sequence = _Sequence(problem, b, rows, k_cache, v_cache, given)
+            sequence = _Sequence(problem, b, lengths[b], rows, k_cache, v_cache, given)
             for block in split(range(rows.shape[0]), max(1, BLOCK_ROWS // problem.group_size)):
                 out_tile, lse_tile = sequence.attend(block)
                 out_rows[block.start : block.stop] = out_tile
@@ -53,16 +55,23 @@ class _Sequence:
     """One sequence's queries and where its keys lie."""
 
     def __init__(
-        self, problem: DecodeProblem, b: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
+        self,
+        problem: DecodeProblem,
+        b: int,
+        seqlen_k: int,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        given: CacheTensors,
     ) -> None:
         self.problem = problem
         self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
         self.k_descale, self.v_descale = given.k_descale, given.v_descale
         self.dtype = problem.lse_dtype
-        self.seqlen_q, self.seqlen_k = q.shape[0], _length(problem, b, given)
+        self.seqlen_q, self.seqlen_k = q.shape[0], seqlen_k
         self.offset = self.seqlen_k - self.seqlen_q
         self.first_key = 0 if given.cache_leftpad is None else int(given.cache_leftpad[b])
-        self.blocks = None if given.block_table is None else given.block_table[b].long()
+        self.blocks = None if given.block_table is None else given.block_table[b]
         self.row = b if given.cache_batch_idx is None else int(given.cache_batch_idx[b])
         slopes = given.alibi_slopes
         self.slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
@@ -126,21 +135,13 @@ class _Sequence:
     def _gather(self, cache: Tensor, descale: Tensor | None, keys: range) -> Tensor:
         """(keys, heads_kv, head_dim) in compute dtype, scaled back."""
         if self.blocks is None:
-            tokens = cache[self.row, keys.start : keys.stop].to(self.dtype)
-            if descale is not None:
-                tokens *= (descale if descale.dim() == 1 else descale[self.row]).to(self.dtype).unsqueeze(-1)
-            return tokens
+            return tokens_of_row(cache, self.row, keys, descale, self.dtype)
         page_size = cache.shape[1]
-        first = keys.start // page_size
-        blocks = self.blocks[first : -(-keys.stop // page_size)]
-        if cache.itemsize == 1:  # torch indexes no FP8 tensors on the CPU
-            pages = cache.view(torch.uint8)[blocks].view(cache.dtype).to(self.dtype)
-        else:
-            pages = cache[blocks].to(self.dtype)
-        if descale is not None:
-            factor = descale if descale.dim() == 1 else descale[blocks].unsqueeze(1)
-            pages *= factor.to(self.dtype).unsqueeze(-1)
-        return pages.flatten(0, 1)[keys.start - first * page_size : keys.stop - first * page_size]
+        columns = pages_of(keys, page_size)
+        memory = cache.new_empty((len(columns), *cache.shape[1:]), dtype=self.dtype)
+        tokens = tokens_of_pages(cache, self.blocks[columns.start : columns.stop], descale, memory)
+        first = columns.start * page_size
+        return tokens[keys.start - first : keys.stop - first]
 
     def _masked(self, scores: Tensor, rows: range, keys: range) -> Tensor:
         """Soft-cap, ALiBi and masks on a tile (heads_kv, group * rows, keys), in place."""
@@ -178,12 +179,3 @@ class _Sequence:
         mask = self.tree[rows.start : rows.stop, start - self.offset : keys.stop - self.offset]
         hidden[:, start - keys.start :] = ~mask
         return hidden
-
-
-def _length(problem: DecodeProblem, b: int, given: CacheTensors) -> int:
-    if given.cache_seqlens is None:
-        return problem.capacity
-    length = int(given.cache_seqlens[b]) + problem.seqlen_new
-    if given.cu_seqlens_k_new is not None:
-        length += int(given.cu_seqlens_k_new[b + 1] - given.cu_seqlens_k_new[b])
-    return length

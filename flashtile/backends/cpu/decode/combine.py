@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.decode.problem import CombineProblem
+from flashtile.decode.problem import CombineProblem, DecodeProblem
 
 
 def combine(
-    problem: CombineProblem, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
+    problem: CombineProblem | DecodeProblem, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as (batch, seqlen, heads, head_dim) and (batch, heads, seqlen), one part after another."""
     lse_partial = lse_partial.masked_fill(lse_partial == torch.inf, -torch.inf)

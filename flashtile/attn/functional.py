@@ -52,6 +52,8 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -88,6 +90,10 @@ def attention(
             heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
             1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).
         return_lse: also return the log-sum-exp of the scores of each row.
+        out, lse: memory for the results, of exactly their shape and dtype, with stride 1 in its last
+            dimension; no other argument may lie in it. It is what is returned. There are no gradients then.
+            Kernels of a GPU write into memory that is contiguous and starts at a multiple of 16 bytes; to any
+            other the result is copied. A given lse is written without ``return_lse``, too.
         backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see
             ``flashtile.explain``).
 
@@ -117,6 +123,7 @@ def attention(
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
+        () if out is lse is None else (out, lse),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -139,6 +146,8 @@ def flash_attn_func(
     v_descale: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -164,6 +173,7 @@ def flash_attn_func(
     out, lse = _call(
         q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, backend, None, sink, q_descale, k_descale, v_descale,
+        () if out is lse is None else (out, lse),
     )  # fmt: skip
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -296,6 +306,8 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -325,11 +337,12 @@ def flash_attn_varlen_func(
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
     _check_own(dropout_p, return_attn_probs, return_lse)
+    buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
         out, lse = attention_over_pages(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-            window_size, softcap, alibi_slopes, block_table, seqused_k, sink, backend,
+            window_size, softcap, alibi_slopes, block_table, seqused_k, sink, backend, buffers,
         )  # fmt: skip
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -338,6 +351,7 @@ def flash_attn_varlen_func(
     out, lse = _call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
+        buffers,
     )  # fmt: skip
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -479,6 +493,7 @@ def _call(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    buffers: tuple = (),
 ) -> tuple[Tensor, Tensor]:
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
@@ -491,8 +506,16 @@ def _call(
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         from flashtile.fp8.functional import attend_descaled
 
+        if buffers:
+            name = "lse" if buffers[0] is None else "out"
+            raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
         return attend_descaled(q, k, v, q_descale, k_descale, v_descale, extras, options)
     refuse_descales(q_descale, k_descale, v_descale, "for q, k and v of float8_e4m3fn")
+    if buffers:
+        out, lse = operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)
+        assert out is not None
+        assert lse is not None
+        return out, lse
     return operators.forward(q, k, v, extras, options)
 
 

@@ -13,16 +13,24 @@ from flashtile.attn.shardings import backward_shardings, forward_shardings
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.values import check_lengths
 from flashtile.op.flops import backward_flops, count_scores, forward_flops
+from flashtile.op.into import Into, Result
 from flashtile.op.observers import tell_observers
 from flashtile.op.operation import Operation, is_plain, library
 from flashtile.op.refusals import refuse_tangents, transforming
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+def _forward_results(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
+) -> tuple[Result, Result]:
     *rows, heads, _ = q.shape
     lse_shape = (heads, *rows) if extras.cu_seqlens_q is not None else (rows[0], heads, rows[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*rows, heads, v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
+    return ((*rows, heads, v.shape[-1]), q.dtype), (lse_shape, lse_dtype)
+
+
+def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    (out, dtype), (lse, lse_dtype) = _forward_results(q, *others)
+    return q.new_empty(out, dtype=dtype), q.new_empty(lse, dtype=lse_dtype)
 
 
 def _of_forward(
@@ -77,6 +85,7 @@ FORWARD = Operation(
     flops=_forward_flops,
     shardings=forward_shardings,
 )
+FORWARD_INTO = Into(FORWARD, ("out", "lse"), _forward_results)
 BACKWARD = _Backward(
     "backward",
     tensors=("dout?", "dlse?", "q", "k", "v", "out", "lse"),

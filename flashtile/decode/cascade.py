@@ -16,7 +16,7 @@ from flashtile.arguments import as_int, cast_for_autocast, check_flag, make_opti
 from flashtile.checks.arguments import ERRORS, check_dense, check_device, renamed
 from flashtile.checks.decode import check_decode
 from flashtile.checks.values import check_prefix_values
-from flashtile.decode.operators import DECODE
+from flashtile.decode.operators import DECODE, decode
 from flashtile.decode.problem import CacheTensors, DecodeOptions
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.problem import MAX_LENGTH
@@ -40,6 +40,8 @@ def flash_attn_with_shared_prefix(
     num_splits: int = 0,
     split_size: int | None = None,
     return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> Tensor | Any:
@@ -60,7 +62,7 @@ def flash_attn_with_shared_prefix(
         softmax_scale, causal, softcap, sink: as for :func:`flash_attn_with_kvcache`. Windows and ALiBi, for
             which a prefix is not the same to all, are not offered.
         k_descale, v_descale, num_splits, split_size: as there.
-        return_softmax_lse, backend, debug_checks: as there.
+        return_softmax_lse, out, lse, backend, debug_checks: as there.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v); with ``return_softmax_lse`` (out, lse), lse float32
@@ -95,7 +97,7 @@ def flash_attn_with_shared_prefix(
         softcap=masking.softcap,
         num_splits=num_splits,
         split_size=split_size,
-        return_lse=return_softmax_lse,
+        return_lse=return_softmax_lse or lse is not None,
         backend=backend,
         debug_checks=debug_checks,
     )
@@ -103,6 +105,7 @@ def flash_attn_with_shared_prefix(
         cache_seqlens=cache_seqlens, block_table=block_table, sink=sink, k_descale=k_descale,
         v_descale=v_descale,
     )  # fmt: skip
+    buffers = () if out is lse is None else (out, lse)
     given = (q, block_table, cache_seqlens, of_groups, cu_prefix_groups)
     if reads_values(q, debug_checks) and is_plain(given[:-1], given[-1:]):
         check_decode(q, k_cache, v_cache, own, options)
@@ -122,7 +125,7 @@ def flash_attn_with_shared_prefix(
             v_descale=v_descale,
         )  # fmt: skip
         try:
-            out, lse = DECODE((rows, k_cache, v_cache), tensors, of_prefix)
+            prefix_out, prefix_lse = DECODE((rows, k_cache, v_cache), tensors, of_prefix)
         except ERRORS as error:
             names = {"cache_seqlens": "prefix_seqlens", "cu_seqlens_q": "cu_prefix_groups"}
             raise renamed(error, names) from None
@@ -131,12 +134,13 @@ def flash_attn_with_shared_prefix(
             sequence = torch.arange(batch, dtype=torch.int32, device=q.device)
             group = torch.searchsorted(cu_prefix_groups[1:].contiguous(), sequence, right=True)
             of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
+        tokens = batch * seqlen_q
         own = own._replace(
             cache_leftpad=of_sequences,  # keys of the prefix do not exist here, others keep their positions
-            prior_out=out.view(batch * seqlen_q, heads, -1) if out.numel() else out.flatten(0, -3),
-            prior_lse=lse.view(heads, batch * seqlen_q),
+            prior_out=prefix_out.view(tokens, heads, -1) if prefix_out.numel() else prefix_out.flatten(0, -3),
+            prior_lse=prefix_lse.view(heads, tokens),
         )
-    out, lse = DECODE((q, k_cache, v_cache), own, options)
+    out, lse = decode((q, k_cache, v_cache), own, options, buffers)
     return (out, lse) if return_softmax_lse else out
 
 

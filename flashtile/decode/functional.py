@@ -66,6 +66,8 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     split_size: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> Tensor | Any:
@@ -109,6 +111,8 @@ def flash_attn_with_kvcache(
             sees token j of the last seqlen_q where it is True, and every earlier key. Excludes ``causal``,
             windows, ALiBi and rotary. With ``cu_seqlens_q`` its sides are max_seqlen_q.
         split_size: keys of a part, instead of ``num_splits``.
+        out, lse: memory for the results, as for :func:`flashtile.attention`. A given lse is written without
+            ``return_softmax_lse``, too.
         backend: a backend to insist on, as for :func:`flashtile.attention`.
         debug_checks: check lengths, block table and writers on a GPU too, which synchronises (so does
             ``FLASHTILE_DEBUG=1``). On the CPU they are always checked.
@@ -150,9 +154,10 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     options = DecodeOptions(
         masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
-        masking.window_right, masking.softcap, num_splits, split_keys, False, return_softmax_lse, backend,
-        debug_checks,
+        masking.window_right, masking.softcap, num_splits, split_keys, False,
+        return_softmax_lse or lse is not None, backend, debug_checks,
     )  # fmt: skip
+    buffers = () if out is lse is None else (out, lse)
     if k is None and v is None:
         if not (rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None):
             _refuse_without_k(
@@ -162,7 +167,7 @@ def flash_attn_with_kvcache(
                 cu_seqlens_k_new=cu_seqlens_k_new,
                 max_seqlen_k_new=max_seqlen_k_new,
             )
-        out, lse = operators.DECODE((q, k_cache, v_cache), tensors, options)
+        out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
         return (out, lse) if return_softmax_lse else out
 
     if k is None or v is None:
@@ -185,7 +190,7 @@ def flash_attn_with_kvcache(
     if cu_seqlens_k_new is None and isinstance(k, Tensor) and k.dim() == 4:
         options = options._replace(seqlen_new=k.shape[1])
     out, lse = operators.append_and_decode(
-        q, k_cache, v_cache, k, v, appended, append_options, tensors, options
+        q, k_cache, v_cache, k, v, appended, append_options, tensors, options, buffers
     )
     return (out, lse) if return_softmax_lse else out
 

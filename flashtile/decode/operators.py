@@ -36,6 +36,7 @@ from flashtile.decode.problem import (
     out_dtype,
 )
 from flashtile.op.flops import forward_flops, has_data, lengths_of
+from flashtile.op.into import Into, Result
 from flashtile.op.operation import (
     CACHE_BYTES,
     SIGNATURE_BYTES,
@@ -56,15 +57,20 @@ NO_GRADIENT = (
 )
 
 
-def _fake_decode(
+def _decode_results(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Result, Result | None]:
     *rows, heads, _ = q.shape
-    out = q.new_empty((*rows, heads, v_cache.shape[-1]), dtype=out_dtype(q, options))
+    out = (*rows, heads, v_cache.shape[-1]), out_dtype(q, options)
     if not options.return_lse:
         return out, None
     lse_shape = (heads, *rows) if tensors.cu_seqlens_q is not None else (rows[0], heads, rows[1])
-    return out, q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return out, (lse_shape, torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _fake_decode(q: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    results = _decode_results(q, *others)
+    return tuple(None if r is None else q.new_empty(r[0], dtype=r[1]) for r in results)
 
 
 def _decode_flops(
@@ -114,6 +120,7 @@ DECODE = Operation(
     no_gradient=NO_GRADIENT,
     flops=_decode_flops,
 )
+DECODE_INTO = Into(DECODE, ("out", "lse"), _decode_results)
 APPEND = _Writing(
     "append_kvcache",
     part="decode",
@@ -157,6 +164,19 @@ _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *Cache
 """Names of what a gradient may be asked of."""
 
 
+Buffers = tuple[Any, ...]
+"""(out, lse) of the caller's, either of which may be None; empty if both are."""
+
+
+def decode(
+    cache: tuple[Tensor, Tensor, Tensor], tensors: CacheTensors, options: DecodeOptions, buffers: Buffers
+) -> Any:
+    """(out, lse) of q over (k_cache, v_cache), in ``buffers`` if there are any."""
+    if buffers:
+        return DECODE_INTO.write(cache, tensors, options, buffers)
+    return DECODE(cache, tensors, options)
+
+
 def append_and_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -167,24 +187,31 @@ def append_and_decode(
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
+    buffers: Buffers = (),
 ) -> tuple[Tensor, Any]:
     """(out, lse) over a cache with k and v in it. Nothing is written unless the whole call is right.
 
-    ``appended`` comes without queries; they are rotated here if it has angles.
+    ``appended`` comes without queries; they are rotated here if it has angles. The results go to ``buffers``,
+    if there are any.
     """
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
-    plain = is_plain(new, tensors, angles)
+    if buffers:
+        buffers = DECODE_INTO.complete(new[:3], tensors, options, buffers)
+        DECODE_INTO.refuse_gradients(buffers, _BOTH, (*new, *angles[:2], *tensors))
+    plain = is_plain(new, tensors, angles, buffers)
     if plain and not torch.is_grad_enabled():
-        return _launch_both(new, appended, append_options, tensors, options)
+        return _launch_both(new, appended, append_options, tensors, options, buffers)
     given = (*new, *angles[:2], *tensors)
     if not plain:
-        check_decode(q, k_cache, v_cache, tensors, options)
+        attend = DECODE_INTO if buffers else DECODE
+        attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
         refuse_tangents(_BOTH, given)
         if transforming():
             refuse_transformed_gradients(NO_GRADIENT, _BOTH, given)
-    run = partial(_launch_both if plain else _trace_both, new, appended, append_options, tensors, options)
+    both = _launch_both if plain else _trace_both
+    run = partial(both, new, appended, append_options, tensors, options, buffers)
     if torch.is_grad_enabled():
         check_no_gradient(k_cache, v_cache)
         named = zip(_BOTH, given, strict=True)
@@ -202,29 +229,32 @@ def _launch_both(
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
+    buffers: Buffers,
 ) -> tuple[Tensor, Any]:
     q, k_cache, v_cache, k, v = given
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    attend = DECODE_INTO if buffers else DECODE
     try:
-        key = (options, append_options, *signatures((q, k_cache, v_cache, k, v, *tensors, *angles)))
+        key = (options, append_options, *signatures((q, k_cache, v_cache, k, v, *tensors, *angles, *buffers)))
     except Exception:  # not a tensor, or one without strides: the checks name it
-        check_decode(q, k_cache, v_cache, tensors, options)
+        attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
         raise
     queries = q
     if appended.rotary_cos is not None:
         queries = q.new_empty(q.shape)
         appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
-    cache, new = (queries, k_cache, v_cache), (k_cache, v_cache, k, v)
+    cache, new = (queries, k_cache, v_cache, *buffers), (k_cache, v_cache, k, v)
     launches = _append_and_decode.get(key)
     if launches is None:
-        check_decode(*cache, tensors, options)  # before anything is prepared for the append
-        launches = APPEND.prepared(new, appended, append_options), DECODE.prepared(cache, tensors, options)
+        attend.check(*cache, tensors, options)  # before anything is prepared for the append
+        launches = APPEND.prepared(new, appended, append_options), attend.prepared(cache, tensors, options)
         _append_and_decode.store(key, launches, SIGNATURE_BYTES)
     APPEND.check_values(new, appended, append_options)
-    DECODE.check_values(cache, tensors, options)
+    attend.check_values(cache, tensors, options)
     launches[0](*new, appended)
-    return launches[1](*cache, tensors)
+    results = launches[1](*cache, tensors)
+    return buffers or results
 
 
 def _trace_both(
@@ -233,6 +263,7 @@ def _trace_both(
     append_options: AppendOptions,
     tensors: CacheTensors,
     options: DecodeOptions,
+    buffers: Buffers,
 ) -> tuple[Tensor, Any]:
     q, k_cache, v_cache, k, v = given
     queries = q.detach()
@@ -242,7 +273,7 @@ def _trace_both(
         queries = rotated
     with torch.no_grad():
         APPEND.traced((k_cache, v_cache, k, v), appended, append_options)
-    return DECODE((queries, k_cache, v_cache), tensors, options)
+    return decode((queries, k_cache, v_cache), tensors, options, buffers)
 
 
 def append(

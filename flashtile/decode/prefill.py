@@ -8,7 +8,7 @@ from torch import Tensor
 from flashtile.arguments import cast_for_autocast, make_options
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
 from flashtile.checks.values import check_offset_values
-from flashtile.decode.operators import DECODE
+from flashtile.decode.operators import decode
 from flashtile.decode.problem import CacheTensors, DecodeOptions
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.problem import MAX_LENGTH
@@ -31,6 +31,7 @@ def attention_over_pages(
     seqused_k: Tensor | None,
     sink: Tensor | None,
     backend: str | None,
+    buffers: tuple,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_varlen_func`` with a ``block_table``; see there for the arguments."""
     masking = make_options(
@@ -66,7 +67,7 @@ def attention_over_pages(
         backend=backend,
     )
     try:
-        return DECODE((q, k, v), tensors, options)
+        return decode((q, k, v), tensors, options, buffers)
     except ERRORS as error:
         of_lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
         raise renamed(error, {"k_cache": "k", "v_cache": "v", "cache_seqlens": of_lengths}) from None

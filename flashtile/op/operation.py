@@ -70,6 +70,7 @@ class Operation:
         no_gradient: what to do instead, for an operation without a backward pass.
         flops: ``(*tensors, beside, options)`` to the floating-point operations of a call.
         shardings: ``(*tensors, beside, options)`` to the placements of DTensors that need no communication.
+        suffix: of the operator's name, for another operator that the same backends serve.
     """
 
     def __init__(
@@ -90,24 +91,26 @@ class Operation:
         no_gradient: str | None = None,
         flops: Callable[..., int] | None = None,
         shardings: Callable[..., list] | None = None,
+        suffix: str = "",
     ) -> None:
         self.name, self.part, self.check, self.describe, self.fake = name, part, check, describe, fake
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
         if shardings is not None:
             remember_shardings(self)
         self._check_values, self._check_traced = check_values, check_traced or check
-        self.nothing, self._beside, self._options = beside, type(beside), options
+        self.tensors, self.nothing, self.options = tensors, beside, options
         self._num_tensors = len(tensors)
         self._num_beside = len(beside._fields)
         self.names = tuple(n.rstrip("?") for n in tensors) + beside._fields
         self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
-        library.define(schema(name, tensors, type(beside), options, results, mutates))
-        self.operator = getattr(torch.ops.flashtile, name).default
+        operator = name + suffix
+        library.define(schema(operator, tensors, type(beside), options, results, mutates))
+        self.operator = getattr(torch.ops.flashtile, operator).default
         for device in ("CUDA", "CPU"):
-            library.impl(name, self._kernel, device)
-        torch.library.register_fake(f"flashtile::{name}", self._fake_kernel, lib=library)
+            library.impl(operator, self._kernel, device)
+        torch.library.register_fake(f"flashtile::{operator}", self._fake_kernel, lib=library)
         if no_gradient is not None and results and not mutates:
-            torch.library.register_autograd(f"flashtile::{name}", self._refuse_backward, lib=library)
+            torch.library.register_autograd(f"flashtile::{operator}", self._refuse_backward, lib=library)
 
     def __call__(self, tensors: Tensors, beside: Any, options: Any) -> Any:
         """The results of a call without a backward pass, by the shortest path that is right for it."""
@@ -139,9 +142,12 @@ class Operation:
             raise
         if prepared is None:
             self.check(*tensors, beside, options)
-            selection = select(self, self.describe(*tensors, beside, options), options.backend)
-            prepared = self.launches.store(key, selection.prepare(), SIGNATURE_BYTES)
+            prepared = self.launches.store(key, self.prepare(tensors, beside, options), SIGNATURE_BYTES)
         return prepared
+
+    def prepare(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
+        """A launch for the signature of a call that has been checked."""
+        return select(self, self.describe(*tensors, beside, options), options.backend).prepare()
 
     def check_values(self, tensors: Tensors, beside: Any, options: Any) -> None:
         """Check the data where that costs no synchronisation, or is asked for."""
@@ -174,9 +180,9 @@ class Operation:
         """(tensors, beside, options) of the operator's arguments."""
         first = self._num_tensors
         tensors, rest = arguments[:first], arguments[first:]
-        beside, options = rest[: self._num_beside], self._options(*rest[self._num_beside :])
+        beside, options = rest[: self._num_beside], self.options(*rest[self._num_beside :])
         given = any(tensor is not None for tensor in beside)
-        return tensors, self._beside(*beside) if given else self.nothing, options
+        return tensors, type(self.nothing)(*beside) if given else self.nothing, options
 
     def _kernel(self, *arguments: Any) -> Any:
         tensors, beside, options = self.split(arguments)

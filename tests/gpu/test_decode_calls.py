@@ -135,3 +135,30 @@ def test_a_compiled_step_equals_the_eager_one():
     got = torch.compile(flashtile.flash_attn_with_kvcache, fullgraph=True)(**compiled)
     torch.testing.assert_close(got, out, rtol=0, atol=0)
     assert torch.equal(eager["k_cache"], compiled["k_cache"])
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_one_graph_writes_into_static_buffers(append):
+    """Nothing is allocated for results, nor copied: ``num_splits=1`` leaves no parts either."""
+    arguments = call(append) | {"num_splits": 1, "return_softmax_lse": True}
+    expected = flashtile.flash_attn_with_kvcache(**arguments)
+    buffers = {"out": torch.empty_like(expected[0]), "lse": torch.empty_like(expected[1])}
+    flashtile.flash_attn_with_kvcache(**arguments, **buffers)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    flashtile.flash_attn_with_kvcache(**arguments, **buffers)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flashtile.flash_attn_with_kvcache(**arguments, **buffers)
+    for buffer in buffers.values():
+        buffer.fill_(float("nan"))
+    graph.replay()
+    for buffer, result in zip(buffers.values(), expected, strict=True):
+        assert torch.equal(buffer, result)
+
+
+def test_buffers_cost_the_host_no_more_than_their_checks():
+    arguments = call()
+    out = torch.empty_like(arguments["q"])
+    cost = in_calls_of_sdpa(lambda: flashtile.flash_attn_with_kvcache(**arguments, out=out), calls=20)
+    assert cost < 2.8, f"{cost:.2f} times the host time of SDPA"

@@ -95,7 +95,9 @@ def _attention_kernel(
 
 
 class ForwardLaunch:
-    """``(q, k, v, extras) -> (out, lse)`` for tensors of one signature."""
+    """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
+
+    writes_into = True
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
@@ -110,13 +112,20 @@ class ForwardLaunch:
         k: Tensor,
         v: Tensor,
         extras: Extras,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if extras.cu_seqlens_q is None:
-            out = q.new_empty(*self._out_shape)  # a tuple would take twice as long to read
-            lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
+            if out is None:
+                out = q.new_empty(*self._out_shape)  # a tuple would take twice as long to read
+            if lse is None:
+                lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         else:  # tokens that belong to no sequence are written by no program
-            out = q.new_zeros(self._out_shape)
-            lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+            out = q.new_zeros(self._out_shape) if out is None else out.zero_()
+            if lse is None:
+                lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+            else:
+                lse.fill_(-torch.inf)
         kernel = self._kernel
         if kernel is None:
             problem, config = self._problem, self._config.forward

@@ -144,20 +144,25 @@ def schedule_of(
 
 
 class Outputs:
-    """Allocates (out, lse) of one signature."""
+    """(out, lse) of one signature, made ready: those that are given, or new memory."""
 
     def __init__(self, problem: Problem, out_dtype: torch.dtype) -> None:
         self._varlen = problem.varlen
         self._out_shape, self._out_dtype = problem.out_shape, out_dtype
         self._lse_shape = problem.lse_shape
 
-    def __call__(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._varlen:  # shapes as single arguments: a tuple would take twice as long to read
-            out = q.new_empty(*self._out_shape, dtype=self._out_dtype)
-            return out, q.new_empty(*self._lse_shape, dtype=torch.float32)
+    def __call__(
+        self, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if not self._varlen:
+            if out is None:  # shapes as single arguments: a tuple would take twice as long to read
+                out = q.new_empty(*self._out_shape, dtype=self._out_dtype)
+            return out, q.new_empty(*self._lse_shape, dtype=torch.float32) if lse is None else lse
         # Tokens that belong to no sequence are written by no program.
-        out = q.new_zeros(self._out_shape, dtype=self._out_dtype)
-        return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+        out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
+        if lse is None:
+            return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+        return out, lse.fill_(-torch.inf)
 
 
 class Kernels(NamedTuple):
@@ -168,7 +173,9 @@ class Kernels(NamedTuple):
 
 
 class ForwardLaunch:
-    """``(q, k, v, extras) -> (out, lse)`` for tensors of one signature."""
+    """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
+
+    writes_into = True
 
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
@@ -176,9 +183,17 @@ class ForwardLaunch:
         self._allocate = Outputs(problem, problem.dtype)
         self._kernels: Kernels | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extras: Extras,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
-        out, lse = self._allocate(q)
+        out, lse = self._allocate(q, out, lse)
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(q, k, v, alibi_slopes)

@@ -239,7 +239,9 @@ def combine_variant(
 
 
 class DecodeLaunch:
-    """``(q, k_cache, v_cache, tensors) -> (out, lse or None)`` for tensors of one signature."""
+    """``(q, k_cache, v_cache, tensors[, out, lse]) -> (out, lse or None)`` for tensors of one signature."""
+
+    writes_into = True
 
     def __init__(self, problem: DecodeProblem, config: DecodeConfig) -> None:
         self._problem = problem
@@ -262,10 +264,16 @@ class DecodeLaunch:
         self._combine: KeptKernel | None = None
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        tensors: CacheTensors,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
-            return self._cleared(q)
+            return self._cleared(q, out, lse)
         attend, combine, device = self._attend, self._combine, self._device
         return_lse = self._return_lse
         if attend is None:
@@ -276,14 +284,14 @@ class DecodeLaunch:
                 self._out_shape, self._out_strides, self._out_dtype
             )  # fmt: skip
         if self._varlen:
-            out, lse = self._cleared(q)
+            out, lse = self._cleared(q, out, lse)
         else:
-            if self._out_is_as_q:
-                out = torch.empty_like(q)
-            else:
-                out = q.new_empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype)
-            lse = None
-            if return_lse:
+            if out is None:
+                if self._out_is_as_q:
+                    out = torch.empty_like(q)
+                else:
+                    out = q.new_empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype)
+            if return_lse and lse is None:
                 lse = q.new_empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32)
         scratch = None
         lse_to: Tensor | int | None = lse
@@ -302,10 +310,12 @@ class DecodeLaunch:
             self._attend, self._combine = attend, combine
         return out, lse
 
-    def _cleared(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def _cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse) for tokens that no program writes, of no sequence or without keys to look at."""
-        out = q.new_zeros(self._out_shape, dtype=self._out_dtype)
-        return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+        out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
+        if lse is None:
+            return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+        return out, lse.fill_(-torch.inf)
 
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors

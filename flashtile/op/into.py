@@ -1,0 +1,196 @@
+"""An operation whose results go into memory of the caller's: ``out=`` and ``lse=``.
+
+It is ``torch.ops.flashtile.<name>_into``, which says that it writes its buffers and returns nothing. A launch
+that has ``writes_into`` takes a buffer for each result, or None, behind its other arguments. Buffers that it
+cannot take as they lie, and those of any other launch, are copied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from flashtile.checks.arguments import check_dense, check_device, check_last_stride
+from flashtile.op.operation import Operation, is_plain
+from flashtile.op.refusals import transforming
+
+ALIGNMENT = 16
+"""Bytes. Kernels are compiled for results that start at a multiple, as all memory from torch does."""
+
+Result = tuple[tuple[int, ...], torch.dtype]
+
+
+class Into(Operation):
+    """``operation``, with its results in memory of the caller's.
+
+    Args:
+        operation: one without a backward pass, or the forward pass of one that has it.
+        buffers: names of the results; all but the first may not exist.
+        results_of: ``(*tensors, beside, options)`` to (shape, dtype) of each result, None for one that is not
+            asked for.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        buffers: tuple[str, ...],
+        results_of: Callable[..., tuple[Result | None, ...]],
+    ) -> None:
+        self.of, self.buffers, self.results_of = operation, buffers, results_of
+        self._first = len(operation.tensors)
+        """How many tensors come before the buffers."""
+        optional = [f"{name}?" for name in buffers[1:]]
+        super().__init__(
+            operation.name,
+            suffix="_into",
+            part=operation.part,
+            tensors=(*operation.tensors, buffers[0], *optional),
+            beside=operation.nothing,
+            options=operation.options,
+            results=0,
+            mutates=buffers,
+            check=self._check,
+            describe=partial(self._without_buffers, operation.describe),
+            flops=None if operation.flops is None else partial(self._without_buffers, operation.flops),
+        )
+
+    def write(self, tensors: tuple, beside: Any, options: Any, buffers: tuple) -> tuple[Tensor | None, ...]:
+        """The results: ``buffers``, and new memory for those that are asked for, but None."""
+        buffers = self.complete(tensors, beside, options, buffers)
+        given = (*tensors, *buffers)
+        self.refuse_gradients(buffers, self.names, (*given, *beside))
+        if is_plain(tuple(tensor for tensor in given if tensor is not None), beside):
+            self.launch(given, beside, options)
+        else:
+            with torch.no_grad():
+                self.traced(given, beside, options)
+        return buffers
+
+    def complete(self, tensors: tuple, beside: Any, options: Any, buffers: tuple) -> tuple[Any, ...]:
+        """``buffers``, with new memory for those that are asked for, but None."""
+        if all(buffer is not None for buffer in buffers):
+            return buffers
+        try:
+            results = self.results_of(*tensors, beside, options)
+            return tuple(
+                tensors[0].new_empty(result[0], dtype=result[1]) if buffer is None and result else buffer
+                for buffer, result in zip(buffers, results, strict=True)
+            )
+        except Exception:  # not a tensor, or one of another shape
+            self.of.check(*tensors, beside, options)
+            raise
+
+    def launch(self, tensors: tuple, beside: Any, options: Any) -> None:
+        launch = self.prepared(tensors, beside, options)
+        self.check_values(tensors, beside, options)
+        launch(*tensors, beside)
+
+    def prepare(self, tensors: tuple, beside: Any, options: Any) -> Callable[..., None]:
+        """The operation's own launch, and which of the buffers it takes as they lie."""
+        launch = self.of.prepared(tensors[: self._first], beside, options)
+        straight = tuple(_takes(launch, buffer) for buffer in tensors[self._first :])
+        return partial(_launch_into, launch, self._first, straight)
+
+    def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:
+        """Refuse buffers in the memory of another tensor: of every call, since launches are kept by
+        signatures, which know no addresses. Then what the operation itself checks."""
+        given, buffers = tensors[: self._first], tensors[self._first :]
+        written: list[tuple[int, int, str]] = []
+        for name, buffer in zip(self.buffers, buffers, strict=True):
+            if buffer is not None:
+                written.append((*_range(buffer), name))
+        for other, name in zip(given, self.names, strict=False):
+            _refuse_overlap(written, *_range(other), name)
+        if len(written) > 1:
+            _refuse_overlap(written[:-1], *written[-1])
+        if beside is not self.nothing:
+            for other, name in zip(beside, beside._fields, strict=True):
+                if other is not None:
+                    _refuse_overlap(written, *_range(other), name)
+            self.of.check_values(given, beside, options)
+
+    def refuse_gradients(self, buffers: tuple, names: Iterable[str], tensors: Iterable[Any]) -> None:
+        """No gradient flows through memory that is written in place."""
+        for name, buffer in zip(self.buffers, buffers, strict=True):
+            if isinstance(buffer, Tensor) and buffer.requires_grad:
+                raise ValueError(f"{name} requires grad, but is written in place: it must be detached")
+        if transforming():
+            raise NotImplementedError(f"{self.buffers[0]} must be None under a transform of torch.func")
+        if not torch.is_grad_enabled():
+            return
+        for name, tensor in zip(names, tensors, strict=False):
+            if tensor is not None and getattr(tensor, "requires_grad", False):
+                raise ValueError(
+                    f"{self.buffers[0]} must be None where {name} requires grad: no gradient flows through "
+                    "memory that is written in place (call it under torch.no_grad())"
+                )
+
+    def _check(self, *arguments: Any) -> None:
+        *tensors, beside, options = arguments
+        given, buffers = tensors[: self._first], tensors[self._first :]
+        self.of.check(*given, beside, options)
+        results = self.results_of(*given, beside, options)
+        for name, buffer, result in zip(self.buffers, buffers, results, strict=True):
+            if buffer is not None and result is not None:
+                check_buffer(name, buffer, *result, given[0])
+
+    def _without_buffers(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments[: self._first], *arguments[-2:])
+
+
+def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, first: Tensor) -> None:
+    """Raise for memory that cannot take a result of this shape and dtype."""
+    check_dense(name, buffer)
+    if tuple(buffer.shape) != tuple(shape):
+        raise ValueError(f"{name} must have the result's shape {tuple(shape)}, got {tuple(buffer.shape)}")
+    if buffer.dtype != dtype:
+        raise TypeError(f"{name} must have the result's dtype {dtype}, got {buffer.dtype}")
+    check_device(name, buffer, first)
+    check_last_stride(name, buffer)
+    if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        raise ValueError(f"{name} is expanded (strides {tuple(buffer.stride())}), but is written in place")
+
+
+def _takes(launch: Any, buffer: Tensor | None) -> bool:
+    """Whether ``launch`` writes to this buffer itself."""
+    if buffer is None or not getattr(launch, "writes_into", False):
+        return False
+    return buffer.is_contiguous() and buffer.data_ptr() % ALIGNMENT == 0
+
+
+def _launch_into(launch: Any, first: int, straight: tuple[bool, ...], *arguments: Any) -> None:
+    tensors, buffers, beside = arguments[:first], arguments[first:-1], arguments[-1]
+    if True in straight:
+        written = [buffer if takes else None for buffer, takes in zip(buffers, straight, strict=True)]
+        results = launch(*tensors, beside, *written)
+    else:
+        results = launch(*tensors, beside)
+    for buffer, takes, result in zip(buffers, straight, results, strict=True):
+        if buffer is None:
+            continue
+        if not takes:
+            buffer.copy_(result)
+        elif not buffer.is_inference():
+            increment_version(buffer)  # autograd may have saved what was there
+
+
+def _refuse_overlap(written: list[tuple[int, int, str]], start: int, end: int, other: str) -> None:
+    for first, last, name in written:
+        if first < end and start < last:
+            raise ValueError(
+                f"{name} lies in the memory of {other}, and is written: it needs memory of its own"
+            )
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of that behind the last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return start, start + tensor.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()

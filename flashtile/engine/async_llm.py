@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from flashtile.engine.core import Engine, Prompt
@@ -124,7 +125,7 @@ class AsyncLLM:
                 self._send(lambda: self._abort(request_id, stream))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a last output with ``finish_reason`` "abort". Unknown ones are left."""
+        """End a request; its stream gets a last output with ``finish_reason`` "abort"."""
         await self.call(lambda engine: self._abort(request_id, None))
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
@@ -141,7 +142,8 @@ class AsyncLLM:
                 future.set_exception(error)
 
         def command() -> None:
-            result, error = None, None
+            result: Any = None
+            error: BaseException | None = None
             if self.error is not None:
                 error = EngineDeadError(f"the engine has ended: {self.error}")
             else:
@@ -203,7 +205,7 @@ class AsyncLLM:
             if output.finished:
                 del self._streams[output.request_id]
         for loop, pairs in by_loop.items():
-            _call(loop, lambda pairs=pairs: [stream.put(output) for stream, output in pairs])
+            _call(loop, partial(_put_all, pairs))
 
     def _close(self, error: BaseException, expected: bool) -> None:
         """End every request and answer every command that waits."""
@@ -217,8 +219,13 @@ class AsyncLLM:
                 command()
         for stream in self._streams.values():
             dead = EngineDeadError(f"the engine has ended: {type(error).__name__}: {error}")
-            _call(stream.loop, lambda stream=stream, dead=dead: stream.put(dead))
+            _call(stream.loop, partial(stream.put, dead))
         self._streams.clear()
+
+
+def _put_all(pairs: list[tuple[Stream, RequestOutput]]) -> None:
+    for stream, output in pairs:
+        stream.put(output)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:

@@ -1,8 +1,9 @@
 """Beam search: the likeliest few texts at every step, which share the blocks of what they have in common.
 
-The rules are those of Transformers with ``early_stopping=False``. Of the best (ends + 1) * width continuations
-those that end and are among the best ``width`` are complete; the best ``width`` others go on. It is over when
-``width`` texts are complete and the best that goes on could not displace the worst of them at its length.
+The rules are those of Transformers with ``early_stopping=False``. Of the best (ends + 1) * width
+continuations those that end and are among the best ``width`` are complete; the best ``width`` others go on.
+It is over when ``width`` texts are complete and the best that goes on could not displace the worst of them at
+its length.
 """
 
 from __future__ import annotations

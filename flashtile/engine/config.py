@@ -131,11 +131,12 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
-        value = self.values.get(name)
+        value: Any = self.values.get(name)
         value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
+        number = float(value) if type(value) in (int, float) else math.nan
+        if not math.isfinite(number) or (positive and number <= 0):
             raise self.refuse(name, f"a {'positive ' * positive}number")
-        return float(value)
+        return number
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
@@ -215,7 +216,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
             f"{source}: hidden_act must be one of {', '.join(ACTIVATIONS)}, got {activation!r:.80}"
         )
     bias = fields.flag("attention_bias", family.experts)
-    scale = head_dim
+    scale = float(head_dim)
     if model_type == "gemma2":
         scale = fields.number("query_pre_attn_scalar", 256)
     experts = fields.size("num_local_experts", 128, most=2**12) if family.experts else 0
@@ -223,9 +224,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         raise NotImplementedError(f"{source}: use_bidirectional_attention must be false")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in ("float16", "bfloat16", "float32"):
-        raise NotImplementedError(
-            f"{source}: dtype must be float16, bfloat16 or float32, got {dtype!r:.80}"
-        )
+        raise NotImplementedError(f"{source}: dtype must be float16, bfloat16 or float32, got {dtype!r:.80}")
     gemma = model_type == "gemma2"
     return ModelConfig(
         model_type=model_type,
@@ -267,7 +266,9 @@ def _read_rope(fields: _Fields, head_dim: int, family: Family) -> dict[str, Any]
     rope = _Fields({"rope_theta": fields.values.get("rope_theta"), **given}, source)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise NotImplementedError(f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}")
+        raise NotImplementedError(
+            f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
+        )
     if (rope.values.get("partial_rotary_factor") or fields.values.get("partial_rotary_factor") or 1) != 1:
         raise NotImplementedError(f"{source}: partial_rotary_factor must be 1")
     found: dict[str, Any] = {

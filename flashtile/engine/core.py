@@ -1,8 +1,8 @@
 """The engine: requests in, one step at a time, answers out.
 
-While a step runs on the GPU, the next one is scheduled and launched, and the results of the one before it are
-read: tokens, ends, texts. What the host must know first (penalties, beams, logits processors) makes the engine
-wait for the results instead.
+While a step runs on the GPU, the next one is scheduled and launched, and the results of the one before it
+are read: tokens, ends, texts. What the host must know first (penalties, beams, logits processors) makes the
+engine wait for the results instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from flashtile.arguments import as_int
 from flashtile.engine.beam import BeamSearch
@@ -20,12 +20,12 @@ from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.request import Request, Sequence, State
 from flashtile.engine.runner import InFlight, Runner, TokenScores
-from flashtile.engine.sampler import mix_seeds
+from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Schedule, Scheduler
 from flashtile.engine.tokenizer import Tokenizer
 
-Prompt = Union[str, list[int], Mapping[str, Any]]
+Prompt = str | list[int] | Mapping[str, Any]
 """A text, its tokens, or ``{"prompt": text}`` or ``{"prompt_token_ids": tokens}``."""
 
 logger = logging.getLogger("flashtile.engine")
@@ -118,21 +118,25 @@ class Engine:
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ValueError(
-                f"the prompt must be shorter than max_model_len={self.max_model_len} tokens, got {len(tokens)}"
+                f"the prompt must be shorter than max_model_len={self.max_model_len} tokens, "
+                f"got {len(tokens)}"
             )
         self._check_tokens(params)
-        number = self._numbers
+        if isinstance(params, BeamSearchParams) and 4 * params.beam_width > self.config.vocab_size:
+            raise ValueError(
+                f"beam_width must be at most a quarter of vocab_size={self.config.vocab_size}, "
+                f"got {params.beam_width}"
+            )
+        number, ends = self._numbers, frozenset(params.stop_token_ids or ())
         seed = params.seed if isinstance(params, SamplingParams) else 0
         request = Request(
             request_id, number, text, tokens, params,
             max_outputs=min(room, room if params.max_tokens is None else params.max_tokens),
-            ends=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids),
-            seed=mix_seeds(self.seed, number) if seed is None else seed,
+            ends=ends if params.ignore_eos else ends | self.eos_token_ids,
+            seed=stream_seed(self.seed, number) if seed is None else seed,
             priority=as_int("priority", priority),
             salt=b"" if cache_salt is None else cache_salt.encode(),
         )  # fmt: skip
-        if isinstance(params, BeamSearchParams) and params.beam_width * (len(request.ends) + 1) > self.config.vocab_size:
-            raise ValueError(f"beam_width must be far below vocab_size={self.config.vocab_size}")
         self.scheduler.add(request)
         self._numbers += 1
         self.requests[request_id] = request
@@ -146,7 +150,9 @@ class Engine:
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown:
-                raise NotImplementedError(f"a prompt must have prompt or prompt_token_ids, got {sorted(unknown)}")
+                raise NotImplementedError(
+                    f"a prompt must have prompt or prompt_token_ids, got {sorted(unknown)}"
+                )
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
             prompt = text if tokens is None else tokens
         if isinstance(prompt, str):
@@ -212,9 +218,12 @@ class Engine:
 
     def _check_tokens(self, params: SamplingParams | BeamSearchParams) -> None:
         size = self.config.vocab_size
-        lists = {"stop_token_ids": params.stop_token_ids}
+        lists: dict[str, list[int] | None] = {"stop_token_ids": params.stop_token_ids}
         if isinstance(params, SamplingParams):
-            lists |= {"allowed_token_ids": params.allowed_token_ids, "logit_bias": list(params.logit_bias or ())}
+            lists |= {
+                "allowed_token_ids": params.allowed_token_ids,
+                "logit_bias": list(params.logit_bias or ()),
+            }
             if params.stops and self.tokenizer is None:
                 raise ValueError("stop must be empty: there is no tokenizer to find texts with")
             for name in ("logprobs", "prompt_logprobs"):
@@ -233,7 +242,7 @@ class Engine:
                 request.metrics.first_scheduled_time = now
             if request.width > 1:
                 self._count_blocks(request)
-            self._prompt_tokens += max(0, min(request.num_prompt, entry.start + entry.count) - entry.start)
+            self._prompt_tokens += max(0, min(request.num_prompt, entry.start + entry.num_tokens) - entry.start)
         try:
             return self.runner.launch(schedule)
         except Exception as error:
@@ -322,7 +331,7 @@ class Engine:
         if found is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
-            settings = (True, (), False)
+            settings: tuple[bool, tuple[str, ...], bool] = (True, (), False)
             if isinstance(params, SamplingParams):
                 settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
             found = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
@@ -384,7 +393,9 @@ class Engine:
         failed = [one for one in request.sequences if one.finish_reason in ("abort", "error")]
         if failed:
             return [
-                CompletionOutput(i, "", one.outputs, one.cumulative_logprob, None, one.finish_reason, one.stop_reason)
+                CompletionOutput(
+                    i, "", one.outputs, one.cumulative_logprob, None, one.finish_reason, one.stop_reason
+                )
                 for i, one in enumerate(failed)
             ]
         outputs = []

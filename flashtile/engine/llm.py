@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,13 @@ from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import open_weights, random_weights
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
-DTYPES = {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
-          "float": torch.float32}  # fmt: skip
+DTYPES = {
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 CPU_CACHE_BYTES = 2**30
 """Keys and values on a CPU, unless ``kv_cache_memory_bytes`` says otherwise."""
@@ -106,7 +111,9 @@ class LLM:
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
         if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0, at most 1, got {gpu_memory_utilization}")
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0, at most 1, got {gpu_memory_utilization}"
+            )
         text = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or folder))
         if text is not None and text.vocab_size > config.vocab_size:
             raise ValueError(
@@ -131,7 +138,9 @@ class LLM:
             most = seqs * -(-length // size) + 1
             blocks = min(most, memory // block_bytes)
         if blocks < 2:
-            raise ValueError(f"kv_cache_memory_bytes must be at least two blocks of {block_bytes}, got room for {blocks}")
+            raise ValueError(
+                f"kv_cache_memory_bytes must be at least two blocks of {block_bytes}, got room for {blocks}"
+            )
         if swap_space < 0:
             raise ValueError(f"swap_space must be at least 0, got {swap_space}")
         manager = BlockManager(
@@ -177,7 +186,9 @@ class LLM:
         many = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
+        params = (
+            list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
+        )
         return self._run(many, params, priority)
 
     def chat(
@@ -211,7 +222,9 @@ class LLM:
         tokens = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)} for text in prompts]
         return self.generate(tokens, sampling_params)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[RequestOutput]:
         """The likeliest continuations of each prompt, the best first in ``outputs``."""
         many = _as_prompts(prompts)
         return self._run(many, [params] * len(many), None)
@@ -312,9 +325,10 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 def _weight_dtype(dtype: Any, config: ModelConfig, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else DTYPES[config.dtype]
-    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    found: Any = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in DTYPES.values():
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r:.60}")
+    assert isinstance(found, torch.dtype)
     return found
 
 

@@ -6,7 +6,7 @@ values of all earlier ones. Chunks of prompts and single tokens go through the s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.rotary import rotary_tables
-from flashtile.engine.weights import Shard, Weights
+from flashtile.engine.weights import WHOLE, Shard, Weights
 
 
 class StepInput(NamedTuple):
@@ -82,7 +82,7 @@ class Attention:
         q, k, v = qkv.split(heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        offsets = {}
+        offsets: dict[str, Any] = {}
         if step.cu_seqlens_q is None:
             q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         else:
@@ -118,7 +118,7 @@ class MLP:
 
 
 class Experts:
-    """gpt-oss's mixture: each token goes through its likeliest few experts, a plain loop over those in use."""
+    """gpt-oss's mixture: each token goes through its likeliest few experts, in a loop over those in use."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
         name = f"model.layers.{layer}.mlp"
@@ -189,7 +189,7 @@ class Model:
         shard: this process's part, if several compute one model.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int, shard: Shard = Shard()):
+    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int, shard: Shard = WHOLE):
         self.config, self.kv_heads = config, config.num_kv_heads // shard.world
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, shard) for layer in range(config.num_layers)]

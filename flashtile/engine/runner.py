@@ -1,9 +1,9 @@
 """Runs steps on the device: memory for keys and values, one transfer a step, CUDA graphs, the draw.
 
 What the host says of a step goes to the device in one copy of int32 numbers, from pinned memory. The chosen
-tokens stay there, one place a row of the block table, so that the next step can be launched before the host has
-seen them. Steps of single tokens are captured in CUDA graphs, one for each padded batch size, when they are
-first needed.
+tokens stay there, one place a row of the block table, so that the next step can be launched before the host
+has seen them. Steps of single tokens are captured in CUDA graphs, one for each padded batch size, when they
+are first needed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Runner:
         if not schedule.entries:
             return InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
         samples = [sample for entry in schedule.entries for sample in entry.samples]
-        single = all(entry.count == 1 for entry in schedule.entries)
+        single = all(entry.num_tokens == 1 for entry in schedule.entries)
         batch = len(schedule.entries)
         if single and self.capture and batch <= MAX_GRAPH_BATCH:
             padded = graph_batch(batch)
@@ -170,18 +170,16 @@ class Runner:
         tokens: list[int] = []
         offsets, logits_rows = [0], []
         for entry in entries:
-            known = entry.sequence.tokens[entry.start : entry.start + entry.count]
+            known = entry.sequence.tokens[entry.start : entry.start + entry.num_tokens]
             tokens += known
-            if len(known) < entry.count:  # the last one is on the device only: the row says where
+            if len(known) < entry.num_tokens:  # the last one is on the device only: the row says where
                 tokens.append(~entry.row)
             offsets.append(len(tokens))
             logits_rows += [len(tokens) - 1] * len(entry.samples)
         tokens += [0] * spare
         table_rows = self.manager.table
         sample_rows = [table_rows.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
-        sample_positions = [
-            entry.start + entry.count for entry in entries for _ in entry.samples
-        ]
+        sample_positions = [entry.start + entry.num_tokens for entry in entries for _ in entry.samples]
         changed, values = self.manager.table.take_changes()
         parts = [starts, rows, tokens, logits_rows, sample_rows, sample_positions]
         if not single:
@@ -193,7 +191,7 @@ class Runner:
             self.block_table.view(-1).index_copy_(0, views[-2].long(), views[-1])
         step = StepInput(
             views[2], views[0], views[1], None if single else views[6],
-            1 if single else max(entry.count for entry in entries),
+            1 if single else max(entry.num_tokens for entry in entries),
         )  # fmt: skip
         if not (single and self.capture):
             step = self._resolve(step)
@@ -223,7 +221,9 @@ class Runner:
         return self._numbers[:count]
 
     def _reserve_numbers(self, count: int) -> None:
-        if count <= len(self._pinned[self._turn]) and (self.device.type == "cpu" or count <= len(self._numbers)):
+        if count <= len(self._pinned[self._turn]) and (
+            self.device.type == "cpu" or count <= len(self._numbers)
+        ):
             return
         on_gpu = self.device.type == "cuda"
         size = max(count, 2 * len(self._pinned[self._turn]))
@@ -352,14 +352,14 @@ class Runner:
         """Log-probabilities of the prompts' own tokens, where they were asked for, in pieces."""
         at = 0
         for entry in schedule.entries:
-            first, at = at, at + entry.count
+            first, at = at, at + entry.num_tokens
             request, sequence = entry.sequence.request, entry.sequence
             params = request.params
             if isinstance(params, BeamSearchParams) or params.prompt_logprobs is None:
                 continue
             done = 1 if request.prompt_logprobs is None else len(request.prompt_logprobs)
             begin = max(entry.start + 1, done)
-            end = min(entry.start + entry.count + 1, request.num_prompt)
+            end = min(entry.start + entry.num_tokens + 1, request.num_prompt)
             for piece in range(begin, end, LOGITS_ROWS):
                 targets = sequence.tokens[piece : min(end, piece + LOGITS_ROWS)]
                 rows = hidden[first + piece - 1 - entry.start :][: len(targets)]

@@ -1,11 +1,11 @@
 """The next tokens from logits, on their device.
 
-Every draw is an argmax: of the logits alone where the temperature is 0, else of logits plus Gumbel noise, which
-has the softmax's distribution (Maddison et al. 2014, arXiv:1411.0030, section 2). The noise of a token is a hash
-of the request's seed, the position and the token, so that it depends on nothing else in the batch.
+Every draw is an argmax: of the logits alone where the temperature is 0, else of logits plus Gumbel noise,
+which has the softmax's distribution (Maddison et al. 2014, arXiv:1411.0030, section 2). The noise of a token
+is a hash of the request's seed, the position and the token, so that it depends on nothing else in the batch.
 
-top-k and top-p need no sort: what they keep is everything from some logit on, and that threshold is found bit by
-bit in 32 passes. Tokens that tie with the last one kept are kept, too.
+top-k and top-p need no sort: what they keep is everything from some logit on, and that threshold is found bit
+by bit in 33 passes. Tokens that tie with the last one kept are kept, too.
 """
 
 from __future__ import annotations
@@ -124,13 +124,11 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def stream_seed(seed: int, index: int) -> int:
-    """The seed of a request's answer number ``index``, a signed 64-bit integer."""
-    return _signed((seed + (index + 1) * GOLDEN) & (2**64 - 1))
+    """The seed of a request's answer number ``index``, a signed 64-bit integer.
 
-
-def mix_seeds(seed: int, number: int) -> int:
-    """A seed for request ``number`` of an engine with this seed."""
-    return int(mix64(torch.tensor(_signed((seed * GOLDEN + number) & (2**64 - 1)))))
+    It is a hash: positions are added to it, and neighbouring seeds would be each other's, one position on.
+    """
+    return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)))))
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -145,7 +143,9 @@ def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tenso
     return chosen.squeeze(1), ranks, best.values, best.indices
 
 
-def penalise(logits: Tensor, prompt: Tensor, answer: Tensor, repetition: float, presence: float, frequency: float) -> None:
+def penalise(
+    logits: Tensor, prompt: Tensor, answer: Tensor, repetition: float, presence: float, frequency: float
+) -> None:
     """Lower one row of logits (vocab_size,), in place, by the tokens (n,) before it."""
     seen = torch.cat([prompt, answer]).unique()
     values = logits[seen]

@@ -5,7 +5,8 @@ many as one budget allows, chunks of prompts beside single tokens. Sequences tha
 (priority, arrival). One that finds no block takes the memory of the last in that order, whose tokens are
 computed again later, or swapped out meanwhile. The first in order can always go on, so that all end.
 
-Decisions alone: no tensor is touched, and nothing is waited for. What is to be copied is written down in order.
+Decisions alone: no tensor is touched, and nothing is waited for. What is to be copied is written down in
+order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ORDER = attrgetter("order")
 
 
 class Entry(NamedTuple):
-    """``count`` new tokens of a sequence, from ``start`` on.
+    """``num_tokens`` new tokens of a sequence, from ``start`` on.
 
     ``samples`` are the sequences that get a token from the logits after the last of them: none while a prompt
     is in the middle, the sequence itself, or with it those that were forked from it in this step.
@@ -32,7 +33,7 @@ class Entry(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int
+    num_tokens: int
     row: int
     samples: tuple[Sequence, ...]
 
@@ -53,7 +54,7 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        return sum(entry.count for entry in self.entries)
+        return sum(entry.num_tokens for entry in self.entries)
 
     def move(self, what: str, pairs: Copies) -> None:
         """Copies join those before them where the order between them does not matter."""
@@ -111,8 +112,8 @@ class Scheduler:
         blocks = pool.num_blocks - pool.null_blocks
         if needed > blocks:
             raise ValueError(
-                f"the prompt's {request.num_prompt} tokens with max_tokens={request.max_outputs} need {needed} "
-                f"blocks of keys and values, but there are {blocks}"
+                f"the prompt's {request.num_prompt} tokens with max_tokens={request.max_outputs} need "
+                f"{needed} blocks of keys and values, but there are {blocks}"
             )
         for sequence in request.sequences:
             insort(self.waiting, sequence, key=ORDER)
@@ -259,9 +260,9 @@ class Scheduler:
     def _start(self, sequence: Sequence, budget: int, step: Schedule) -> int:
         """Give a sequence memory for its first tokens; 0 if there is too little for all of them."""
         manager, request = self.manager, sequence.request
-        if self._stuck is not None and self._stuck[0] is sequence and self.running:
-            if manager.pool.available <= self._stuck[1]:
-                return 0
+        stuck = self._stuck is not None and self._stuck[0] is sequence and self.running
+        if stuck and self._stuck is not None and manager.pool.available <= self._stuck[1]:
+            return 0
         reads = self.prefix_caching and (request.reads_prompt_cache or sequence.forked)
         number = manager.create(sequence.tokens if reads else (), request.salt)
         found, size = manager.length(number), manager.block_size
@@ -313,7 +314,7 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, count: int, step: Schedule) -> None:
         """Put the next tokens of a sequence into the step; fork it if they are the last of its prompt."""
-        request, start = sequence.request, sequence.num_computed
+        start = sequence.num_computed
         assert sequence.block_sequence is not None
         complete = start + count == sequence.num_tokens
         row = self.manager.table.row(sequence.block_sequence)

@@ -92,7 +92,9 @@ class Tokenizer(ABC):
         if continue_final_message:
             last = messages[-1]["content"]
             if not isinstance(last, str) or last.strip() not in text:
-                raise ValueError("the last message must appear in the prompt with continue_final_message=True")
+                raise ValueError(
+                    "the last message must appear in the prompt with continue_final_message=True"
+                )
             text = text[: text.rindex(last.strip()) + len(last.strip())]
         return text
 
@@ -200,7 +202,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if _tokenizer_config(folder).get("tokenizer_class") == BYTES:
         return ByteTokenizer()
     if not (folder / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json (give tokenizer=, or skip_tokenizer_init=True)")
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer.json (give tokenizer=, or skip_tokenizer_init=True)"
+        )
     return FastTokenizer(folder)
 
 

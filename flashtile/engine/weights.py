@@ -1,7 +1,7 @@
 """The weights of a model by Hugging Face's names: which there are, from safetensors or at random.
 
-Only safetensors are read: a pickled checkpoint runs code. A tensor comes when it is asked for, so that a model
-that puts several into one needs little more memory than its own.
+Only safetensors are read: a pickled checkpoint runs code. A tensor comes when it is asked for, so that a
+model that puts several into one needs little more memory than its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Parameter(NamedTuple):
-    """``shape`` of the whole; ``split`` is the dimension that tensor parallelism divides, None if it does not."""
+    """``shape`` of the whole; ``split`` is the dimension that tensor parallelism divides, if it does."""
 
     shape: tuple[int, ...]
     split: int | None = None
@@ -39,6 +39,9 @@ class Shard(NamedTuple):
 
     def slice(self, size: int) -> slice:
         return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
+
+
+WHOLE = Shard()
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
@@ -83,7 +86,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def open_weights(
-    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard = Shard()
+    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> Weights:
     """The safetensors of a folder, checked by their headers to be what ``config`` needs.
 
@@ -105,7 +108,9 @@ def open_weights(
             if name.endswith(IGNORED) or (name == "lm_head.weight" and config.tie_word_embeddings):
                 continue
             if name not in expected:
-                raise ConfigError(f"{path} has a weight that {config.model_type} does not have: {name!r:.120}")
+                raise ConfigError(
+                    f"{path} has a weight that {config.model_type} does not have: {name!r:.120}"
+                )
             if name in places:
                 raise ConfigError(f"{path} has {name!r}, which another file has, too")
             part = file.get_slice(name)
@@ -118,7 +123,9 @@ def open_weights(
             places[name] = file
     missing = [name for name in expected if name not in places]
     if missing:
-        raise ConfigError(f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)")
+        raise ConfigError(
+            f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)"
+        )
 
     def weights(name: str) -> Tensor:
         shape, split = expected[name]
@@ -132,7 +139,7 @@ def open_weights(
 
 
 def random_weights(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, shard: Shard = Shard()
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, shard: Shard = WHOLE
 ) -> Weights:
     """Weights of the true shapes, made on the device: products keep the size of what goes through them.
     What a weight gets depends on its name and the seed alone."""

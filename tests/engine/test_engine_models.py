@@ -17,7 +17,9 @@ WAYS = {
         "num_gpu_blocks_override": 13, "block_size": 4, "max_num_batched_tokens": 9, "max_num_seqs": 5,
         "async_scheduling": True,
     },
-    "swapped": {"num_gpu_blocks_override": 13, "block_size": 4, "swap_space": 0.001, "async_scheduling": True},
+    "swapped": {
+        "num_gpu_blocks_override": 13, "block_size": 4, "swap_space": 0.001, "async_scheduling": True,
+    },
     "no prefix cache": {"enable_prefix_caching": False, "block_size": 3},
 }  # fmt: skip
 
@@ -94,7 +96,7 @@ def test_logprobs_are_those_of_transformers():
     for position, (token, entry) in enumerate(zip((prompt + answer.token_ids)[1:], entries, strict=True)):
         count = 2 if position < len(prompt) - 1 else 3
         best = expected[position].topk(count)
-        assert list(entry)[0] == token
+        assert next(iter(entry)) == token
         assert set(entry) == {token, *best.indices.tolist()}
         for other, (logprob, rank, _) in entry.items():
             assert logprob == pytest.approx(expected[position, other].item(), abs=1e-4)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile.engine import SamplingParams
-from flashtile.engine.sampler import Choice, choose, gumbel, keep, penalise
+from flashtile.engine.sampler import Choice, choose, gumbel, keep, penalise, stream_seed
 
 LENGTH = 14
 
@@ -66,6 +66,9 @@ def test_noise_depends_on_seed_position_and_token_alone():
     for row in range(3):
         assert torch.equal(noise[row], gumbel(seeds[row : row + 1], positions[row : row + 1], 1000)[0])
     assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.15
+    answers = torch.tensor([stream_seed(seed, index) for seed in (1, 2) for index in range(3)])
+    noise = gumbel(answers.repeat(4), torch.arange(4).repeat_interleave(6), 1000)
+    assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.15
     assert torch.isfinite(gumbel(torch.arange(100), torch.arange(100), 5000)).all()
 
 
@@ -81,7 +84,9 @@ def answers(llm, params, chosen=slice(None)):
 
 def test_seeded_answers_do_not_depend_on_the_batch():
     """Nor on chunks, preemption or overlap; n answers differ."""
-    params = SamplingParams(n=2, temperature=1.2, top_p=0.95, top_k=50, min_p=0.01, seed=11, max_tokens=LENGTH)
+    params = SamplingParams(
+        n=2, temperature=1.2, top_p=0.95, top_k=50, min_p=0.01, seed=11, max_tokens=LENGTH
+    )
     alone = [answers(load("qwen3"), params, slice(i, i + 1))[0] for i in range(5)]
     assert all(first != second for first, second in alone)
     for options in (
@@ -120,9 +125,15 @@ def test_end_tokens_and_how_they_are_told():
     at = reference.index(end)
     for overlapped in (False, True):
         llm = load("llama3", async_scheduling=overlapped)
-        (output,) = llm.generate([prompts()[0]], SamplingParams(temperature=0, max_tokens=LENGTH, stop_token_ids=[end]))
+        (output,) = llm.generate(
+            [prompts()[0]], SamplingParams(temperature=0, max_tokens=LENGTH, stop_token_ids=[end])
+        )
         (answer,) = output.outputs
-        assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == (reference[: at + 1], "stop", end)
+        assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == (
+            reference[: at + 1],
+            "stop",
+            end,
+        )
         params = SamplingParams(temperature=0, max_tokens=LENGTH, stop_token_ids=[end], min_tokens=at + 3)
         (output,) = llm.generate([prompts()[0]], params)
         tokens = output.outputs[0].token_ids

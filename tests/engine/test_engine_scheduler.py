@@ -51,7 +51,7 @@ class World:
 
     def shape(self):
         """[(request, tokens)] of the next schedule."""
-        return [(entry.sequence.request.number, entry.count) for entry in self.step().entries]
+        return [(entry.sequence.request.number, entry.num_tokens) for entry in self.step().entries]
 
 
 def test_single_tokens_and_chunks_share_a_step():
@@ -106,7 +106,7 @@ def test_swapped_sequences_come_back_without_computing():
     for _ in range(40):
         schedule = world.step()
         moves += [what for what, _ in schedule.moves]
-        computed.update({entry.sequence.request.number: entry.count for entry in schedule.entries})
+        computed.update({entry.sequence.request.number: entry.num_tokens for entry in schedule.entries})
     assert moves == [SWAP_OUT, SWAP_IN]
     assert computed == {0: 8 + 9, 1: 7 + 9}  # each token once; the last one is never an input
     assert all(request.finished for request in world.requests)
@@ -118,7 +118,7 @@ def test_parallel_answers_are_forked_when_the_prompt_is_done_and_copy_on_write()
     assert len(world.step().entries[0].samples) == 0
     assert len(world.step().entries[0].samples) == 3
     schedule = world.step()
-    assert [(entry.sequence.index, entry.start, entry.count) for entry in schedule.entries] == [
+    assert [(entry.sequence.index, entry.start, entry.num_tokens) for entry in schedule.entries] == [
         (0, 10, 1), (1, 10, 1), (2, 10, 1),
     ]  # fmt: skip
     assert [(what, len(pairs)) for what, pairs in schedule.moves] == [(COPY, 2)]

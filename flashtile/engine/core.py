@@ -242,7 +242,8 @@ class Engine:
                 request.metrics.first_scheduled_time = now
             if request.width > 1:
                 self._count_blocks(request)
-            self._prompt_tokens += max(0, min(request.num_prompt, entry.start + entry.num_tokens) - entry.start)
+            end = min(request.num_prompt, entry.start + entry.num_tokens)
+            self._prompt_tokens += max(0, end - entry.start)
         try:
             return self.runner.launch(schedule)
         except Exception as error:

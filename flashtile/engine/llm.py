@@ -151,7 +151,7 @@ class LLM:
             manager, max_num_seqs=seqs, max_num_batched_tokens=budget,
             prefix_caching=enable_prefix_caching, swap=manager.host_pool.num_blocks > 0,
         )  # fmt: skip
-        runner = Runner(network, manager, cache_dtype, capture=not enforce_eager)
+        runner = Runner(network, manager, cache_dtype, budget, capture=not enforce_eager)
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(
             config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap

@@ -97,10 +97,18 @@ class Runner:
         model: the layers, on their device.
         manager: whose blocks the memory is for.
         cache_dtype: of keys and values.
+        max_num_batched_tokens: the most that a step computes.
         capture: use CUDA graphs where there is a GPU.
     """
 
-    def __init__(self, model: Model, manager: BlockManager, cache_dtype: torch.dtype, capture: bool = True):
+    def __init__(
+        self,
+        model: Model,
+        manager: BlockManager,
+        cache_dtype: torch.dtype,
+        max_num_batched_tokens: int,
+        capture: bool = True,
+    ):
         config = model.config
         self.model, self.manager = model, manager
         self.device = model.embedding.device
@@ -119,18 +127,30 @@ class Runner:
         self.block_table[rows] = pool.num_blocks
         self.last_tokens = torch.zeros(rows + 1, dtype=torch.int32, device=self.device)
         self.capture = capture and on_gpu and not config.num_experts
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._graph_pool: Any = None
-        self._numbers = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._pinned = [torch.empty(0, dtype=torch.int32)] * RING
-        self._result = [torch.empty(0, dtype=torch.int64)] * RING
+        # Room for the largest step, whose every row of the block table is new. Graphs read from this place.
+        count = max_num_batched_tokens + 8 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel()
+        self._numbers = torch.zeros(count if on_gpu else 0, dtype=torch.int32, device=self.device)
+        self._pinned = [torch.empty(count, dtype=torch.int32, pin_memory=on_gpu) for _ in range(RING)]
+        self._result = [torch.empty(rows, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
+        batch = graph_batch(min(rows, MAX_GRAPH_BATCH)) if self.capture else 0
+        # What all graphs write; each one of its own would take gigabytes.
+        self._logits = torch.zeros(
+            batch, config.vocab_size, dtype=model.embedding.dtype, device=self.device
+        )
         self._turn = 0
-        self._choice: tuple[tuple[Sequence, ...], Choice] | None = None
-        self._reserve_numbers(4 * MAX_GRAPH_BATCH)
+        self._draw: Draw | None = None
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> InFlight:
         """Start a step. On a GPU it returns before the step is done."""
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                return self._launch(schedule)
+        return self._launch(schedule)
+
+    def _launch(self, schedule: Schedule) -> InFlight:
         self._turn = (self._turn + 1) % RING
         for what, pairs in schedule.moves:
             self._move(what, pairs)
@@ -141,8 +161,8 @@ class Runner:
         batch = len(schedule.entries)
         if single and self.capture and batch <= MAX_GRAPH_BATCH:
             padded = graph_batch(batch)
-            step, positions = self._send(schedule, samples, padded)
-            logits = self._replay(padded, step)
+            _, positions = self._send(schedule, samples, padded)
+            logits = self._replay(padded)
             if padded != batch or any(len(entry.samples) != 1 for entry in schedule.entries):
                 logits = logits.index_select(0, positions.logits_rows)
             return self._choose(schedule, samples, logits, positions)
@@ -208,7 +228,6 @@ class Runner:
         """All numbers, one after another, on the device. The first ones always lie at the same addresses."""
         flat = array("i", [number for part in parts for number in part])
         count = len(flat) + sum(len(tensor) for tensor in tensors)
-        self._reserve_numbers(count)
         pinned = self._pinned[self._turn]
         pinned[: len(flat)] = torch.frombuffer(flat, dtype=torch.int32)
         at = len(flat)
@@ -220,34 +239,21 @@ class Runner:
         self._numbers[:count].copy_(pinned[:count], non_blocking=True)
         return self._numbers[:count]
 
-    def _reserve_numbers(self, count: int) -> None:
-        if count <= len(self._pinned[self._turn]) and (
-            self.device.type == "cpu" or count <= len(self._numbers)
-        ):
-            return
-        on_gpu = self.device.type == "cuda"
-        size = max(count, 2 * len(self._pinned[self._turn]))
-        self._pinned[self._turn] = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
-        if on_gpu and size > len(self._numbers):
-            self.synchronize()
-            self._numbers = torch.zeros(size, dtype=torch.int32, device=self.device)
-            self.graphs.clear()  # which read the old place
-
-    def _replay(self, padded: int, step: StepInput) -> Tensor:
+    def _replay(self, padded: int) -> Tensor:
         """(padded, vocab_size) logits of a step of single tokens, by its CUDA graph."""
         if padded not in self.graphs:
             self._capture(padded)
-        graph, logits = self.graphs[padded]
-        graph.replay()
-        return logits
+        self.graphs[padded].replay()
+        return self._logits[:padded]
 
     def _capture(self, padded: int) -> None:
         """Capture a step that reads its numbers from where :meth:`_send` puts them."""
         place = [self._numbers[i * padded : (i + 1) * padded] for i in range(3)]
 
-        def run() -> Tensor:
+        def run() -> None:
             step = self._resolve(StepInput(place[2], place[0], place[1], None, 1))
-            return self.model.logits(self.model.hidden(step, self.k_cache, self.v_cache))
+            hidden = self.model.hidden(step, self.k_cache, self.v_cache)
+            self._logits[:padded] = self.model.logits(hidden)
 
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -256,46 +262,41 @@ class Runner:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool):
-            logits = run()
+            run()
         self._graph_pool = self._graph_pool or graph.pool()
-        self.graphs[padded] = graph, logits
+        self.graphs[padded] = graph
 
     def _choose(
         self, schedule: Schedule, samples: list[Sequence], logits: Tensor, positions: Positions
     ) -> InFlight:
         """Choose a token for each sample, keep it on the device, and send it to the host."""
         raw, failed = logits, {}
-        if any(_is_special(sample) for sample in samples):
+        draw = self._draw_of(samples)
+        shaped = [i for i in draw.shaped if _is_special(samples[i])]
+        if shaped:
             logits = logits.float().clone()
-            for i, sample in enumerate(samples):
-                if _is_special(sample):
-                    try:
-                        self._shape(logits[i], sample)
-                    except Exception as error:  # of a logits processor: the others go on
-                        failed[i] = f"{type(error).__name__}: {error}"
-        choice = self._choice_of(samples)
-        tokens = choose(logits, choice, positions.positions)
+        for i in shaped:
+            try:
+                self._shape(logits[i], samples[i])
+            except Exception as error:  # of a logits processor: the others go on
+                failed[i] = f"{type(error).__name__}: {error}"
+        tokens = choose(logits, draw.choice, positions.positions)
         self.last_tokens.index_copy_(0, positions.rows, tokens.int())
         in_flight = InFlight(schedule, samples, tokens, failed=failed)
-        for i, sample in enumerate(samples):
-            count = _num_logprobs(sample)
-            if count is not None:
-                scored = raw[i : i + 1].float()
-                params = sample.request.params
-                if isinstance(params, BeamSearchParams) and params.temperature:
-                    scored = scored / params.temperature
-                count = scored.shape[1] if count < 0 else count
-                in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
+        for i, count in draw.scored:
+            scored = raw[i : i + 1].float()
+            params = samples[i].request.params
+            if isinstance(params, BeamSearchParams) and params.temperature:
+                scored = scored / params.temperature
+            count = scored.shape[1] if count < 0 else count
+            in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
         self._send_back(in_flight)
         return in_flight
 
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":
             return
-        count = len(in_flight.tokens)
-        if len(self._result[self._turn]) < count:
-            self._result[self._turn] = torch.empty(max(count, 64), dtype=torch.int64, pin_memory=True)
-        place = self._result[self._turn][:count]
+        place = self._result[self._turn][: len(in_flight.tokens)]
         in_flight.tokens = place.copy_(in_flight.tokens, non_blocking=True)
         in_flight.scores = {
             i: tuple(tensor.to("cpu", non_blocking=True) for tensor in found)
@@ -304,12 +305,12 @@ class Runner:
         in_flight.event = torch.cuda.Event()
         in_flight.event.record()
 
-    def _choice_of(self, samples: list[Sequence]) -> Choice:
+    def _draw_of(self, samples: list[Sequence]) -> Draw:
         """The parameters of the draw on the device, kept while the batch stays the same."""
         key = tuple(samples)
-        if self._choice is not None and self._choice[0] == key:
-            return self._choice[1]
-        rows = [_draw_of(sample) for sample in samples]
+        if self._draw is not None and self._draw.samples == key:
+            return self._draw
+        rows = [_parameters(sample) for sample in samples]
         temperature, top_k, top_p, min_p, seed = (list(column) for column in zip(*rows, strict=True))
         floats = torch.tensor([temperature, top_p, min_p], dtype=torch.float32).to(self.device)
         integers = torch.tensor([top_k, seed], dtype=torch.int64).to(self.device)
@@ -318,8 +319,14 @@ class Runner:
             greedy=not any(temperature), any_top_k=any(top_k), any_top_p=any(p < 1 for p in top_p),
             any_min_p=any(min_p),
         )  # fmt: skip
-        self._choice = key, choice
-        return choice
+        counts = [(i, _num_logprobs(sample)) for i, sample in enumerate(samples)]
+        self._draw = Draw(
+            key,
+            choice,
+            [i for i, sample in enumerate(samples) if _is_special(sample)],
+            [(i, count) for i, count in counts if count is not None],
+        )
+        return self._draw
 
     def _shape(self, logits: Tensor, sample: Sequence) -> None:
         """What a request asks for beyond the draw, on its row of logits (vocab_size,) float32, in place."""
@@ -393,6 +400,17 @@ class Positions:
     positions: Tensor
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How the tokens of one batch are chosen: ``shaped`` are samples whose logits may be changed before,
+    ``scored`` those with log-probabilities, and how many."""
+
+    samples: tuple[Sequence, ...]
+    choice: Choice
+    shaped: list[int]
+    scored: list[tuple[int, int]]
+
+
 def _is_special(sample: Sequence) -> bool:
     """Whether its logits are changed before the draw."""
     params = sample.request.params
@@ -412,7 +430,7 @@ def _num_logprobs(sample: Sequence) -> int | None:
     return params.logprobs
 
 
-def _draw_of(sample: Sequence) -> tuple[float, int, float, float, int]:
+def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:
     """(temperature, top_k, top_p, min_p, seed); beams choose by their scores, whatever is drawn."""
     params = sample.request.params
     if isinstance(params, BeamSearchParams) or params.greedy:

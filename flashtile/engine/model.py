@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
+from flashtile.engine.products import SWIGLU, linear, rms_norm
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import WHOLE, Shard, Weights
 
@@ -36,22 +37,32 @@ class StepInput(NamedTuple):
     max_seqlen_q: int
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (tokens, in) times weight (out, in), transposed. Every product of the models goes through here."""
-    return F.linear(x, weight, bias)
+class Cache(NamedTuple):
+    """A layer's keys and values, (num_blocks, block_size, kv_heads, head_dim), and the rotary tables."""
+
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32, rounded once."""
-    if x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+class Norm:
+    """RMSNorm. Gemma's weights are stored less one, and stay float32, because 1 + w is not exact below."""
 
+    def __init__(self, config: ModelConfig, weight: Tensor):
+        self.weight, self.eps = weight.float() + 1 if config.family.unit_norm else weight, config.norm_eps
+        self.fused = self.weight.dtype == weight.dtype
 
-def activate(gate_up: Tensor, kind: str) -> Tensor:
-    """The gate's activation times the rest, of (tokens, 2 * intermediate_size)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """The product of the normalised x, in one call where the dtypes allow it."""
+        if not self.fused:
+            return linear(self(x), weight, bias, activation=activation)
+        return linear(x, weight, bias, norm_weight=self.weight, norm_eps=self.eps, activation=activation)
 
 
 class Attention:
@@ -75,10 +86,11 @@ class Attention:
             self.sink = weights(f"{name}.sinks").float()
 
     def __call__(
-        self, x: Tensor, step: StepInput, cache: tuple[Tensor, Tensor], rotary: tuple[Tensor, Tensor]
+        self, x: Tensor, norm: Norm, step: StepInput, cache: Cache, residual: Tensor | None
     ) -> Tensor:
+        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
         heads = (self.heads, self.kv_heads, self.kv_heads)
-        qkv = linear(x, self.qkv, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
+        qkv = norm.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
@@ -91,19 +103,19 @@ class Attention:
                 "cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q,
             }  # fmt: skip
         out = flash_attn_with_kvcache(
-            q, *cache, k, v, *rotary,
+            q, cache.k, cache.v, k, v, cache.cos, cache.sin,
             cache_seqlens=step.cache_seqlens, block_table=step.block_table, softmax_scale=self.scale,
             causal=True, window_size=(self.window, -1), softcap=self.softcap, rotary_interleaved=False,
             sink=self.sink, **offsets,
         )  # fmt: skip
-        return linear(out.reshape(len(x), -1), self.o, self.o_bias)
+        return linear(out.reshape(len(x), -1), self.o, self.o_bias, residual=residual)
 
 
 class MLP:
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
-        name, self.activation = f"model.layers.{layer}.mlp", config.activation
+        name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
         self.gate_up = torch.cat([weights(f"{name}.{part}_proj.weight") for part in ("gate", "up")])
         self.down = weights(f"{name}.down_proj.weight")
         self.gate_up_bias = self.down_bias = None
@@ -111,10 +123,14 @@ class MLP:
             self.gate_up_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in ("gate", "up")])
             self.down_bias = weights(f"{name}.down_proj.bias") if shard.rank == 0 else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(
-            activate(linear(x, self.gate_up, self.gate_up_bias), self.activation), self.down, self.down_bias
-        )
+    def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        if self.silu:
+            inner = norm.linear(x, self.gate_up, self.gate_up_bias, activation=SWIGLU)
+        else:
+            gate, up = norm.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+            inner = F.gelu(gate, approximate="tanh") * up
+        return linear(inner, self.down, self.down_bias, residual=residual)
 
 
 class Experts:
@@ -133,10 +149,12 @@ class Experts:
         if shard.rank:
             self.down_bias = torch.zeros_like(self.down_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        x = norm(x)
         scores, chosen = linear(x, self.router, self.router_bias).topk(self.per_token)
         shares = scores.softmax(-1)
-        out = torch.zeros_like(x)
+        out = torch.zeros_like(x) if residual is None else residual.clone()
         for expert in chosen.unique().tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
             gate_up = linear(x[token], self.gate_up[expert], self.gate_up_bias[expert])
@@ -152,31 +170,25 @@ class Layer:
     """x + attention(norm(x)), then the same with the MLP; Gemma 2 normalises what is added, too."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
-        self.eps, name = config.norm_eps, f"model.layers.{layer}"
+        name = f"model.layers.{layer}"
 
-        def norm(part: str) -> Tensor:
-            return norm_weight(config, weights(f"{name}.{part}_layernorm.weight"))
+        def norm(part: str) -> Norm:
+            return Norm(config, weights(f"{name}.{part}_layernorm.weight"))
 
         self.attention = Attention(config, weights, layer, shard)
         self.mlp = (Experts if config.num_experts else MLP)(config, weights, layer, shard)
-        self.before_attention, after = norm("input"), norm("post_attention")
-        self.after_attention = self.after_mlp = None
-        self.before_mlp = after
-        if config.family.sandwich_norm:
-            self.after_attention = after
+        self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
+        self.sandwich = config.family.sandwich_norm
+        if self.sandwich:
+            self.after_attention = self.before_mlp
             self.before_mlp, self.after_mlp = norm("pre_feedforward"), norm("post_feedforward")
 
-    def __call__(
-        self, x: Tensor, step: StepInput, cache: tuple[Tensor, Tensor], rotary: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        added = self.attention(rms_norm(x, self.before_attention, self.eps), step, cache, rotary)
-        if self.after_attention is not None:
-            added = rms_norm(added, self.after_attention, self.eps)
-        x = x + added
-        added = self.mlp(rms_norm(x, self.before_mlp, self.eps))
-        if self.after_mlp is not None:
-            added = rms_norm(added, self.after_mlp, self.eps)
-        return x + added
+    def __call__(self, x: Tensor, step: StepInput, cache: Cache) -> Tensor:
+        if self.sandwich:
+            x = x + self.after_attention(self.attention(x, self.before_attention, step, cache, None))
+            return x + self.after_mlp(self.mlp(x, self.before_mlp, None))
+        x = self.attention(x, self.before_attention, step, cache, x)
+        return self.mlp(x, self.before_mlp, x)
 
 
 class Model:
@@ -193,28 +205,23 @@ class Model:
         self.config, self.kv_heads = config, config.num_kv_heads // shard.world
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, shard) for layer in range(config.num_layers)]
-        self.norm = norm_weight(config, weights("model.norm.weight"))
+        self.norm = Norm(config, weights("model.norm.weight"))
         self.head = self.embedding if config.tie_word_embeddings else weights("lm_head.weight")
         tables = rotary_tables(config.rope, config.head_dim, max_positions)
         self.rotary = tables[0].to(self.embedding.device), tables[1].to(self.embedding.device)
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """(total_new, hidden_size), what :meth:`logits` is made of; keys and values go into the caches,
+        """(total_new, hidden_size), what :meth:`logits` are made of; keys and values go into the caches,
         (num_layers, num_blocks, block_size, kv_heads, head_dim)."""
         x = F.embedding(step.tokens, self.embedding)
         if self.config.family.unit_norm:
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
         for layer, k, v in zip(self.layers, k_cache, v_cache, strict=True):
-            x = layer(x, step, (k, v), self.rotary)
-        return rms_norm(x, self.norm, self.config.norm_eps)
+            x = layer(x, step, Cache(k, v, *self.rotary))
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) in the dtype of the weights."""
-        logits = linear(hidden, self.head)
+        logits = self.norm.linear(hidden, self.head)
         cap = self.config.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
-
-
-def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
-    """What the normalised values are multiplied by."""
-    return weight.float() + 1 if config.family.unit_norm else weight

@@ -26,7 +26,9 @@ from flashtile.merge import merge_states
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "Explanation",
+    "SamplingParams",
     "append_kvcache",
     "attention",
     "copy_blocks",
@@ -46,11 +48,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``flashtile.fp8`` comes when it is asked for: it would double the time that the import takes."""
-    if name == "fp8":
-        import importlib
+    """What comes when it is asked for: it would double the time that the import takes."""
+    import importlib
 
+    if name == "fp8":
         return importlib.import_module("flashtile.fp8")
+    if name in ("LLM", "SamplingParams"):
+        return getattr(importlib.import_module("flashtile.engine"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,6 +14,7 @@ def application() -> Any:
     from flashtile.commands.bench import bench
     from flashtile.commands.demo import demo
     from flashtile.commands.explain import explain
+    from flashtile.commands.generate import generate
     from flashtile.commands.info import info
     from flashtile.commands.inspect import inspect
     from flashtile.commands.visualize import visualize
@@ -21,7 +22,7 @@ def application() -> Any:
     app = typer.Typer(
         help="Exact, IO-aware attention in pure Python.", no_args_is_help=True, pretty_exceptions_enable=False
     )
-    for command in (info, demo, bench, inspect, explain, visualize):
+    for command in (info, demo, generate, bench, inspect, explain, visualize):
         app.command()(command)
     return app
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import flashtile
 
 ROOT = Path(__file__).parents[1]
-PARTS = {"algorithms", "bench", "commands", "demo", "fp8", "io_model", "kv_cache", "testing", "visualizer"}
+PARTS = {
+    "algorithms", "bench", "commands", "demo", "engine", "fp8", "io_model", "kv_cache", "testing",
+    "visualizer",
+}  # fmt: skip
 """What comes when it is asked for."""
 
 
@@ -80,11 +83,9 @@ def test_every_name_is_there():
     code = (
         "import json, flashtile\n"
         "print(json.dumps([[name for name in flashtile.__all__ if not hasattr(flashtile, name)],\n"
-        "                  sorted(flashtile.__all__) == list(flashtile.__all__), flashtile.__version__,\n"
-        "                  sorted(dir(flashtile))]))"
+        "                  flashtile.__version__, sorted(dir(flashtile))]))"
     )
-    missing, in_order, version, shown = run(code)
+    missing, version, shown = run(code)
     assert shown == sorted([*flashtile.__all__, "__version__"])
     assert missing == []
-    assert in_order
     assert version

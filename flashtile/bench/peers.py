@@ -94,7 +94,9 @@ class Flashtile(Peer):
         self._backend = backend
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
-        function = functional.flash_attn_varlen_func if workload.varlen else functional.flash_attn_func
+        function: Any = functional.flash_attn_func
+        if workload.varlen:
+            function = functional.flash_attn_varlen_func
         return Call(partial(function, **options(workload, inputs), backend=self._backend))
 
 

@@ -1,4 +1,4 @@
-"""Reading a Llama checkpoint from a folder in Hugging Face's format: config.json and \\*.safetensors."""
+"""Llama checkpoints in Hugging Face's format, config.json and \\*.safetensors: read and written."""
 
 from __future__ import annotations
 
@@ -42,6 +42,49 @@ def load_llama(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     except RuntimeError as error:
         raise ValueError(f"{folder} does not fit its config.json: {error}") from None
     return model
+
+
+def save_llama(model: Llama, folder: Path, max_position_embeddings: int) -> None:
+    """Write a model of bytes as a folder that :class:`flashtile.LLM` and Transformers read.
+
+    Args:
+        max_position_embeddings: the longest text that it was trained on.
+
+    Raises:
+        ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
+    """
+    from safetensors.torch import save_file
+
+    config = model.config
+    described = {
+        # Qwen 3 is Llama with normalised queries and keys.
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "vocab_size": config.vocabulary,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_size": config.embed,
+        "intermediate_size": config.hidden,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": config.rope,
+        "tie_word_embeddings": config.tied_embeddings,
+        "max_position_embeddings": max_position_embeddings,
+        "hidden_act": "silu",
+        "dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch."),
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    weights = {
+        name if name.startswith("lm_head") else f"model.{name}": weight.detach().cpu().contiguous()
+        for name, weight in model.state_dict().items()
+        if not (config.tied_embeddings and name == "lm_head.weight")
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(described, indent=1))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
 
 
 def read_config(folder: Path) -> LlamaConfig:

@@ -7,7 +7,6 @@ one. Modules are named as in Hugging Face's checkpoints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from flashtile.demo.attention import Attention, flashtile
 from flashtile.demo.corpus import VOCABULARY
+from flashtile.engine.rotary import rotary_frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q, k, v) -> out: q and out (..., heads, head_dim), k and v (..., kv_heads, head_dim) of the new
@@ -52,6 +52,15 @@ class LlamaConfig:
             raise ValueError(f"heads must be a multiple of kv_heads = {self.kv_heads}, got {self.heads}")
         if self.head_dim % 2 != 0:
             raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """All that decides the rotary positions, by Hugging Face's names."""
+        kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
+        if kind not in ("default", "linear", "llama3"):
+            text = f"rope_scaling must be of type default, linear or llama3, got {kind!r}"
+            raise NotImplementedError(text)
+        return {**self.rope_scaling, "rope_theta": self.rope_theta, "rope_type": kind}
 
 
 def sized(layers: int, heads: int, embed: int) -> LlamaConfig:
@@ -90,7 +99,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.embed, config.vocabulary, bias=False)
         if config.tied_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.frequencies = rotary_frequencies(config)
+        self.frequencies = rotary_frequencies(config.rope, config.head_dim)
         self._initialise()
 
     def forward(
@@ -176,20 +185,3 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = rotation
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
-
-
-def rotary_frequencies(config: LlamaConfig) -> Tensor:
-    """(head_dim / 2,) float32 on the CPU, radians a position."""
-    frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device="cpu") / config.head_dim)
-    scaling = config.rope_scaling
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / scaling["factor"]
-    if kind != "llama3":
-        raise NotImplementedError(f"rope_scaling must be of type default, linear or llama3, got {kind!r}")
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling["factor"])

@@ -21,7 +21,7 @@ from flashtile.demo.attention import ATTENTIONS, standard
 from flashtile.demo.check import Check
 from flashtile.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
 from flashtile.demo.generation import DenseDecoder
-from flashtile.demo.llama import LlamaConfig, rotary_frequencies, rotate, sized
+from flashtile.demo.llama import LlamaConfig, rotate, sized
 from flashtile.demo.results import Results, Training, write
 from flashtile.demo.schedule import FEWEST_STEPS, Schedule
 from flashtile.demo.setting import inspect_setting
@@ -33,6 +33,7 @@ from flashtile.demo.training import (
     train,
     validate,
 )
+from flashtile.engine.rotary import rotary_frequencies
 from flashtile.machine import find_device
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_every_attention_is_causal_attention_aligned_to_the_bottom_right(name, s
 def test_rotary_scores_depend_on_distance_only():
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
 
-    one = rotary_frequencies(LlamaConfig(head_dim=16))
+    one = rotary_frequencies(LlamaConfig().rope, 16)
 
     def score(query: int, key: int) -> float:
         turned = (rotate(x, (angle.cos(), angle.sin())) for x, angle in ((q, query * one), (k, key * one)))

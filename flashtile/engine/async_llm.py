@@ -1,0 +1,236 @@
+"""The engine for servers: one thread steps it, any number of asyncio tasks wait for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from flashtile.engine.core import Engine, Prompt
+from flashtile.engine.outputs import RequestOutput
+from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger("flashtile.engine")
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has ended, by an error or because it was shut down; it takes no more requests."""
+
+
+class Stream:
+    """The outputs of one request, in order, for one ``async for``. The last one is ``finished``."""
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop):
+        self.request_id, self.loop = request_id, loop
+        self._queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self._done = False
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        """On the loop's thread."""
+        self._queue.put_nowait(item)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._done:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, BaseException):
+            self._done = True
+            raise item
+        self._done = item.finished
+        return item
+
+
+class AsyncLLM:
+    """An engine in a thread of its own.
+
+    Every request that was taken ends: with a finished output (its answers, or what there was when it was
+    aborted), or with an :class:`EngineDeadError`.
+
+    Args:
+        engine: of an :class:`flashtile.engine.LLM`, which nothing else steps from now on.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.error: BaseException | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
+        self._lock = threading.Lock()
+        self._draining = self._ended = False
+        self._thread = threading.Thread(target=self._work, name="flashtile-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
+        return not (self._draining or self._ended)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Stream:
+        """Queue a request; its outputs come from the stream.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as :meth:`flashtile.engine.Engine.add_request`.
+            EngineDeadError: there is no engine any more.
+        """
+        if self._draining:
+            raise EngineDeadError("the engine takes no more requests: it is being shut down")
+        stream = Stream(request_id, asyncio.get_running_loop())
+
+        def add(engine: Engine) -> None:
+            engine.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+            self._streams[request_id] = stream
+
+        try:
+            await self.call(add)
+        except asyncio.CancelledError:
+            self._send(lambda: self._abort(request_id, stream))
+            raise
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request. Who stops reading aborts it."""
+        stream = await self.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        finished = False
+        try:
+            async for output in stream:
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._send(lambda: self._abort(request_id, stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last output with ``finish_reason`` "abort"."""
+        await self.call(lambda engine: self._abort(request_id, None))
+
+    async def call(self, function: Callable[[Engine], Result]) -> Result:
+        """Run a function of the engine between two of its steps, on its thread; its result or its error."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def resolve(result: Any, error: BaseException | None) -> None:
+            if future.cancelled():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def command() -> None:
+            result: Any = None
+            error: BaseException | None = None
+            if self.error is not None:
+                error = EngineDeadError(f"the engine has ended: {self.error}")
+            else:
+                try:
+                    result = function(self.engine)
+                except Exception as raised:
+                    error = raised
+            _call(loop, lambda: resolve(result, error))
+
+        self._send(command)
+        return await future
+
+    async def shutdown(self, timeout: float = 30.0) -> None:
+        """Take no more requests, finish those that there are within ``timeout`` seconds, abort the rest."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
+        self._draining = True
+        while self._thread.is_alive() and self._streams and loop.time() < end:
+            await asyncio.sleep(0.02)
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _send(self, command: Callable[[], None]) -> None:
+        """To the engine's thread. After its end the command runs here, which tells it so."""
+        with self._lock:
+            if not self._ended:
+                self._commands.put(command)
+                return
+        command()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                idle = not self.engine.has_unfinished
+                while idle or not self._commands.empty():
+                    command = self._commands.get()
+                    if command is None:
+                        self._close(EngineDeadError("it is shut down"), expected=True)
+                        return
+                    command()
+                    idle = not self.engine.has_unfinished
+                self._deliver(self.engine.step())
+        except BaseException as error:
+            logger.exception("the engine has ended")
+            self._close(error, expected=False)
+
+    def _abort(self, request_id: str, stream: Stream | None) -> None:
+        """Where the request is still the stream's."""
+        if stream is None or self._streams.get(request_id) is stream:
+            self._deliver(self.engine.abort(request_id))
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            by_loop.setdefault(stream.loop, []).append((stream, output))
+            if output.finished:
+                del self._streams[output.request_id]
+        for loop, pairs in by_loop.items():
+            _call(loop, partial(_put_all, pairs))
+
+    def _close(self, error: BaseException, expected: bool) -> None:
+        """End every request and answer every command that waits."""
+        if expected:
+            self._deliver(self.engine.abort(list(self.engine.requests)))
+        with self._lock:
+            self._ended, self.error = True, error
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
+        for stream in self._streams.values():
+            dead = EngineDeadError(f"the engine has ended: {type(error).__name__}: {error}")
+            _call(stream.loop, partial(stream.put, dead))
+        self._streams.clear()
+
+
+def _put_all(pairs: list[tuple[Stream, RequestOutput]]) -> None:
+    for stream, output in pairs:
+        stream.put(output)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
+    """On the loop's thread; nothing if the loop has ended."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        logger.debug("a loop has ended before its answers came")

@@ -1,0 +1,317 @@
+"""What a Hugging Face ``config.json`` says of a model, checked, with what the families differ in as fields.
+
+The families are one architecture with switches. :data:`FAMILIES` is the table of them; a field of
+``config.json`` that would change the computation and that no switch stands for is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_CONFIG_BYTES = 2**24
+MOST = 2**24
+"""Of any size in a config: what is larger is a mistake or an attack."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family differs from Llama where its ``config.json`` does not say.
+
+    Attributes:
+        qkv_bias, o_bias: biases of the attention's products; None: both as ``attention_bias`` says.
+        qk_norm: RMSNorm of each query and key head before the rotation (Qwen 3).
+        unit_norm: norms multiply by ``1 + weight``, and embeddings by ``sqrt(hidden_size)`` (Gemma).
+        sandwich_norm: norms after attention and MLP, too, before the residual is added (Gemma 2).
+        alternating: every other layer has the window, the first one does, where ``layer_types`` is absent.
+        sinks: a learned sink for each head.
+        experts: the MLP is a mixture of experts with gpt-oss's clamped SwiGLU.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+    unit_norm: bool = False
+    sandwich_norm: bool = False
+    alternating: bool = False
+    sinks: bool = False
+    experts: bool = False
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True, o_bias=False),
+    "qwen3": Family(qk_norm=True),
+    "gemma2": Family(unit_norm=True, sandwich_norm=True, alternating=True),
+    "gpt_oss": Family(alternating=True, sinks=True, experts=True),
+}
+"""By ``model_type``."""
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of a model. Sizes are Hugging Face's.
+
+    Attributes:
+        rope: the parameters of the rotary embedding, ``rope_theta`` and ``rope_type`` among them.
+        windows: by layer, how many earlier keys a query sees beside its own; -1 for all.
+        softmax_scale: of the attention's scores.
+        attn_softcap, final_softcap: of the scores and of the logits; 0 is none.
+        activation: "silu" or "gelu_tanh".
+        num_experts, experts_per_token, swiglu_alpha, swiglu_limit: of gpt-oss's MLP; 0 experts elsewhere.
+        eos_token_ids: tokens that end a text. bos_token_id: what one begins with, if anything.
+        dtype: of the stored weights as ``config.json`` has it, "float32" if it is silent.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position_embeddings: int
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10000.0, "rope_type": "default"})
+    windows: tuple[int, ...] = ()
+    softmax_scale: float = 0.0
+    attn_softcap: float = 0.0
+    final_softcap: float = 0.0
+    activation: str = "silu"
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "float32"
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def common_window(self) -> int:
+        """The largest window if every layer has one, -1 otherwise: keys before it can be dropped."""
+        return max(self.windows) if min(self.windows) >= 0 else -1
+
+
+class ConfigError(ValueError):
+    """A model's folder says something impossible; the message names the file and the field."""
+
+
+class _Fields:
+    """Typed reads of a JSON object, with errors that name the field."""
+
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self.values, self.source = values, source
+
+    def refuse(self, name: str, allowed: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {name} must be {allowed}, got {self.values.get(name)!r:.80}")
+
+    def size(self, name: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not least <= value <= most:
+            raise self.refuse(name, f"an integer from {least} to {most}")
+        return value
+
+    def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
+        value: Any = self.values.get(name)
+        value = default if value is None else value
+        number = float(value) if type(value) in (int, float) else math.nan
+        if not math.isfinite(number) or (positive and number <= 0):
+            raise self.refuse(name, f"a {'positive ' * positive}number")
+        return number
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) is not bool:
+            raise self.refuse(name, "true or false")
+        return value
+
+    def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        value = self.values.get(name)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token) is not int or not 0 <= token < vocab_size for token in found):
+            raise self.refuse(name, f"a token or a list of tokens below vocab_size={vocab_size}, or null")
+        return tuple(found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; ConfigError if it is none, or larger than any config is."""
+    size = path.stat().st_size
+    if size > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: {size} bytes are more than a config can have ({MAX_CONFIG_BYTES})")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model in ``folder``, from config.json and, if it is there, generation_config.json (which
+    Hugging Face's generation takes end tokens from).
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ConfigError: a field is absent, of the wrong type or out of range.
+        NotImplementedError: it describes a model that is not served; the message names the field.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} must be a folder with a config.json")
+    values = read_json(path)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        ends = read_json(generation).get("eos_token_id")
+        if ends is not None:
+            values = {**values, "eos_token_id": ends}
+    return parse_config(values, str(path))
+
+
+def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """:func:`read_config` of an object that is read already."""
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise NotImplementedError(
+            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
+        )
+    family, fields = FAMILIES[model_type], _Fields(values, source)
+    if values.get("quantization_config"):
+        method = values["quantization_config"]
+        method = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise NotImplementedError(
+            f"{source}: quantization_config of a checkpoint is not supported, got {method!r:.80}"
+        )
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
+    kv_heads = fields.size("num_key_value_heads", heads, most=2**14)
+    if heads % kv_heads:
+        raise fields.refuse("num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}")
+    head_dim = fields.size("head_dim", hidden // heads, most=512)
+    if head_dim % 2:
+        raise fields.refuse("head_dim", "even, because rotary positions turn pairs")
+    layers, vocab_size = fields.size("num_hidden_layers", most=2**12), fields.size("vocab_size")
+    activation = values.get("hidden_activation") or values.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise NotImplementedError(
+            f"{source}: hidden_act must be one of {', '.join(ACTIVATIONS)}, got {activation!r:.80}"
+        )
+    bias = fields.flag("attention_bias", family.experts)
+    scale = float(head_dim)
+    if model_type == "gemma2":
+        scale = fields.number("query_pre_attn_scalar", 256)
+    experts = fields.size("num_local_experts", 128, most=2**12) if family.experts else 0
+    if values.get("use_bidirectional_attention"):
+        raise NotImplementedError(f"{source}: use_bidirectional_attention must be false")
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise NotImplementedError(f"{source}: dtype must be float16, bfloat16 or float32, got {dtype!r:.80}")
+    gemma = model_type == "gemma2"
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=fields.size("max_position_embeddings", 2048),
+        rope=_read_rope(fields, head_dim, family),
+        windows=_read_windows(fields, layers, family),
+        softmax_scale=scale**-0.5,
+        attn_softcap=fields.number("attn_logit_softcapping", 0.0, positive=False) if gemma else 0.0,
+        final_softcap=fields.number("final_logit_softcapping", 0.0, positive=False) if gemma else 0.0,
+        activation=ACTIVATIONS[activation],
+        tie_word_embeddings=fields.flag("tie_word_embeddings", gemma),
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=bias if family.o_bias is None else family.o_bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        num_experts=experts,
+        experts_per_token=fields.size("num_experts_per_tok", 4, most=experts) if experts else 0,
+        swiglu_alpha=fields.number("swiglu_alpha", 1.702) if experts else 0.0,
+        swiglu_limit=fields.number("swiglu_limit", 7.0) if experts else 0.0,
+        eos_token_ids=fields.ids("eos_token_id", vocab_size),
+        bos_token_id=next(iter(fields.ids("bos_token_id", vocab_size)), None),
+        dtype=dtype,
+    )
+
+
+def _read_rope(fields: _Fields, head_dim: int, family: Family) -> dict[str, Any]:
+    """One dict, whether the base stands beside the scaling (Transformers 5) or apart from it (4)."""
+    given = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise fields.refuse("rope_parameters", "an object")
+    source = f"{fields.source}: rope_parameters"
+    rope = _Fields({"rope_theta": fields.values.get("rope_theta"), **given}, source)
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise NotImplementedError(
+            f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
+        )
+    if (rope.values.get("partial_rotary_factor") or fields.values.get("partial_rotary_factor") or 1) != 1:
+        raise NotImplementedError(f"{source}: partial_rotary_factor must be 1")
+    found: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": rope.number("rope_theta", 150000.0 if family.experts else 10000.0),
+    }
+    if kind != "default":
+        found["factor"] = rope.number("factor")
+    if kind == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            found[name] = rope.number(name)
+        if found["high_freq_factor"] <= found["low_freq_factor"]:
+            raise rope.refuse("high_freq_factor", f"above low_freq_factor={found['low_freq_factor']}")
+    if kind == "yarn":
+        for name in ("mscale", "mscale_all_dim"):
+            if rope.values.get(name):
+                raise NotImplementedError(f"{source}: {name} is not supported")
+        found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+        longest = fields.values.get("max_position_embeddings")
+        found["original_max_position_embeddings"] = rope.number(
+            "original_max_position_embeddings", longest if type(longest) is int else None
+        )
+        found["truncate"] = rope.flag("truncate", True)
+        if rope.values.get("attention_factor") is not None:
+            found["attention_factor"] = rope.number("attention_factor")
+    return found
+
+
+def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ...]:
+    """Transformers' ``sliding_window`` counts the query's own position; ours does not."""
+    values, kinds = fields.values, fields.values.get("layer_types")
+    if values.get("sliding_window") is None or values.get("model_type") == "llama":
+        return (-1,) * layers
+    window = fields.size("sliding_window", most=2**30) - 1
+    qwen = values["model_type"] in ("qwen2", "qwen3")
+    if qwen and not fields.flag("use_sliding_window"):
+        return (-1,) * layers
+    if kinds is None:
+        first = fields.size("max_window_layers", 28, least=0) if qwen else 0
+        sliding = [i >= first and not (family.alternating and i % 2) for i in range(layers)]
+    else:
+        allowed = ("sliding_attention", "full_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
+            raise fields.refuse("layer_types", f"a list of {layers} of {' or '.join(allowed)}")
+        sliding = [kind == "sliding_attention" for kind in kinds]
+    return tuple(window if slides else -1 for slides in sliding)

@@ -1,0 +1,424 @@
+"""The engine: requests in, one step at a time, answers out.
+
+While a step runs on the GPU, the next one is scheduled and launched, and the results of the one before it
+are read: tokens, ends, texts. What the host must know first (penalties, beams, logits processors) makes the
+engine wait for the results instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile.arguments import as_int
+from flashtile.engine.beam import BeamSearch
+from flashtile.engine.config import ModelConfig
+from flashtile.engine.detokenizer import Detokenizer
+from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from flashtile.engine.request import Request, Sequence, State
+from flashtile.engine.runner import InFlight, Runner, TokenScores
+from flashtile.engine.sampler import stream_seed
+from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flashtile.engine.scheduler import Schedule, Scheduler
+from flashtile.engine.tokenizer import Tokenizer
+
+Prompt = str | list[int] | Mapping[str, Any]
+"""A text, its tokens, or ``{"prompt": text}`` or ``{"prompt_token_ids": tokens}``."""
+
+logger = logging.getLogger("flashtile.engine")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Numbers of the moment, and since the start.
+
+    Attributes:
+        running, waiting: sequences that have memory, and that wait for some.
+        cache_usage: share of the blocks that sequences use.
+        num_preemptions, prompt_tokens, generation_tokens, prefix_queries, prefix_hits: totals, in tokens
+            but for the first.
+    """
+
+    running: int
+    waiting: int
+    cache_usage: float
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class Engine:
+    """Adds, steps and aborts requests. Not thread-safe; :class:`flashtile.engine.AsyncLLM` is.
+
+    Args:
+        config: of the model.
+        runner: runs steps.
+        scheduler: plans them.
+        tokenizer: None: prompts are tokens, and answers have no text.
+        max_model_len: tokens of prompt and answer together, at most.
+        seed: decides the draws of requests without a seed of their own.
+        overlap: launch a step before the results of the one before it are read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+        overlap: bool = True,
+    ):
+        self.config, self.runner, self.scheduler, self.tokenizer = config, runner, scheduler, tokenizer
+        self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
+        self.requests: dict[str, Request] = {}
+        self.last_schedule = Schedule()
+        self._in_flight: InFlight | None = None
+        self._numbers = 0
+        self._beams: dict[Request, BeamSearch] = {}
+        self._texts: dict[Sequence, Detokenizer] = {}
+        self._sent: dict[Sequence, int] = {}
+        self._prompt_tokens = self._generation_tokens = 0
+        ends = set(config.eos_token_ids)
+        self.eos_token_ids = frozenset(ends or (tokenizer.eos_token_ids if tokenizer else ()))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Queue a request.
+
+        Args:
+            request_id: no other unfinished request has it.
+            priority: lower goes first.
+            cache_salt: keeps its keys and values from being found by requests with another salt.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: naming what cannot be served, and nothing is queued.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id must be a string, got {request_id!r:.60}")
+        if request_id in self.requests:
+            raise ValueError(f"request_id must be new, got that of an unfinished request: {request_id!r:.60}")
+        if not isinstance(params, (SamplingParams, BeamSearchParams)):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        text, tokens = self.tokens_of(prompt)
+        room = self.max_model_len - len(tokens)
+        if room < 1:
+            raise ValueError(
+                f"the prompt must be shorter than max_model_len={self.max_model_len} tokens, "
+                f"got {len(tokens)}"
+            )
+        self._check_tokens(params)
+        if isinstance(params, BeamSearchParams) and 4 * params.beam_width > self.config.vocab_size:
+            raise ValueError(
+                f"beam_width must be at most a quarter of vocab_size={self.config.vocab_size}, "
+                f"got {params.beam_width}"
+            )
+        number, ends = self._numbers, frozenset(params.stop_token_ids or ())
+        seed = params.seed if isinstance(params, SamplingParams) else 0
+        request = Request(
+            request_id, number, text, tokens, params,
+            max_outputs=min(room, room if params.max_tokens is None else params.max_tokens),
+            ends=ends if params.ignore_eos else ends | self.eos_token_ids,
+            seed=stream_seed(self.seed, number) if seed is None else seed,
+            priority=as_int("priority", priority),
+            salt=b"" if cache_salt is None else cache_salt.encode(),
+        )  # fmt: skip
+        self.scheduler.add(request)
+        self._numbers += 1
+        self.requests[request_id] = request
+        if isinstance(params, BeamSearchParams):
+            self._beams[request] = BeamSearch(request, params)
+        return request
+
+    def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text, tokens) of a prompt; errors name what is wrong with it."""
+        text: Any = None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown:
+                raise NotImplementedError(
+                    f"a prompt must have prompt or prompt_token_ids, got {sorted(unknown)}"
+                )
+            text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            prompt = text if tokens is None else tokens
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt must be tokens: there is no tokenizer")
+            text, prompt = prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, (list, tuple)):
+            raise TypeError(f"a prompt must be a string or a list of tokens, got {type(prompt).__name__}")
+        found = [as_int("prompt_token_ids", token) for token in prompt]
+        if not found:
+            raise ValueError("a prompt must have at least one token")
+        if min(found) < 0 or max(found) >= self.config.vocab_size:
+            raise ValueError(f"prompt_token_ids must be from 0 to {self.config.vocab_size - 1}")
+        return text, found
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        return bool(self.requests) or self._in_flight is not None
+
+    def step(self) -> list[RequestOutput]:
+        """Launch a step, if there is one to launch, and read the one before it.
+
+        Returns:
+            Requests that have something new, as their ``output_kind`` says.
+        """
+        touched: dict[Request, None] = {}
+        waits = not self.overlap or any(request.reads_tokens for request in self.requests.values())
+        if waits:
+            self._read(touched)
+        schedule = self.scheduler.schedule()
+        if not schedule.entries and self._in_flight is not None:
+            self._read(touched)
+        launched = self._launch(schedule, touched) if schedule.entries or schedule.moves else None
+        self._read(touched)
+        self._in_flight = launched
+        if not self.overlap:
+            self._read(touched)
+        return [output for request in touched if (output := self._output(request)) is not None]
+
+    def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests now; those that are not there are left out. What they have so far."""
+        outputs = []
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.aborted = True
+                self._end(request, "abort")
+                output = self._output(request)
+                assert output is not None
+                outputs.append(output)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """The numbers that a server shows."""
+        scheduler, pool = self.scheduler, self.scheduler.manager.pool
+        blocks = pool.num_blocks - pool.null_blocks
+        return EngineStats(
+            len(scheduler.running), len(scheduler.waiting), 1 - pool.available / blocks,
+            scheduler.num_preemptions, self._prompt_tokens, self._generation_tokens,
+            scheduler.prefix_queries, scheduler.prefix_hits,
+        )  # fmt: skip
+
+    def _check_tokens(self, params: SamplingParams | BeamSearchParams) -> None:
+        size = self.config.vocab_size
+        lists: dict[str, list[int] | None] = {"stop_token_ids": params.stop_token_ids}
+        if isinstance(params, SamplingParams):
+            lists |= {
+                "allowed_token_ids": params.allowed_token_ids,
+                "logit_bias": list(params.logit_bias or ()),
+            }
+            if params.stops and self.tokenizer is None:
+                raise ValueError("stop must be empty: there is no tokenizer to find texts with")
+            for name in ("logprobs", "prompt_logprobs"):
+                if (getattr(params, name) or 0) > size:
+                    raise ValueError(f"{name} must be at most vocab_size={size}, got {getattr(params, name)}")
+        for name, tokens in lists.items():
+            if tokens and max(tokens) >= size:
+                raise ValueError(f"{name} must hold tokens below vocab_size={size}, got {max(tokens)}")
+
+    def _launch(self, schedule: Schedule, touched: dict[Request, None]) -> InFlight | None:
+        self.last_schedule = schedule
+        now = time.monotonic()
+        for entry in schedule.entries:
+            request = entry.sequence.request
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = now
+            if request.width > 1:
+                self._count_blocks(request)
+            end = min(request.num_prompt, entry.start + entry.num_tokens)
+            self._prompt_tokens += max(0, end - entry.start)
+        try:
+            return self.runner.launch(schedule)
+        except Exception as error:
+            # What the step computed, and who shares it, is unknown: nobody may find it again.
+            logger.exception("a step failed; its requests end with an error")
+            self.scheduler.reset_prefix_cache()
+            for request in {entry.sequence.request for entry in schedule.entries}:
+                self._end(request, "error", f"{type(error).__name__}: {error}")
+                touched[request] = None
+            self.scheduler.reset_prefix_cache()
+            return None
+
+    def _read(self, touched: dict[Request, None]) -> None:
+        """Take the results of the step that is in flight, waiting for them."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        tokens = in_flight.wait()
+        for sequence, first, scores in in_flight.scores_of_prompts():
+            self._take_prompt_scores(sequence, first, scores)
+        for i, (sequence, token) in enumerate(zip(in_flight.samples, tokens, strict=True)):
+            sequence.pending -= 1
+            if sequence.state is State.FINISHED:
+                continue  # its end was seen while this step ran
+            request = sequence.request
+            touched[request] = None
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = time.monotonic()
+            if i in in_flight.failed:
+                self._end(request, "error", in_flight.failed[i])
+            elif request.is_beam_search:
+                self._take_beam(sequence, in_flight.scores_of(i))
+            else:
+                self._take_token(sequence, token, in_flight.scores_of(i))
+
+    def _take_beam(self, sequence: Sequence, scores: TokenScores | None) -> None:
+        assert scores is not None
+        beams = self._beams[sequence.request]
+        if beams.receive(sequence, scores.best):
+            self._generation_tokens += len(beams.live)
+            beams.advance(self.scheduler)
+
+    def _take_token(self, sequence: Sequence, token: int, scores: TokenScores | None) -> None:
+        request, params = sequence.request, sequence.request.params
+        assert isinstance(params, SamplingParams)
+        sequence.tokens.append(token)
+        self._generation_tokens += 1
+        if scores is not None:
+            sequence.logprobs.append(self._named(token, scores))
+            sequence.cumulative_logprob += scores.logprob
+        count = len(sequence.tokens) - request.num_prompt
+        if token in request.ends:
+            stop = token if token in (params.stop_token_ids or ()) else None
+            self.scheduler.finish(sequence, "stop", stop)
+        elif params.stops:
+            found = self._text(sequence).read(sequence.outputs, search=count > params.min_tokens)
+            if found is not None:
+                self.scheduler.finish(sequence, "stop", found[1])
+        if sequence.state is not State.FINISHED and count >= request.max_outputs:
+            self.scheduler.finish(sequence, "length")
+
+    def _take_prompt_scores(self, sequence: Sequence, first: int, scores: list[TokenScores]) -> None:
+        request = sequence.request
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = [None]
+        if len(request.prompt_logprobs) == first:
+            tokens = sequence.tokens[first : first + len(scores)]
+            request.prompt_logprobs += [self._named(t, s) for t, s in zip(tokens, scores, strict=True)]
+
+    def _named(self, token: int, scores: TokenScores) -> TokenLogprobs:
+        """By token, the chosen one first."""
+        found = {token: Logprob(scores.logprob, scores.rank, self._spelt(token))}
+        for rank, (other, logprob) in enumerate(scores.best, 1):
+            found.setdefault(other, Logprob(logprob, rank, self._spelt(other)))
+        return found
+
+    def _spelt(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def _end(self, request: Request, reason: str, stop_reason: str | None = None) -> None:
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence, reason, stop_reason)
+
+    def _text(self, sequence: Sequence) -> Detokenizer:
+        found = self._texts.get(sequence)
+        if found is None:
+            assert self.tokenizer is not None
+            request, params = sequence.request, sequence.request.params
+            settings: tuple[bool, tuple[str, ...], bool] = (True, (), False)
+            if isinstance(params, SamplingParams):
+                settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
+            found = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
+            self._texts[sequence] = found
+        return found
+
+    def _output(self, request: Request) -> RequestOutput | None:
+        """What there is to say of a request, None if its ``output_kind`` says nothing yet."""
+        finished = request.finished
+        params = request.params
+        if isinstance(params, BeamSearchParams):
+            if not finished:
+                return None
+            outputs = self._beam_outputs(request, params)
+        elif params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        else:
+            outputs = [self._completion(sequence, params) for sequence in request.sequences]
+        if finished:
+            request.metrics.finished_time = time.monotonic()
+            self.requests.pop(request.request_id, None)
+            self._beams.pop(request, None)
+            for sequence in request.sequences:
+                self._texts.pop(sequence, None)
+                self._sent.pop(sequence, None)
+        return RequestOutput(
+            request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
+            finished, request.metrics, request.num_cached_tokens,
+        )  # fmt: skip
+
+    def _completion(self, sequence: Sequence, params: SamplingParams) -> CompletionOutput:
+        tokens = sequence.outputs
+        text, finished = "", sequence.state is State.FINISHED
+        delta = params.output_kind is RequestOutputKind.DELTA
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = self._text(sequence)
+            # A token that ends the answer is no part of its text; nor is what follows a stop text.
+            by_token = finished and bool(tokens) and tokens[-1] in sequence.request.ends
+            by_text = isinstance(sequence.stop_reason, str) and sequence.finish_reason == "stop"
+            if not by_text:
+                keep = not by_token or params.include_stop_str_in_output
+                detokenizer.read(tokens if keep else tokens[:-1], search=False)
+                if finished:
+                    detokenizer.finish()
+            text = detokenizer.take() if delta else detokenizer.certain
+        logprobs = sequence.logprobs if params.logprobs is not None else None
+        if delta:
+            sent = self._sent.get(sequence, 0)
+            self._sent[sequence] = len(tokens)
+            tokens = tokens[sent:]
+            logprobs = None if logprobs is None else logprobs[sent:]
+        return CompletionOutput(
+            sequence.index, text, tokens,
+            sequence.cumulative_logprob if params.logprobs is not None else None,
+            None if logprobs is None else list(logprobs), sequence.finish_reason, sequence.stop_reason,
+        )  # fmt: skip
+
+    def _beam_outputs(self, request: Request, params: BeamSearchParams) -> list[CompletionOutput]:
+        failed = [one for one in request.sequences if one.finish_reason in ("abort", "error")]
+        if failed:
+            return [
+                CompletionOutput(
+                    i, "", one.outputs, one.cumulative_logprob, None, one.finish_reason, one.stop_reason
+                )
+                for i, one in enumerate(failed)
+            ]
+        outputs = []
+        for i, beam in enumerate(self._beams[request].complete):
+            tokens = beam.tokens if params.include_stop_str_in_output or not beam.ended else beam.tokens[:-1]
+            text = ""
+            if self.tokenizer is not None:
+                reader = Detokenizer(self.tokenizer, request.prompt_token_ids)
+                reader.read(tokens)
+                reader.finish()
+                text = reader.text
+            reason = "stop" if beam.ended else "length"
+            outputs.append(CompletionOutput(i, text, tokens, beam.cumulative_logprob, None, reason))
+        return outputs
+
+    def _count_blocks(self, request: Request) -> None:
+        """What the answers of a request use, and would use without sharing."""
+        manager = self.scheduler.manager
+        numbers = [
+            one.block_sequence for one in request.sequences
+            if one.block_sequence is not None and one.state is State.RUNNING
+        ]  # fmt: skip
+        tables = [manager.blocks(number) for number in numbers]
+        request.metrics.unshared_blocks += sum(map(len, tables))
+        request.metrics.blocks += len({block for table in tables for block in table})

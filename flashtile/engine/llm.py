@@ -1,0 +1,377 @@
+"""``LLM``: a model that answers prompts, by vLLM's names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtile import machine
+from flashtile.arguments import as_int
+from flashtile.engine.config import ModelConfig, read_config
+from flashtile.engine.core import Engine, EngineStats, Prompt
+from flashtile.engine.model import Model, StepInput
+from flashtile.engine.outputs import RequestOutput
+from flashtile.engine.runner import Runner
+from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flashtile.engine.scheduler import Scheduler
+from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
+from flashtile.engine.weights import open_weights, random_weights
+from flashtile.kv_cache import BlockManager, PagedKVCache
+
+DTYPES = {
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+CPU_CACHE_BYTES = 2**30
+"""Keys and values on a CPU, unless ``kv_cache_memory_bytes`` says otherwise."""
+
+
+class LLM:
+    """A model and its engine.
+
+    Args:
+        model: a folder in Hugging Face's format: config.json, \\*.safetensors, tokenizer.json.
+        tokenizer: another folder to take the tokenizer from.
+        skip_tokenizer_init: no tokenizer: prompts are tokens, answers have no text.
+        dtype: "auto" (as stored; float32 on a CPU), "bfloat16", "float16" or "float32".
+        load_format: "auto", "safetensors", or "dummy" for random weights, which need config.json alone.
+        device: "cuda", "cpu" ...; None is the first GPU, or the CPU where there is none.
+        seed: of requests that have none.
+        max_model_len: tokens of prompt and answer together; None: what the model was made for.
+        max_num_seqs: sequences computed at a time.
+        max_num_batched_tokens: tokens computed in a step.
+        gpu_memory_utilization: share of the GPU's memory that the engine may take.
+        kv_cache_memory_bytes: for keys and values, instead of what is left of that share.
+        num_gpu_blocks_override: blocks of keys and values, instead of either.
+        block_size: tokens of a block.
+        kv_cache_dtype: "auto" (that of the weights) or "fp8".
+        enable_prefix_caching: find the blocks of equal beginnings again.
+        swap_space: GiB of host memory for sequences that are preempted; 0: they are computed again.
+        async_scheduling: launch a step before the results of the one before it are read.
+        enforce_eager: no CUDA graphs.
+        tensor_parallel_size, quantization: not served yet: only 1 and None are taken.
+
+    Raises:
+        FileNotFoundError: the folder lacks a file.
+        ValueError, TypeError, NotImplementedError: naming what is wrong or not served.
+        ModuleNotFoundError: a package is missing (``pip install 'flashtile[engine]'``).
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: str | torch.dtype = "auto",
+        load_format: str = "auto",
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_memory_bytes: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        block_size: int = 16,
+        kv_cache_dtype: str = "auto",
+        enable_prefix_caching: bool = True,
+        swap_space: float = 0,
+        async_scheduling: bool | None = None,
+        enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
+        quantization: str | None = None,
+    ):
+        if as_int("tensor_parallel_size", tensor_parallel_size) != 1:
+            raise NotImplementedError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}")
+        if quantization is not None:
+            raise NotImplementedError(f"quantization must be None, got {quantization!r:.60}")
+        if load_format not in ("auto", "safetensors", "dummy"):
+            raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
+        folder = Path(model)
+        config = read_config(folder)
+        self.model_config = config
+        self.device = machine.find_device(None if device is None else str(device))
+        self.dtype = _weight_dtype(dtype, config, self.device)
+        cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
+        length = _between("max_model_len", max_model_len, config.max_position_embeddings, 1, 2**30)
+        seqs = _between("max_num_seqs", max_num_seqs, None, 1, 2**16)
+        budget = _between(
+            "max_num_batched_tokens", max_num_batched_tokens,
+            8192 if self.device.type == "cuda" else 1024, 1, 2**20,
+        )  # fmt: skip
+        if seqs > budget:
+            raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0, at most 1, got {gpu_memory_utilization}"
+            )
+        text = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or folder))
+        if text is not None and text.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {text.vocab_size} tokens, more than the model's {config.vocab_size}"
+            )
+        make = random_weights if load_format == "dummy" else None
+        with torch.inference_mode():
+            if make is not None:
+                weights = make(config, self.device, self.dtype, seed)
+            else:
+                weights = open_weights(folder, config, self.device, self.dtype)
+            network = Model(config, weights, length)
+        size = _between("block_size", block_size, None, 1, 1024)
+        heads, dim = config.num_kv_heads, config.head_dim
+        block_bytes = PagedKVCache.block_bytes(config.num_layers, size, heads, dim, dtype=cache_dtype)
+        if num_gpu_blocks_override is not None:
+            blocks = _between("num_gpu_blocks_override", num_gpu_blocks_override, None, 1, 2**30)
+        else:
+            memory = kv_cache_memory_bytes
+            if memory is None:
+                memory = _memory_left(network, budget, gpu_memory_utilization)
+            most = seqs * -(-length // size) + 1
+            blocks = min(most, memory // block_bytes)
+        if blocks < 2:
+            raise ValueError(
+                f"kv_cache_memory_bytes must be at least two blocks of {block_bytes}, got room for {blocks}"
+            )
+        if swap_space < 0:
+            raise ValueError(f"swap_space must be at least 0, got {swap_space}")
+        manager = BlockManager(
+            blocks, size, max_sequences=seqs, max_seqlen=length,
+            num_host_blocks=int(swap_space * 2**30) // block_bytes, window_left=config.common_window,
+        )  # fmt: skip
+        scheduler = Scheduler(
+            manager, max_num_seqs=seqs, max_num_batched_tokens=budget,
+            prefix_caching=enable_prefix_caching, swap=manager.host_pool.num_blocks > 0,
+        )  # fmt: skip
+        runner = Runner(network, manager, cache_dtype, budget, capture=not enforce_eager)
+        overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
+        self.engine = Engine(
+            config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap
+        )
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all in one batch, in their order.
+
+        Args:
+            prompts: one or many: texts, ``{"prompt_token_ids": [...]}``, or lists of tokens.
+            sampling_params: for all, or one each; None: :meth:`get_default_sampling_params`.
+            use_tqdm: refused where True: show progress by stepping ``engine`` instead.
+            lora_request: refused.
+            priority: one each, lower goes first.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: before anything is computed.
+        """
+        if lora_request is not None:
+            raise NotImplementedError("lora_request must be None")
+        if use_tqdm:
+            raise NotImplementedError("use_tqdm must be False")
+        many = _as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = (
+            list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
+        )
+        return self._run(many, params, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue conversations: one, or a list of them.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as
+                for :meth:`flashtile.engine.tokenizer.Tokenizer.apply_chat_template`.
+        """
+        tokenizer = self.get_tokenizer()
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        prompts = [
+            tokenizer.apply_chat_template(
+                conversation, chat_template, add_generation_prompt, continue_final_message, tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]  # fmt: skip
+        tokens = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)} for text in prompts]
+        return self.generate(tokens, sampling_params)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[RequestOutput]:
+        """The likeliest continuations of each prompt, the best first in ``outputs``."""
+        many = _as_prompts(prompts)
+        return self._run(many, [params] * len(many), None)
+
+    def enqueue(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
+    ) -> list[str]:
+        """Queue prompts without computing anything; their request ids, for :meth:`wait_for_completion`."""
+        many = _as_prompts(prompts)
+        return self._add(many, [sampling_params] * len(many), [priority] * len(many))
+
+    def wait_for_completion(self) -> list[RequestOutput]:
+        """Compute until all that is queued is finished; the finished requests in the order of their ids."""
+        finished = []
+        while self.engine.has_unfinished:
+            finished += [output for output in self.engine.step() if output.finished]
+        return sorted(finished, key=lambda output: (len(output.request_id), output.request_id))
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
+
+    def get_metrics(self) -> EngineStats:
+        """Numbers of the moment, and since the start."""
+        return self.engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what could be found again."""
+        self.engine.scheduler.reset_prefix_cache()
+        return True
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        if len(params) != len(prompts):
+            raise ValueError(f"sampling_params must be {len(prompts)} many, one a prompt, got {len(params)}")
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise ValueError(f"priority must be {len(prompts)} many, one a prompt, got {len(priorities)}")
+        ids = self._add(prompts, params, priorities)
+        found: dict[str, RequestOutput] = {}
+        try:
+            while len(found) < len(ids):
+                found |= {output.request_id: output for output in self.engine.step() if output.finished}
+        except BaseException:
+            self.engine.abort([one for one in ids if one not in found])
+            raise
+        return [found[one] for one in ids]
+
+    def _add(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priorities: Sequence[int],
+    ) -> list[str]:
+        """All of them, or none."""
+        ids: list[str] = []
+        try:
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                request_id = str(next(self._ids))
+                self.engine.add_request(request_id, prompt, _final_only(one), priority=priority)
+                ids.append(request_id)
+        except BaseException:
+            self.engine.abort(ids)
+            raise
+        return ids
+
+
+def _final_only(params: Any) -> Any:
+    """Nobody sees what comes between: it is not made."""
+    if not isinstance(params, SamplingParams):
+        return params
+    import copy
+
+    params = copy.copy(params)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """One or many, as a list."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}")
+    if prompts and not isinstance(prompts[0], (str, Mapping, list, tuple)):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _weight_dtype(dtype: Any, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else DTYPES[config.dtype]
+    found: Any = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r:.60}")
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return dtype
+    if name not in CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
+    return CACHE_DTYPES[name]
+
+
+def _between(name: str, value: Any, default: int | None, least: int, most: int) -> int:
+    number: int = as_int(name, default if value is None else value)
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, got {number}")
+    return number
+
+
+def _memory_left(model: Model, max_num_batched_tokens: int, utilization: float) -> int:
+    """Bytes for keys and values: the share of the GPU's memory less the weights and the largest step."""
+    device = model.embedding.device
+    if device.type == "cpu":
+        return CPU_CACHE_BYTES
+    config, tokens = model.config, max_num_batched_tokens
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with torch.inference_mode():
+        caches = torch.zeros(
+            2, config.num_layers, -(-tokens // 256), 256, model.kv_heads, config.head_dim,
+            dtype=model.embedding.dtype, device=device,
+        )  # fmt: skip
+        numbers = torch.arange(caches.shape[2], dtype=torch.int32, device=device)
+        zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
+        length = min(tokens, model.rotary[0].shape[0])
+        offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
+        step = StepInput(zeros[:length], zeros[:1], numbers.unsqueeze(0), offsets, length)
+        hidden = model.hidden(step, caches[0], caches[1])
+        model.logits(hidden[:512]).float()
+        torch.cuda.synchronize(device)
+        work = torch.cuda.max_memory_allocated(device) - before - caches.numel() * caches.element_size()
+        del caches, hidden, step
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = 2**29
+    return int(free - (1 - utilization) * total - work - graphs)

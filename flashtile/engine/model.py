@@ -1,0 +1,227 @@
+"""The models: one decoder of layers, with the switches of :class:`flashtile.engine.config.ModelConfig`.
+
+It computes the new tokens of a batch, packed one sequence after another, over pages that hold the keys and
+values of all earlier ones. Chunks of prompts and single tokens go through the same call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.engine.config import ModelConfig
+from flashtile.engine.products import SWIGLU, linear, rms_norm
+from flashtile.engine.rotary import rotary_tables
+from flashtile.engine.weights import WHOLE, Shard, Weights
+
+
+class StepInput(NamedTuple):
+    """What a step computes, on the device.
+
+    Attributes:
+        tokens: (total_new,) int32.
+        cache_seqlens: (batch,) int32, tokens of each sequence before the step.
+        block_table: (batch, max_blocks) int32.
+        cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start; None: each has one.
+        max_seqlen_q: the most new tokens of a sequence.
+    """
+
+    tokens: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int
+
+
+class Cache(NamedTuple):
+    """A layer's keys and values, (num_blocks, block_size, kv_heads, head_dim), and the rotary tables."""
+
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class Norm:
+    """RMSNorm. Gemma's weights are stored less one, and stay float32, because 1 + w is not exact below."""
+
+    def __init__(self, config: ModelConfig, weight: Tensor):
+        self.weight, self.eps = weight.float() + 1 if config.family.unit_norm else weight, config.norm_eps
+        self.fused = self.weight.dtype == weight.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """The product of the normalised x, in one call where the dtypes allow it."""
+        if not self.fused:
+            return linear(self(x), weight, bias, activation=activation)
+        return linear(x, weight, bias, norm_weight=self.weight, norm_eps=self.eps, activation=activation)
+
+
+class Attention:
+    """Products and attention of one layer."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+        c, name = config, f"model.layers.{layer}.self_attn"
+        self.head_dim, self.eps = c.head_dim, c.norm_eps
+        self.heads, self.kv_heads = c.num_heads // shard.world, c.num_kv_heads // shard.world
+        self.window, self.scale, self.softcap = c.windows[layer], c.softmax_scale, c.attn_softcap
+        self.qkv = torch.cat([weights(f"{name}.{part}_proj.weight") for part in "qkv"])
+        self.qkv_bias = self.o_bias = self.q_norm = self.k_norm = self.sink = None
+        if c.qkv_bias:
+            self.qkv_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in "qkv"])
+        self.o = weights(f"{name}.o_proj.weight")
+        if c.o_bias and shard.rank == 0:  # the ranks' results are added
+            self.o_bias = weights(f"{name}.o_proj.bias")
+        if c.family.qk_norm:
+            self.q_norm, self.k_norm = (weights(f"{name}.{part}_norm.weight") for part in "qk")
+        if c.family.sinks:
+            self.sink = weights(f"{name}.sinks").float()
+
+    def __call__(
+        self, x: Tensor, norm: Norm, step: StepInput, cache: Cache, residual: Tensor | None
+    ) -> Tensor:
+        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        qkv = norm.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        offsets: dict[str, Any] = {}
+        if step.cu_seqlens_q is None:
+            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+        else:
+            offsets = {
+                "cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q,
+                "cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q,
+            }  # fmt: skip
+        out = flash_attn_with_kvcache(
+            q, cache.k, cache.v, k, v, cache.cos, cache.sin,
+            cache_seqlens=step.cache_seqlens, block_table=step.block_table, softmax_scale=self.scale,
+            causal=True, window_size=(self.window, -1), softcap=self.softcap, rotary_interleaved=False,
+            sink=self.sink, **offsets,
+        )  # fmt: skip
+        return linear(out.reshape(len(x), -1), self.o, self.o_bias, residual=residual)
+
+
+class MLP:
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+        name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
+        self.gate_up = torch.cat([weights(f"{name}.{part}_proj.weight") for part in ("gate", "up")])
+        self.down = weights(f"{name}.down_proj.weight")
+        self.gate_up_bias = self.down_bias = None
+        if config.mlp_bias:
+            self.gate_up_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in ("gate", "up")])
+            self.down_bias = weights(f"{name}.down_proj.bias") if shard.rank == 0 else None
+
+    def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        if self.silu:
+            inner = norm.linear(x, self.gate_up, self.gate_up_bias, activation=SWIGLU)
+        else:
+            gate, up = norm.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+            inner = F.gelu(gate, approximate="tanh") * up
+        return linear(inner, self.down, self.down_bias, residual=residual)
+
+
+class Experts:
+    """gpt-oss's mixture: each token goes through its likeliest few experts, in a loop over those in use."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+        name = f"model.layers.{layer}.mlp"
+        self.per_token, self.alpha, self.limit = (
+            config.experts_per_token, config.swiglu_alpha, config.swiglu_limit,
+        )  # fmt: skip
+        self.router, self.router_bias = weights(f"{name}.router.weight"), weights(f"{name}.router.bias")
+        self.gate_up = weights(f"{name}.experts.gate_up_proj").transpose(1, 2)
+        self.gate_up_bias = weights(f"{name}.experts.gate_up_proj_bias")
+        self.down = weights(f"{name}.experts.down_proj").transpose(1, 2)
+        self.down_bias = weights(f"{name}.experts.down_proj_bias")
+        if shard.rank:
+            self.down_bias = torch.zeros_like(self.down_bias)
+
+    def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        x = norm(x)
+        scores, chosen = linear(x, self.router, self.router_bias).topk(self.per_token)
+        shares = scores.softmax(-1)
+        out = torch.zeros_like(x) if residual is None else residual.clone()
+        for expert in chosen.unique().tolist():
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            gate_up = linear(x[token], self.gate_up[expert], self.gate_up_bias[expert])
+            gate = gate_up[:, ::2].clamp(max=self.limit)
+            up = gate_up[:, 1::2].clamp(-self.limit, self.limit)
+            inner = (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+            partial = linear(inner, self.down[expert], self.down_bias[expert])
+            out.index_add_(0, token, partial * shares[token, place, None])
+        return out
+
+
+class Layer:
+    """x + attention(norm(x)), then the same with the MLP; Gemma 2 normalises what is added, too."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+        name = f"model.layers.{layer}"
+
+        def norm(part: str) -> Norm:
+            return Norm(config, weights(f"{name}.{part}_layernorm.weight"))
+
+        self.attention = Attention(config, weights, layer, shard)
+        self.mlp = (Experts if config.num_experts else MLP)(config, weights, layer, shard)
+        self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
+        self.sandwich = config.family.sandwich_norm
+        if self.sandwich:
+            self.after_attention = self.before_mlp
+            self.before_mlp, self.after_mlp = norm("pre_feedforward"), norm("post_feedforward")
+
+    def __call__(self, x: Tensor, step: StepInput, cache: Cache) -> Tensor:
+        if self.sandwich:
+            x = x + self.after_attention(self.attention(x, self.before_attention, step, cache, None))
+            return x + self.after_mlp(self.mlp(x, self.before_mlp, None))
+        x = self.attention(x, self.before_attention, step, cache, x)
+        return self.mlp(x, self.before_mlp, x)
+
+
+class Model:
+    """Weights of all layers, on one device.
+
+    Args:
+        config: sizes and switches.
+        weights: each weight by its name.
+        max_positions: the longest sequence, for the rotary tables.
+        shard: this process's part, if several compute one model.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int, shard: Shard = WHOLE):
+        self.config, self.kv_heads = config, config.num_kv_heads // shard.world
+        self.embedding = weights("model.embed_tokens.weight")
+        self.layers = [Layer(config, weights, layer, shard) for layer in range(config.num_layers)]
+        self.norm = Norm(config, weights("model.norm.weight"))
+        self.head = self.embedding if config.tie_word_embeddings else weights("lm_head.weight")
+        tables = rotary_tables(config.rope, config.head_dim, max_positions)
+        self.rotary = tables[0].to(self.embedding.device), tables[1].to(self.embedding.device)
+
+    def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """(total_new, hidden_size), what :meth:`logits` are made of; keys and values go into the caches,
+        (num_layers, num_blocks, block_size, kv_heads, head_dim)."""
+        x = F.embedding(step.tokens, self.embedding)
+        if self.config.family.unit_norm:
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
+        for layer, k, v in zip(self.layers, k_cache, v_cache, strict=True):
+            x = layer(x, step, Cache(k, v, *self.rotary))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(rows, vocab_size) in the dtype of the weights."""
+        logits = self.norm.linear(hidden, self.head)
+        cap = self.config.final_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits

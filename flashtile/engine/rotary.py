@@ -1,0 +1,61 @@
+"""Tables of rotary positions (Su et al. 2021, arXiv:2104.09864) and the ways to stretch them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
+    """(head_dim / 2,) float32 on the CPU, radians a position.
+
+    Args:
+        rope: ``rope_theta``, ``rope_type`` ("default", "linear", "llama3" or "yarn") and its parameters by
+            Hugging Face's names.
+    """
+    exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope["rope_theta"] ** exponents
+    kind = rope["rope_type"]
+    if kind == "linear":
+        return frequencies / rope["factor"]
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    elif kind == "yarn":
+        kept = 1 - _yarn_ramp(rope, head_dim)
+    elif kind == "default":
+        return frequencies
+    else:
+        raise NotImplementedError(f"rope_type must be default, linear, llama3 or yarn, got {kind!r}")
+    return frequencies * (kept + (1 - kept) / rope["factor"])
+
+
+def rotary_tables(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each (positions, head_dim / 2) float32 on the CPU."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary_frequencies(rope, head_dim))
+    scale = 1.0
+    if rope["rope_type"] == "yarn":
+        scale = rope.get("attention_factor") or max(1.0, 0.1 * math.log(rope["factor"]) + 1.0)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def _yarn_ramp(rope: Mapping[str, Any], head_dim: int) -> Tensor:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2): 0 for pairs that turn often, 1 for those that
+    hardly do, whose frequencies are divided."""
+    length, base = rope["original_max_position_embeddings"], rope["rope_theta"]
+
+    def pair(turns: float) -> float:
+        """The pair, as a real number, that turns so often within the original length."""
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair(rope["beta_fast"]), pair(rope["beta_slow"])
+    if rope["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if high == low else high
+    return ((torch.arange(head_dim // 2, device="cpu", dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

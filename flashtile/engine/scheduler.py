@@ -1,0 +1,376 @@
+"""Which tokens the next step computes: continuous batching over PagedAttention's memory.
+
+There are no phases. Every sequence has tokens, and some of them computed; a step computes more of them, as
+many as one budget allows, chunks of prompts beside single tokens. Sequences that run go first, in order of
+(priority, arrival). One that finds no block takes the memory of the last in that order, whose tokens are
+computed again later, or swapped out meanwhile. The first in order can always go on, so that all end.
+
+Decisions alone: no tensor is touched, and nothing is waited for. What is to be copied is written down in
+order.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from flashtile.engine.request import Request, Sequence, State
+from flashtile.kv_cache import BlockManager, OutOfBlocksError
+from flashtile.kv_cache.pool import Copies
+
+COPY, SWAP_OUT, SWAP_IN = "copy", "swap out", "swap in"
+ORDER = attrgetter("order")
+
+
+class Entry(NamedTuple):
+    """``num_tokens`` new tokens of a sequence, from ``start`` on.
+
+    ``samples`` are the sequences that get a token from the logits after the last of them: none while a prompt
+    is in the middle, the sequence itself, or with it those that were forked from it in this step.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    row: int
+    samples: tuple[Sequence, ...]
+
+
+@dataclass
+class Schedule:
+    """A step.
+
+    Attributes:
+        entries: what it computes.
+        moves: (what, pairs of blocks) to be done before, in this order.
+        preempted: sequences that lost their memory for it.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    moves: list[tuple[str, Copies]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries)
+
+    def move(self, what: str, pairs: Copies) -> None:
+        """Copies join those before them where the order between them does not matter."""
+        if not pairs:
+            return
+        if what == COPY and self.moves and self.moves[-1][0] == COPY:
+            before = self.moves[-1][1]
+            touched = {block for pair in before for block in pair}
+            written = {target for _, target in before}
+            if not any(source in written or target in touched for source, target in pairs):
+                before.extend(pairs)
+                return
+        self.moves.append((what, list(pairs)))
+
+
+class Scheduler:
+    """The requests that are not finished, and the blocks of their keys and values.
+
+    Args:
+        manager: the blocks.
+        max_num_seqs: sequences that have memory, or wait swapped out, at a time; at most the manager's.
+        max_num_batched_tokens: the budget of a step.
+        prefix_caching: find blocks of earlier prompts and answers again.
+        swap: preempt by swapping to the host where it has room, else by recomputation.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_caching: bool = True,
+        swap: bool = False,
+    ):
+        self.manager, self.prefix_caching, self.swap = manager, prefix_caching, swap
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self._promised = 0  # seats of answers that are not forked yet
+        self._beam_searches: set[Request] = set()
+        self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. ValueError if the pool could never hold it."""
+        if request.width > self.max_num_seqs:
+            raise ValueError(f"n must be at most max_num_seqs={self.max_num_seqs}, got {request.width}")
+        pool, size = self.manager.pool, self.manager.block_size
+        longest = request.num_prompt + request.max_outputs
+        window = self.manager.window_left
+        if window >= 0:  # a chunk, the window before it, and where both begin and end
+            longest = min(longest, window + self.max_num_batched_tokens + 2 * size)
+        needed = -(-longest // size)
+        blocks = pool.num_blocks - pool.null_blocks
+        if needed > blocks:
+            raise ValueError(
+                f"the prompt's {request.num_prompt} tokens with max_tokens={request.max_outputs} need "
+                f"{needed} blocks of keys and values, but there are {blocks}"
+            )
+        for sequence in request.sequences:
+            insort(self.waiting, sequence, key=ORDER)
+
+    def schedule(self) -> Schedule:
+        """The next step, with the memory for it; without entries if nothing can be computed now."""
+        step, budget = Schedule(), self.max_num_batched_tokens
+        singles = sum(sequence.wanted == 1 for sequence in self.running)
+        for sequence in list(self.running):
+            wanted = sequence.wanted
+            if wanted == 0 or sequence.state is not State.RUNNING:
+                continue
+            singles -= wanted == 1
+            # A chunk leaves room for the single tokens behind it.
+            count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
+            if count and self._make_room(sequence, count, step):
+                self._enter(sequence, count, step)
+                budget -= count
+        if not step.preempted:
+            self._admit(budget, step)
+        self._cache_prompts(step)
+        return step
+
+    def finish(self, sequence: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
+        """End a sequence and release its memory; its full blocks may be found again."""
+        if sequence.state is State.FINISHED:
+            return
+        self._leave(sequence)
+        self._release(sequence)
+        sequence.state, sequence.finish_reason, sequence.stop_reason = State.FINISHED, reason, stop_reason
+
+    def replace(self, old: list[Sequence], new: list[Sequence], parents: list[int]) -> None:
+        """The next beams: ``new[i]`` continues ``old[parents[i]]``, whose memory it shares or takes over."""
+        manager, left = self.manager, list(parents)
+        for i, sequence in enumerate(old):
+            if i not in left:
+                self.finish(sequence, "dropped")
+        for sequence, parent in zip(new, parents, strict=True):
+            origin = old[parent]
+            left.remove(parent)
+            sequence.forked = True
+            if origin.block_sequence is None:
+                insort(self.waiting, sequence, key=ORDER)
+                continue
+            last = parent not in left
+            sequence.block_sequence = origin.block_sequence if last else manager.fork(origin.block_sequence)
+            sequence.num_computed, sequence.state = origin.num_computed, State.RUNNING
+            insort(self.running, sequence, key=ORDER)
+        for parent in set(parents):
+            origin = old[parent]
+            self._leave(origin)
+            origin.state, origin.finish_reason, origin.block_sequence = State.FINISHED, "dropped", None
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all blocks that could be found again, as after a change of weights; how many there were."""
+        return self.manager.reset_prefix_cache()
+
+    def _make_room(self, sequence: Sequence, count: int, step: Schedule) -> bool:
+        assert sequence.block_sequence is not None
+        while True:
+            try:
+                step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
+                return True
+            except OutOfBlocksError:
+                victim = self._victim(sequence, step)
+                if victim is None:
+                    return False
+                self._preempt(victim, sequence, step)
+
+    def _victim(self, sequence: Sequence, step: Schedule) -> Sequence | None:
+        """The last in order behind the sequence, or a beam that waits for it; nobody of this step."""
+        last = self.running[-1]
+        if last is not sequence and not any(last in entry.samples for entry in step.entries):
+            return last
+        return next((one for one in reversed(self.running) if one.held and one is not sequence), None)
+
+    def _preempt(self, victim: Sequence, keeper: Sequence, step: Schedule) -> None:
+        request = victim.request
+        request.metrics.preemptions += 1
+        self.num_preemptions += 1
+        step.preempted.append(victim)
+        if self.swap and not victim.held and victim.block_sequence is not None:
+            # What the answers of a request share stays shared where they go together.
+            entered = {one for entry in step.entries for one in (entry.sequence, *entry.samples)}
+            group = [
+                one for one in request.sequences
+                if one.state is State.RUNNING and not one.held and one not in entered and one is not keeper
+            ]  # fmt: skip
+            for together in (group, [victim]):
+                try:
+                    pairs = self.manager.swap_out(one.block_sequence for one in together)  # type: ignore[misc]
+                except OutOfBlocksError:
+                    continue
+                step.move(SWAP_OUT, pairs)
+                for one in together:
+                    self.running.remove(one)
+                    one.state = State.SWAPPED
+                    insort(self.waiting, one, key=ORDER)
+                return
+        self.running.remove(victim)
+        self._release(victim)
+        victim.state, victim.num_computed = State.WAITING, 0
+        insort(self.waiting, victim, key=ORDER)
+
+    def _admit(self, budget: int, step: Schedule) -> None:
+        """Sequences that wait, in order, while there are tokens, seats and blocks for the whole of them."""
+        for sequence in list(self.waiting):
+            if budget <= 0:
+                return
+            if sequence.pending or sequence.held or sequence.state not in (State.WAITING, State.SWAPPED):
+                continue  # held back, or swapped in beside another
+            if sequence.state is State.SWAPPED:
+                if not self._swap_in(sequence, step):
+                    return
+                count = min(sequence.wanted, budget)
+                if not count or not self._make_room_at_once(sequence, count, step):
+                    continue
+            else:
+                if self._seats_taken() + self._seats(sequence) > self.max_num_seqs:
+                    continue
+                count = self._start(sequence, budget, step)
+                if not count:
+                    return
+                self.waiting.remove(sequence)
+                sequence.state = State.RUNNING
+                insort(self.running, sequence, key=ORDER)
+            self._enter(sequence, count, step)
+            budget -= count
+
+    def _seats(self, sequence: Sequence) -> int:
+        """Seats that a sequence without memory takes; a beam search keeps its own to the end."""
+        if sequence.request.is_beam_search:
+            return 0 if sequence.request in self._beam_searches else sequence.request.width
+        return 1 if sequence.forked else sequence.request.width
+
+    def _seats_taken(self) -> int:
+        taken = len(self.manager.table.rows) + self._promised
+        if self._beam_searches:
+            self._beam_searches = {one for one in self._beam_searches if not one.finished}
+            for request in self._beam_searches:
+                taken += request.width - sum(one.block_sequence is not None for one in request.sequences)
+        return taken
+
+    def _start(self, sequence: Sequence, budget: int, step: Schedule) -> int:
+        """Give a sequence memory for its first tokens; 0 if there is too little for all of them."""
+        manager, request = self.manager, sequence.request
+        stuck = self._stuck is not None and self._stuck[0] is sequence and self.running
+        if stuck and self._stuck is not None and manager.pool.available <= self._stuck[1]:
+            return 0
+        reads = self.prefix_caching and (request.reads_prompt_cache or sequence.forked)
+        number = manager.create(sequence.tokens if reads else (), request.salt)
+        found, size = manager.length(number), manager.block_size
+        needed = -(-len(sequence.tokens) // size) - found // size
+        spare = len(self.running)  # each may need a block soon
+        count = min(len(sequence.tokens) - found, budget)
+        fits = not self.running or manager.window_left >= 0 or needed + spare <= manager.pool.available
+        try:
+            if not fits:
+                raise OutOfBlocksError("starting", 1, needed, manager.pool.available, manager.pool.num_blocks)
+            step.move(COPY, manager.reserve(number, count))
+        except OutOfBlocksError:
+            manager.free(number)
+            self._stuck = sequence, manager.pool.available
+            return 0
+        sequence.block_sequence, sequence.num_computed = number, found
+        if request.is_beam_search:
+            self._beam_searches.add(request)
+        elif not sequence.forked:
+            self._promised += request.width - 1
+        if request.metrics.first_scheduled_time is None:
+            request.num_cached_tokens = found
+            self.prefix_queries += request.num_prompt * self.prefix_caching
+            self.prefix_hits += found
+        return count
+
+    def _make_room_at_once(self, sequence: Sequence, count: int, step: Schedule) -> bool:
+        assert sequence.block_sequence is not None
+        try:
+            step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
+        except OutOfBlocksError:
+            return False
+        return True
+
+    def _swap_in(self, sequence: Sequence, step: Schedule) -> bool:
+        group = [one for one in sequence.request.sequences if one.state is State.SWAPPED and not one.pending]
+        for together in (group, [sequence]):
+            try:
+                pairs = self.manager.swap_in(one.block_sequence for one in together)  # type: ignore[misc]
+            except OutOfBlocksError:
+                continue
+            step.move(SWAP_IN, pairs)
+            for one in together:
+                self.waiting.remove(one)
+                one.state = State.RUNNING
+                insort(self.running, one, key=ORDER)
+            return True
+        return False
+
+    def _enter(self, sequence: Sequence, count: int, step: Schedule) -> None:
+        """Put the next tokens of a sequence into the step; fork it if they are the last of its prompt."""
+        start = sequence.num_computed
+        assert sequence.block_sequence is not None
+        complete = start + count == sequence.num_tokens
+        row = self.manager.table.row(sequence.block_sequence)
+        samples: tuple[Sequence, ...] = ()
+        sequence.num_computed += count
+        if complete:
+            samples = (sequence, *self._fork(sequence))
+            for one in samples:
+                one.pending += 1
+        step.entries.append(Entry(sequence, start, count, row, samples))
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The other answers to a prompt that is computed now; beams are forked when they part."""
+        request = sequence.request
+        if sequence.forked:
+            return []
+        sequence.forked = True
+        if request.is_beam_search:
+            return []
+        self._promised -= request.width - 1
+        assert sequence.block_sequence is not None
+        forks = []
+        for index in range(1, request.width):
+            fork = Sequence(request, index, list(sequence.tokens))
+            fork.block_sequence = self.manager.fork(sequence.block_sequence)
+            fork.num_computed, fork.state, fork.forked = sequence.num_computed, State.RUNNING, True
+            insort(self.running, fork, key=ORDER)
+            forks.append(fork)
+        request.sequences += forks
+        return forks
+
+    def _cache_prompts(self, step: Schedule) -> None:
+        """Blocks of prompts that this step completes, for the requests of the steps after it."""
+        if not self.prefix_caching:
+            return
+        for sequence, start, count, _, samples in step.entries:
+            if samples and start < sequence.request.num_prompt <= start + count:
+                self._cache(sequence, sequence.request.num_prompt)
+
+    def _cache(self, sequence: Sequence, count: int) -> None:
+        assert sequence.block_sequence is not None
+        self.manager.cache_blocks(sequence.block_sequence, sequence.tokens[:count], sequence.request.salt)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.block_sequence is None:
+            return
+        computed = min(sequence.num_computed, len(sequence.tokens))
+        if self.prefix_caching and sequence.state is State.RUNNING and computed >= self.manager.block_size:
+            self._cache(sequence, computed)
+        self.manager.free(sequence.block_sequence)
+        sequence.block_sequence = None
+        if not sequence.forked and not sequence.request.is_beam_search:
+            self._promised -= sequence.request.width - 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state in (State.WAITING, State.SWAPPED) and sequence in self.waiting:
+            self.waiting.remove(sequence)

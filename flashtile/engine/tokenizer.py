@@ -1,0 +1,272 @@
+"""Text to tokens and back, from a model's folder; chat templates."""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashtile.engine.config import ConfigError, read_json
+
+BYTES = "ByteTokenizer"
+"""``tokenizer_class`` in tokenizer_config.json of a model whose tokens are bytes."""
+
+PLAIN_CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""For models of bytes, which have no template of their own."""
+
+
+class TextStream(ABC):
+    """The text of tokens that come one by one."""
+
+    @abstractmethod
+    def step(self, token: int) -> str:
+        """The text that is certain now: bytes that do not make a character yet are held back."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """What was held back, as well as it can be shown."""
+
+
+class Tokenizer(ABC):
+    """What the engine asks of one. ``eos_token_ids`` are of its own config, beside the model's."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = {}
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text, with those around it that the model was trained with."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    @abstractmethod
+    def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
+        """A stream that goes on after the tokens ``before``, whose text it does not repeat."""
+
+    def apply_chat_template(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt that a conversation is, by the model's Jinja template, in its sandbox.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+            chat_template: instead of the model's.
+            add_generation_prompt: end where the assistant begins to speak.
+            continue_final_message: end within the last message instead.
+            tools, variables: what else the template may show.
+
+        Raises:
+            ValueError: there is no template, or it does not take these messages.
+            ModuleNotFoundError: jinja2 is not installed.
+        """
+        template = chat_template or self.chat_template
+        if template is None:
+            raise ValueError("chat_template must be given: the model's folder has none")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("add_generation_prompt must be False with continue_final_message=True")
+        messages = [_checked_message(message) for message in messages]
+        if not messages:
+            raise ValueError("messages must not be empty")
+        text = _render(
+            template,
+            messages=messages,
+            tools=list(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            **self.special_tokens,
+            **variables,
+        )
+        if continue_final_message:
+            last = messages[-1]["content"]
+            if not isinstance(last, str) or last.strip() not in text:
+                raise ValueError(
+                    "the last message must appear in the prompt with continue_final_message=True"
+                )
+            text = text[: text.rindex(last.strip()) + len(last.strip())]
+        return text
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes; of the models that the demo trains."""
+
+    vocab_size = 256
+    chat_template = PLAIN_CHAT
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode("utf-8", errors="surrogateescape"))
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
+        return _ByteStream()
+
+
+class _ByteStream(TextStream):
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def step(self, token: int) -> str:
+        return self.decoder.decode(bytes([token]))
+
+    def flush(self) -> str:
+        return self.decoder.decode(b"", final=True)
+
+
+class FastTokenizer(Tokenizer):
+    """tokenizer.json, by the ``tokenizers`` package."""
+
+    def __init__(self, folder: Path):
+        from tokenizers import Tokenizer as Loaded
+
+        path = folder / "tokenizer.json"
+        try:
+            self.loaded = Loaded.from_file(str(path))
+        except Exception as error:  # the package raises bare Exceptions
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from None
+        self.vocab_size = self.loaded.get_vocab_size(with_added_tokens=True)
+        config = _tokenizer_config(folder)
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        texts = {name: _token_text(config.get(name)) for name in names}
+        self.special_tokens = {name: text for name, text in texts.items() if text is not None}
+        eos = self.loaded.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.eos_token_ids = () if eos is None else (eos,)
+        self.chat_template = _chat_template(folder, config)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        found: list[int] = self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
+        return found
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
+        return _FastStream(self, before, skip_special_tokens)
+
+
+class _FastStream(TextStream):
+    """The text of a window of late tokens, twice: without and with the newest. The difference is new.
+
+    A tokenizer's decoder may treat the first token of a text otherwise than the same one inside, so that the
+    window begins some tokens early. It moves on whenever text has come out of it.
+    """
+
+    CONTEXT = 5
+    UNFINISHED = "\ufffd"
+
+    def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
+        self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self.window = list(before[-self.CONTEXT :])
+        self.shown = self._text()
+        self.read = len(self.window)
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.window, self.skip)
+
+    def step(self, token: int) -> str:
+        self.window.append(token)
+        text = self._text()
+        if len(text) <= len(self.shown) or text.endswith(self.UNFINISHED):
+            return ""
+        new = text[len(self.shown) :]
+        del self.window[: self.read]
+        self.read, self.shown = len(self.window), self._text()
+        return new
+
+    def flush(self) -> str:
+        return self._text()[len(self.shown) :]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.json.
+        ConfigError: a file of it is broken.
+        ModuleNotFoundError: tokenizers is not installed (``pip install 'flashtile[engine]'``).
+    """
+    if _tokenizer_config(folder).get("tokenizer_class") == BYTES:
+        return ByteTokenizer()
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer.json (give tokenizer=, or skip_tokenizer_init=True)"
+        )
+    return FastTokenizer(folder)
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _checked_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"messages must be dicts with a role and a content, got {message!r:.60}")
+    message = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):  # OpenAI's parts, of which text is served
+        parts = [part if isinstance(part, Mapping) else {} for part in content]
+        if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
+            raise ValueError("messages must have parts of type 'text' only in their content")
+        message["content"] = "".join(part["text"] for part in parts)
+    elif content is None:
+        message["content"] = ""
+    elif not isinstance(content, str):
+        raise ValueError(f"messages must have a string as content, got {type(content).__name__}")
+    return message
+
+
+def _render(template: str, **variables: Any) -> str:
+    """In Jinja's sandbox: a template comes with the weights, from anywhere."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(text: str) -> None:
+        raise TemplateError(text)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = _to_json
+    try:
+        return environment.from_string(template).render(**variables)
+    except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"the chat template does not take these messages: {error}") from None
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Jinja's own escapes for HTML."""
+    import json
+
+    return json.dumps(value, ensure_ascii=False, indent=indent)

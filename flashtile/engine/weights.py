@@ -1,0 +1,181 @@
+"""The weights of a model by Hugging Face's names: which there are, from safetensors or at random.
+
+Only safetensors are read: a pickled checkpoint runs code. A tensor comes when it is asked for, so that a
+model that puts several into one needs little more memory than its own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.engine.config import ConfigError, ModelConfig, read_json
+
+Weights = Callable[[str], Tensor]
+"""name -> the tensor, on its device, in its dtype, and this rank's part of it alone."""
+
+FLOATS = ("F16", "BF16", "F32")
+IGNORED = "rotary_emb.inv_freq"
+INDEX = "model.safetensors.index.json"
+
+
+class Parameter(NamedTuple):
+    """``shape`` of the whole; ``split`` is the dimension that tensor parallelism divides, if it does."""
+
+    shape: tuple[int, ...]
+    split: int | None = None
+
+
+class Shard(NamedTuple):
+    """Which part of the split dimensions is this process's."""
+
+    rank: int = 0
+    world: int = 1
+
+    def slice(self, size: int) -> slice:
+        return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
+
+
+WHOLE = Shard()
+
+
+def parameters(config: ModelConfig) -> dict[str, Parameter]:
+    """Every weight that the model has."""
+    c, hidden = config, config.hidden_size
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    found = {"model.embed_tokens.weight": Parameter((c.vocab_size, hidden))}
+
+    def matrix(name: str, out: int, inner: int, split: int | None, bias: bool) -> None:
+        found[f"{name}.weight"] = Parameter((out, inner), split)
+        if bias:
+            found[f"{name}.bias"] = Parameter((out,), 0 if split == 0 else None)
+
+    for i in range(c.num_layers):
+        layer = f"model.layers.{i}"
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if c.family.sandwich_norm:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        found |= {f"{layer}.{norm}.weight": Parameter((hidden,)) for norm in norms}
+        for name, size in (("q", q), ("k", kv), ("v", kv)):
+            matrix(f"{layer}.self_attn.{name}_proj", size, hidden, 0, c.qkv_bias)
+        matrix(f"{layer}.self_attn.o_proj", hidden, q, 1, c.o_bias)
+        if c.family.qk_norm:
+            found |= {f"{layer}.self_attn.{name}_norm.weight": Parameter((c.head_dim,)) for name in "qk"}
+        if c.family.sinks:
+            found[f"{layer}.self_attn.sinks"] = Parameter((c.num_heads,), 0)
+        if c.num_experts:
+            e, inner = c.num_experts, c.intermediate_size
+            matrix(f"{layer}.mlp.router", e, hidden, None, True)
+            found[f"{layer}.mlp.experts.gate_up_proj"] = Parameter((e, hidden, 2 * inner), 2)
+            found[f"{layer}.mlp.experts.gate_up_proj_bias"] = Parameter((e, 2 * inner), 1)
+            found[f"{layer}.mlp.experts.down_proj"] = Parameter((e, inner, hidden), 1)
+            found[f"{layer}.mlp.experts.down_proj_bias"] = Parameter((e, hidden))
+        else:
+            for name in ("gate", "up"):
+                matrix(f"{layer}.mlp.{name}_proj", c.intermediate_size, hidden, 0, c.mlp_bias)
+            matrix(f"{layer}.mlp.down_proj", hidden, c.intermediate_size, 1, c.mlp_bias)
+    found["model.norm.weight"] = Parameter((hidden,))
+    if not c.tie_word_embeddings:
+        found["lm_head.weight"] = Parameter((c.vocab_size, hidden), 0)
+    return found
+
+
+def open_weights(
+    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
+) -> Weights:
+    """The safetensors of a folder, checked by their headers to be what ``config`` needs.
+
+    Raises:
+        ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
+        FileNotFoundError: there are none.
+        ConfigError: a header is broken, a weight is missing, unknown, there twice or of another shape.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    places, expected = {}, parameters(config)
+    for path in _files(folder):
+        try:
+            file = safe_open(path, framework="pt", device=str(device))
+            names = list(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+        for name in names:
+            if name.endswith(IGNORED) or (name == "lm_head.weight" and config.tie_word_embeddings):
+                continue
+            if name not in expected:
+                raise ConfigError(
+                    f"{path} has a weight that {config.model_type} does not have: {name!r:.120}"
+                )
+            if name in places:
+                raise ConfigError(f"{path} has {name!r}, which another file has, too")
+            part = file.get_slice(name)
+            shape, kind = tuple(part.get_shape()), part.get_dtype()
+            if shape != expected[name].shape:
+                wanted = expected[name].shape
+                raise ConfigError(f"{path}: {name} must have shape {wanted} by config.json, got {shape}")
+            if kind not in FLOATS:
+                raise ConfigError(f"{path}: {name} must be one of {', '.join(FLOATS)}, got {kind}")
+            places[name] = file
+    missing = [name for name in expected if name not in places]
+    if missing:
+        raise ConfigError(
+            f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)"
+        )
+
+    def weights(name: str) -> Tensor:
+        shape, split = expected[name]
+        part = [slice(None)] * len(shape)
+        if split is not None:
+            part[split] = shard.slice(shape[split])
+        tensor = places[name].get_slice(name)[tuple(part)]
+        return tensor.to(device=device, dtype=dtype).contiguous()
+
+    return weights
+
+
+def random_weights(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, shard: Shard = WHOLE
+) -> Weights:
+    """Weights of the true shapes, made on the device: products keep the size of what goes through them.
+    What a weight gets depends on its name and the seed alone."""
+
+    def weights(name: str) -> Tensor:
+        shape, split = parameters_of[name]
+        if split is not None:
+            inner = shard.slice(shape[split])
+            shape = (*shape[:split], inner.stop - inner.start, *shape[split + 1 :])
+        if name.endswith("norm.weight"):
+            return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
+        number = zlib.crc32(name.encode()) + 2**32 * (seed + shard.rank)
+        generator = torch.Generator(device).manual_seed(number % 2**63)
+        fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
+        std = 1.0 if name == "model.embed_tokens.weight" else fan_in**-0.5
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(std)
+
+    parameters_of = parameters(config)
+    return weights
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that the index names, or all: some folders hold the same weights in a second form."""
+    index = folder / INDEX
+    if index.is_file():
+        files = read_json(index).get("weight_map")
+        names = set(files.values()) if isinstance(files, dict) else None
+        if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ConfigError(f"{index}: weight_map must map weights to files of this folder")
+        paths = [folder / name for name in sorted(names)]
+    elif (folder / "model.safetensors").is_file():
+        paths = [folder / "model.safetensors"]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    absent = [path for path in paths if not path.is_file()]
+    if absent or not paths:
+        what = absent[0].name if absent else "*.safetensors (other formats are not read: they may run code)"
+        raise FileNotFoundError(f"{folder} has no {what}")
+    return paths

@@ -1,0 +1,134 @@
+"""Greedy tokens are Transformers', for every family and however the work is cut up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_models import MODELS, folder, greedy, load, prompts, transformers_model
+
+from flashtile.engine import LLM, BeamSearchParams, SamplingParams
+
+LENGTH = 14
+WAYS = {
+    "plain": {},
+    "overlapped": {"async_scheduling": True},
+    "chunks": {"max_num_batched_tokens": 6, "max_num_seqs": 3, "block_size": 4},
+    "recomputed": {
+        "num_gpu_blocks_override": 13, "block_size": 4, "max_num_batched_tokens": 9, "max_num_seqs": 5,
+        "async_scheduling": True,
+    },
+    "swapped": {
+        "num_gpu_blocks_override": 13, "block_size": 4, "swap_space": 0.001, "async_scheduling": True,
+    },
+    "no prefix cache": {"enable_prefix_caching": False, "block_size": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_transformers(name, way):
+    llm = load(name, **WAYS[way])
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
+    assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    if way in ("recomputed", "swapped") and llm.model_config.common_window < 0:
+        assert llm.get_metrics().num_preemptions > 0
+    manager = llm.engine.scheduler.manager
+    manager.check_integrity()
+    assert manager.sequences == ()
+
+
+def test_a_second_run_finds_the_first_ones_blocks():
+    llm = load("llama3", block_size=4)
+    for expected in (0, 28):  # the prompt's last token is computed in any case
+        (output,) = llm.generate([prompts()[4]], SamplingParams(temperature=0, max_tokens=LENGTH))
+        assert output.num_cached_tokens == expected
+        assert output.outputs[0].token_ids == greedy("llama3", LENGTH)[4]
+    llm.reset_prefix_cache()
+    (output,) = llm.generate([prompts()[4]], SamplingParams(temperature=0, max_tokens=1))
+    assert output.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("blocks", [60, 14])
+@pytest.mark.parametrize(("name", "ends"), [("qwen3", []), ("llama2", [3, 17, 40])])
+def test_beams_are_those_of_transformers(name, ends, blocks):
+    model, width = transformers_model(name), 3
+    params = BeamSearchParams(width, LENGTH, stop_token_ids=ends, include_stop_str_in_output=True)
+    llm = load(name, num_gpu_blocks_override=blocks, block_size=4)
+    outputs = llm.beam_search(prompts()[:4], params)
+    for prompt, output in zip(prompts(), outputs, strict=False):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, num_beams=width,
+            num_return_sequences=width, eos_token_id=ends or None, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        tokens = [one.token_ids for one in output.outputs]
+        rows = [row[len(prompt) :].tolist() for row in expected.sequences]
+        assert tokens == [row[: len(one)] for row, one in zip(rows, tokens, strict=True)]
+        assert all(not any(row[len(one) :]) for row, one in zip(rows, tokens, strict=True))
+        scores = [one.cumulative_logprob / len(one.token_ids) for one in output.outputs]
+        torch.testing.assert_close(torch.tensor(scores), expected.sequences_scores, atol=1e-4, rtol=0)
+        assert output.metrics.memory_saved > 0
+    llm.engine.scheduler.manager.check_integrity()
+    assert llm.engine.scheduler.manager.sequences == ()
+
+
+def test_parallel_answers_share_the_prompt():
+    llm = load("llama3", block_size=4)
+    params = SamplingParams(n=4, temperature=0, max_tokens=6)
+    (output,) = llm.generate([prompts()[4]], params)
+    expected = greedy("llama3", LENGTH)[4][:6]
+    assert [one.token_ids for one in output.outputs] == [expected] * 4
+    assert 0.4 < output.metrics.memory_saved < 0.75
+
+
+def test_logprobs_are_those_of_transformers():
+    model, prompt = transformers_model("qwen3"), prompts()[4]
+    llm = load("qwen3", max_num_batched_tokens=8, max_num_seqs=8)
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=2)
+    (output,) = llm.generate([prompt], params)
+    (answer,) = output.outputs
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer.token_ids])).logits[0]
+    expected = logits.log_softmax(-1)
+    assert output.prompt_logprobs[0] is None
+    entries = [*output.prompt_logprobs[1:], *answer.logprobs]
+    for position, (token, entry) in enumerate(zip((prompt + answer.token_ids)[1:], entries, strict=True)):
+        count = 2 if position < len(prompt) - 1 else 3
+        best = expected[position].topk(count)
+        assert next(iter(entry)) == token
+        assert set(entry) == {token, *best.indices.tolist()}
+        for other, (logprob, rank, _) in entry.items():
+            assert logprob == pytest.approx(expected[position, other].item(), abs=1e-4)
+            assert rank == int((expected[position] > expected[position, other]).sum()) + 1
+    chosen = [entry[t].logprob for t, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert answer.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_bf16_logits_are_as_near_as_transformers_own():
+    """Against float32, at most twice as far off as Transformers in bf16."""
+    name, prompt = "llama3", prompts()[4]
+    with torch.no_grad():
+        exact = transformers_model(name)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        import copy
+
+        plain = copy.deepcopy(transformers_model(name)).bfloat16()(torch.tensor([prompt])).logits[0]
+    llm = LLM(folder(name), device="cpu", dtype="bfloat16", skip_tokenizer_init=True)
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=-1))
+    ours = torch.tensor(
+        [[entry[t].logprob for t in range(exact.shape[1])] for entry in output.prompt_logprobs[1:]]
+    )
+    errors = [(x - exact[:-1]).norm() for x in (ours, plain.float().log_softmax(-1)[:-1])]
+    assert errors[0] <= 2 * errors[1]
+    assert errors[0] > 0
+
+
+def test_an_fp8_cache_is_near():
+    llm = load("llama3", kv_cache_dtype="fp8")
+    (output,) = llm.generate([prompts()[4]], SamplingParams(temperature=0, max_tokens=1, logprobs=-1))
+    model = transformers_model("llama3")
+    with torch.no_grad():
+        expected = model(torch.tensor([prompts()[4]])).logits[0, -1].log_softmax(-1)
+    entry = output.outputs[0].logprobs[0]
+    ours = torch.tensor([entry[t].logprob for t in range(len(expected))])
+    assert 0 < (ours - expected).std() < 0.2 * expected.std()

@@ -1,0 +1,226 @@
+"""How tokens are drawn, kept apart and ended."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from engine_models import VOCABULARY, greedy, load, prompts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtile.engine import SamplingParams
+from flashtile.engine.sampler import Choice, choose, gumbel, keep, penalise, stream_seed
+
+LENGTH = 14
+
+
+def choice(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None) -> Choice:
+    def full(value, dtype):
+        return torch.full((rows,), value, dtype=dtype)
+
+    seed = torch.arange(rows) if seeds is None else torch.tensor(seeds)
+    return Choice(
+        full(temperature, torch.float32), full(top_k, torch.int64), full(top_p, torch.float32),
+        full(min_p, torch.float32), seed, temperature == 0, top_k > 0, top_p < 1, min_p > 0,
+    )  # fmt: skip
+
+
+def by_sorting(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """What is kept of one row, as one would write it with a sort."""
+    p = scores.double().softmax(-1)
+    p[p < min_p * p.max()] = 0
+    order = p.argsort(descending=True, stable=True)
+    order = order[p[order] > 0][: top_k or None]
+    q = p[order] / p[order].sum()
+    needed = int((q.cumsum(0) < top_p - 1e-12).sum()) + 1
+    return set(order[:needed].tolist())
+
+
+@given(st.integers(0, 2**30), st.sampled_from([0, 1, 3, 40, 10**9]), st.sampled_from([1.0, 0.9, 0.3, 1e-6]),
+       st.sampled_from([0.0, 0.05, 1.0]))  # fmt: skip
+def test_what_is_kept_is_what_a_sort_keeps(seed, top_k, top_p, min_p):
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)) * 3
+    kept = keep(scores, choice(3, 1.0, top_k, top_p, min_p))
+    for row in range(3):
+        found = set((kept[row] > -torch.inf).nonzero().flatten().tolist())
+        assert found == by_sorting(scores[row], top_k, top_p, min_p)
+
+
+def test_tokens_come_as_often_as_they_should():
+    """Chi-squared of 40,000 draws over 8 tokens: above 26 by chance once in two thousand seeds."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -torch.inf, 1.5, -2.0])
+    rows = 40_000
+    drawn = choose(logits.expand(rows, -1), choice(rows, 0.7, seeds=[7] * rows), torch.arange(rows))
+    expected = rows * (logits / 0.7).softmax(-1)
+    counts = torch.bincount(drawn, minlength=8)
+    assert counts[5] == 0
+    seen = expected > 0
+    assert ((counts - expected)[seen] ** 2 / expected[seen]).sum() < 26
+
+
+def test_noise_depends_on_seed_position_and_token_alone():
+    seeds, positions = torch.tensor([3, -9, 3]), torch.tensor([5, 5, 6])
+    noise = gumbel(seeds, positions, 1000)
+    for row in range(3):
+        assert torch.equal(noise[row], gumbel(seeds[row : row + 1], positions[row : row + 1], 1000)[0])
+    assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.15
+    answers = torch.tensor([stream_seed(seed, index) for seed in (1, 2) for index in range(3)])
+    noise = gumbel(answers.repeat(4), torch.arange(4).repeat_interleave(6), 1000)
+    assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.15
+    assert torch.isfinite(gumbel(torch.arange(100), torch.arange(100), 5000)).all()
+
+
+def test_penalties_are_vllms():
+    logits = torch.tensor([1.0, -1.0, 2.0, 0.5])
+    penalise(logits, torch.tensor([0, 1]), torch.tensor([2, 2, 1]), 2.0, 0.25, 0.5)
+    torch.testing.assert_close(logits, torch.tensor([0.5, -2 - 0.75, 1 - 1.25, 0.5]))
+
+
+def answers(llm, params, chosen=slice(None)):
+    return [[one.token_ids for one in output.outputs] for output in llm.generate(prompts()[chosen], params)]
+
+
+def test_seeded_answers_do_not_depend_on_the_batch():
+    """Nor on chunks, preemption or overlap; n answers differ."""
+    params = SamplingParams(
+        n=2, temperature=1.2, top_p=0.95, top_k=50, min_p=0.01, seed=11, max_tokens=LENGTH
+    )
+    alone = [answers(load("qwen3"), params, slice(i, i + 1))[0] for i in range(5)]
+    assert all(first != second for first, second in alone)
+    for options in (
+        {"async_scheduling": True},
+        {"max_num_batched_tokens": 6, "max_num_seqs": 4, "num_gpu_blocks_override": 16, "block_size": 4},
+        {"num_gpu_blocks_override": 14, "block_size": 4, "swap_space": 0.001, "async_scheduling": True},
+    ):
+        assert answers(load("qwen3", **options), params) == alone
+
+
+def test_seeds_of_the_engine_and_of_requests():
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+    first, again, other = (answers(load("qwen3", seed=seed), params) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({tuple(map(tuple, answer)) for answer in first}) == 5
+
+
+def test_temperature_zero_and_one_token_left_are_greedy():
+    expected = [[tokens[:6]] for tokens in greedy("llama3", LENGTH)]
+    for params in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}):
+        assert answers(load("llama3"), SamplingParams(max_tokens=6, seed=1, **params)) == expected
+
+
+def test_greedy_and_drawn_rows_in_one_batch():
+    llm = load("llama3", async_scheduling=True)
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=6)
+    params = [SamplingParams(temperature=0, max_tokens=6), drawn] * 2 + [drawn]
+    mixed = [output.outputs[0].token_ids for output in llm.generate(prompts(), params)]
+    assert mixed[::2][:2] == [tokens[:6] for tokens in greedy("llama3", LENGTH)[::2]][:2]
+    assert [mixed[1], mixed[3], mixed[4]] == [answers(load("llama3"), drawn)[i][0] for i in (1, 3, 4)]
+
+
+def test_end_tokens_and_how_they_are_told():
+    reference = greedy("llama3", LENGTH)[0]
+    end = next(token for i, token in enumerate(reference) if i >= 4 and token not in reference[:i])
+    at = reference.index(end)
+    for overlapped in (False, True):
+        llm = load("llama3", async_scheduling=overlapped)
+        (output,) = llm.generate(
+            [prompts()[0]], SamplingParams(temperature=0, max_tokens=LENGTH, stop_token_ids=[end])
+        )
+        (answer,) = output.outputs
+        assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == (
+            reference[: at + 1],
+            "stop",
+            end,
+        )
+        params = SamplingParams(temperature=0, max_tokens=LENGTH, stop_token_ids=[end], min_tokens=at + 3)
+        (output,) = llm.generate([prompts()[0]], params)
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) >= at + 3
+        assert end not in tokens[: at + 2]
+        assert tokens[:at] == reference[:at]
+
+
+def test_bias_allowed_tokens_and_processors_change_the_choice():
+    llm = load("llama3")
+
+    def never_twice(tokens, logits):
+        logits[tokens] = -torch.inf
+        return logits
+
+    runs = {
+        "bias": SamplingParams(temperature=0, max_tokens=5, logit_bias={"7": 100}),
+        "allowed": SamplingParams(max_tokens=5, seed=1, allowed_token_ids=[3, 9, 27]),
+        "processor": SamplingParams(temperature=0, max_tokens=40, logits_processors=[never_twice]),
+        "penalty": SamplingParams(temperature=0, max_tokens=40, presence_penalty=2, repetition_penalty=50),
+    }
+    outputs = llm.generate([prompts()[0]] * 4, list(runs.values()))
+    tokens = dict(zip(runs, (output.outputs[0].token_ids for output in outputs), strict=True))
+    assert tokens["bias"] == [7] * 5
+    assert set(tokens["allowed"]) <= {3, 9, 27}
+    assert len(set(tokens["processor"])) == 40
+    assert len(set(tokens["penalty"])) > len(set(greedy("llama3", 40)[0]))
+
+
+def test_a_processor_that_fails_ends_its_own_request_alone():
+    def broken(tokens, logits):
+        raise KeyError("nothing here")
+
+    llm = load("llama3")
+    params = [SamplingParams(temperature=0, max_tokens=6), SamplingParams(logits_processors=[broken])]
+    good, bad = llm.generate(prompts()[:2], params)
+    assert good.outputs[0].token_ids == greedy("llama3", LENGTH)[0][:6]
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+    assert "nothing here" in bad.outputs[0].stop_reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "n must be from 1"),
+        ({"temperature": -1}, "temperature must be from 0"),
+        ({"temperature": float("nan")}, "temperature must be from 0"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": "0.9"}, "top_p must be a number"),
+        ({"top_k": 1.5}, "top_k must be an int"),
+        ({"min_p": 2}, "min_p must be from 0 to 1"),
+        ({"presence_penalty": 3}, "presence_penalty must be from -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be from"),
+        ({"max_tokens": 0}, "max_tokens must be from 1"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens must be from 0 to 4"),
+        ({"stop": [""]}, "stop must be at most 64 strings, none of them empty"),
+        ({"stop": 3}, "stop must be a string or a list"),
+        ({"stop_token_ids": "12"}, "stop_token_ids must be a list"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must be an int"),
+        ({"logit_bias": {3: 101}}, "logit_bias must be from -100 to 100"),
+        ({"seed": "x"}, "seed must be an int"),
+        ({"detokenize": False, "stop": "a"}, "stop must be empty with detokenize=False"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs is not supported"),
+        ({"bad_words": ["x"]}, "bad_words is not supported"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_or_served_is_refused(arguments, message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(message)):
+        SamplingParams(**arguments)
+
+
+def test_what_the_model_cannot_do_is_refused_and_nothing_stays():
+    llm = load("llama3", num_gpu_blocks_override=8, block_size=4, max_num_seqs=4)
+    prompt = prompts()[0]
+    for params, message in [
+        (SamplingParams(n=5), "n must be at most max_num_seqs=4"),
+        (SamplingParams(stop="x"), "there is no tokenizer"),
+        (SamplingParams(stop_token_ids=[VOCABULARY]), "stop_token_ids must hold tokens below"),
+        (SamplingParams(allowed_token_ids=[500]), "allowed_token_ids must hold tokens below"),
+        (SamplingParams(logprobs=1000), "logprobs must be at most vocab_size"),
+        (SamplingParams(max_tokens=60), "need 17 blocks of keys and values, but there are 8"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.generate([prompt, prompt], [SamplingParams(max_tokens=2), params])
+    for bad in ([], [VOCABULARY], [-1], [1.5], 7, {"text": "x"}, "text", [1] * 128):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match="prompt"):
+            llm.generate([[1], bad], SamplingParams(max_tokens=1))
+    assert not llm.engine.requests
+    assert not llm.engine.scheduler.waiting

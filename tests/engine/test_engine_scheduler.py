@@ -1,0 +1,190 @@
+"""Every decision of the scheduler, in Python alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from flashtile.engine.request import Request, State
+from flashtile.engine.sampling_params import SamplingParams
+from flashtile.engine.scheduler import COPY, SWAP_IN, SWAP_OUT, Scheduler
+from flashtile.kv_cache import BlockManager
+
+
+class World:
+    """A scheduler, and a device that answers with made-up tokens one step later."""
+
+    def __init__(self, blocks=16, block_size=4, seqs=4, budget=32, host_blocks=0, prefix_caching=True):
+        manager = BlockManager(
+            blocks, block_size, max_sequences=seqs, max_seqlen=64, num_host_blocks=host_blocks
+        )
+        self.scheduler = Scheduler(
+            manager, max_num_seqs=seqs, max_num_batched_tokens=budget, swap=host_blocks > 0,
+            prefix_caching=prefix_caching,
+        )  # fmt: skip
+        self.requests: list[Request] = []
+        self.in_flight = []
+
+    def add(self, prompt: int | list[int], outputs=4, n=1, priority=0) -> Request:
+        number = len(self.requests)
+        tokens = [1000 * number + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+        params = SamplingParams(n=n, max_tokens=outputs)
+        request = Request(str(number), number, None, tokens, params, max_outputs=outputs, priority=priority)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self):
+        """The next schedule, with the results of the last one read after it."""
+        schedule = self.scheduler.schedule()
+        for sequence in self.in_flight:
+            sequence.pending -= 1
+            if sequence.state is not State.FINISHED:
+                sequence.tokens.append(7)
+                if len(sequence.outputs) == sequence.request.max_outputs:
+                    self.scheduler.finish(sequence, "length")
+        self.in_flight = [one for entry in schedule.entries for one in entry.samples]
+        self.scheduler.manager.check_integrity()
+        return schedule
+
+    def shape(self):
+        """[(request, tokens)] of the next schedule."""
+        return [(entry.sequence.request.number, entry.num_tokens) for entry in self.step().entries]
+
+
+def test_single_tokens_and_chunks_share_a_step():
+    world = World(budget=10, blocks=32)
+    world.add(4)
+    assert world.shape() == [(0, 4)]
+    world.add(25)
+    assert world.shape() == [(0, 1), (1, 9)]
+    world.add(3)
+    assert world.shape() == [(0, 1), (1, 9)]  # the third finds no token left
+    assert world.shape() == [(0, 1), (1, 7), (2, 2)]
+    assert world.shape() == [(1, 1), (2, 1)]  # the first has its four tokens
+
+
+def test_a_long_prompt_leaves_room_for_single_tokens_behind_it():
+    world = World(budget=8, blocks=32)
+    world.add(30)
+    world.step()
+    world.add(2, outputs=10)
+    assert [world.shape() for _ in range(3)] == [[(0, 8)], [(0, 8)], [(0, 6), (1, 2)]]
+    world.add(40)
+    assert world.shape() == [(0, 1), (1, 1), (2, 6)]
+
+
+def test_priority_goes_before_arrival():
+    world = World(seqs=1)
+    for priority in (0, 0, -1):
+        world.add(2, outputs=1, priority=priority)
+    order = [shape[0][0] for _ in range(8) if (shape := world.shape())]
+    assert order == [2, 0, 1]
+
+
+def test_the_last_to_come_loses_its_blocks_and_is_computed_again():
+    world = World(blocks=6, seqs=2, prefix_caching=False)
+    world.add(8, outputs=10)
+    world.add(7, outputs=10)
+    preempted = []
+    for _ in range(40):
+        schedule = world.step()
+        preempted += [sequence.request.number for sequence in schedule.preempted]
+    assert preempted == [1]
+    assert all(request.finished for request in world.requests)
+    assert [len(request.sequences[0].outputs) for request in world.requests] == [10, 10]
+    assert world.requests[1].metrics.preemptions == 1
+
+
+def test_swapped_sequences_come_back_without_computing():
+    world = World(blocks=6, seqs=2, host_blocks=8, prefix_caching=False)
+    world.add(8, outputs=10)
+    world.add(7, outputs=10)
+    moves, computed = [], Counter()
+    for _ in range(40):
+        schedule = world.step()
+        moves += [what for what, _ in schedule.moves]
+        computed.update({entry.sequence.request.number: entry.num_tokens for entry in schedule.entries})
+    assert moves == [SWAP_OUT, SWAP_IN]
+    assert computed == {0: 8 + 9, 1: 7 + 9}  # each token once; the last one is never an input
+    assert all(request.finished for request in world.requests)
+
+
+def test_parallel_answers_are_forked_when_the_prompt_is_done_and_copy_on_write():
+    world = World(seqs=3, budget=8)
+    request = world.add(10, outputs=3, n=3)
+    assert len(world.step().entries[0].samples) == 0
+    assert len(world.step().entries[0].samples) == 3
+    schedule = world.step()
+    assert [(entry.sequence.index, entry.start, entry.num_tokens) for entry in schedule.entries] == [
+        (0, 10, 1), (1, 10, 1), (2, 10, 1),
+    ]  # fmt: skip
+    assert [(what, len(pairs)) for what, pairs in schedule.moves] == [(COPY, 2)]
+    assert world.scheduler.manager.usage().saved == 1 - 5 / 9
+    for _ in range(4):
+        world.step()
+    assert request.finished
+
+
+def test_answers_to_come_have_their_seats():
+    world = World(seqs=3, budget=4)
+    world.add(6, n=3)
+    world.add(2)
+    assert world.shape() == [(0, 4)]  # the second would take a seat of the first one's answers
+
+
+def test_a_prompt_is_found_again_one_step_after_it_was_computed():
+    world = World(budget=40)
+    tokens = list(range(13))
+    world.add(tokens)
+    world.step()
+    world.add([*tokens[:12], 99])
+    assert world.shape() == [(0, 1), (1, 1)]
+    assert world.requests[1].num_cached_tokens == 12
+
+
+def test_what_never_fits_is_refused():
+    world = World(blocks=4)
+    world.add(12, outputs=4)
+    with pytest.raises(ValueError, match="need 5 blocks of keys and values, but there are 4"):
+        world.add(13, outputs=4)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 5, 40])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_lose_nothing(seed, host_blocks):
+    """Requests of all kinds in a small pool, some aborted: all end, and no block stays."""
+    draw = random.Random(seed)
+    world = World(blocks=draw.choice([8, 12]), seqs=5, budget=draw.choice([6, 24]), host_blocks=host_blocks)
+    aborted = set()
+    for _ in range(400):
+        if len(world.requests) < 40 and draw.random() < 0.4:
+            shared = list(range(draw.randrange(1, 17)))
+            world.add(
+                draw.choice([draw.randrange(1, 17), shared]), outputs=draw.randrange(1, 16),
+                n=draw.choice([1, 1, 2, 4]), priority=draw.choice([0, 0, 1]),
+            )  # fmt: skip
+        if draw.random() < 0.03 and world.requests:
+            request = draw.choice(world.requests)
+            if not request.finished:
+                aborted.add(request)
+                for sequence in request.sequences:
+                    world.scheduler.finish(sequence, "abort")
+        world.step()
+    for _ in range(2000):
+        if all(request.finished for request in world.requests):
+            break
+        world.step()
+    world.step()
+    for request in world.requests:
+        assert request.finished
+        if request not in aborted:
+            assert len(request.sequences) == request.params.n
+            assert all(len(one.outputs) == request.max_outputs for one in request.sequences)
+    assert world.scheduler.manager.sequences == ()
+    assert not world.scheduler.running
+    assert not world.scheduler.waiting
+    assert world.scheduler._promised == 0
+    assert world.scheduler.num_preemptions > 0

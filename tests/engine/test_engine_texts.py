@@ -1,0 +1,198 @@
+"""Texts: tokenizers, stop texts, streaming, chat, the folder of a trained byte model, the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from engine_models import folder
+from typer.testing import CliRunner
+
+from flashtile.cli import application
+from flashtile.demo.huggingface import save_llama
+from flashtile.demo.llama import Llama, sized
+from flashtile.engine import LLM, RequestOutputKind, SamplingParams
+from flashtile.engine.detokenizer import Detokenizer
+from flashtile.engine.tokenizer import ByteTokenizer, load_tokenizer
+
+PARAMS = {"temperature": 0.0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def bytes_folder(tmp_path_factory):
+    """A model of bytes that writes the alphabet, made by hand: each letter's embedding points to the next."""
+    torch.manual_seed(0)
+    model = Llama(sized(1, 2, 256))
+    letters = torch.arange(256)
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            if parameter.dim() == 2:
+                parameter.zero_()
+        model.embed_tokens.weight.copy_(torch.eye(256))
+        model.lm_head.weight = torch.nn.Parameter(torch.eye(256)[(letters - 1) % 256])
+    object.__setattr__(model.config, "tied_embeddings", False)
+    path = tmp_path_factory.mktemp("bytes")
+    save_llama(model, path, 128)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(bytes_folder):
+    return LLM(bytes_folder, device="cpu", block_size=4)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A folder with a tokenizer of pairs that marks spaces and falls back to bytes, as Llama 2's does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("words")
+    text = ["the quick brown fox jumps over the lazy dog and runs away from it all day long"] * 4
+    loaded = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    loaded.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    loaded.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    loaded.train_from_iterator(
+        text,
+        tokenizers.trainers.BpeTrainer(vocab_size=320, special_tokens=special[:3], initial_alphabet=["▁"]),
+    )
+    content = json.loads(loaded.to_str())
+    vocabulary = content["model"]["vocab"]
+    for token in special:
+        vocabulary.setdefault(token, len(vocabulary))
+    loaded = tokenizers.Tokenizer.from_str(json.dumps(content))
+    loaded.save(str(path / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[a]{% endif %}"
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_the_byte_model_writes_the_alphabet(llm):
+    (output,) = llm.generate("xyzabc", SamplingParams(temperature=0, max_tokens=5))
+    assert (output.prompt, output.outputs[0].text) == ("xyzabc", "defgh")
+    assert output.outputs[0].token_ids == list(b"defgh")
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "reason", "stop"),
+    [
+        ({"stop": "gh"}, "def", "stop", "gh"),
+        ({"stop": ["zz", "hi", "gh"]}, "def", "stop", "gh"),
+        ({"stop": "gh", "include_stop_str_in_output": True}, "defgh", "stop", "gh"),
+        ({"stop": "gh", "min_tokens": 10}, "defghijklmnopqrstuvwxyz{", "length", None),
+        ({"stop_token_ids": [ord("h")]}, "defg", "stop", ord("h")),
+        ({"stop_token_ids": [ord("h")], "include_stop_str_in_output": True}, "defgh", "stop", ord("h")),
+        ({"detokenize": False, "max_tokens": 3}, "", "length", None),
+    ],
+)
+@pytest.mark.parametrize("kind", RequestOutputKind)
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_stop_texts_and_streams(llm, kind, overlapped, options, text, reason, stop):
+    """What comes bit by bit is what comes at once, and nothing has to be taken back."""
+    engine = llm.engine
+    engine.overlap = overlapped
+    engine.add_request("a", "abc", SamplingParams(**{**PARAMS, **options, "output_kind": kind}))
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    answers = [output.outputs[0] for output in outputs]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert (answers[-1].finish_reason, answers[-1].stop_reason) == (reason, stop)
+    if kind is RequestOutputKind.DELTA:
+        assert "".join(answer.text for answer in answers) == text
+        assert sum(len(answer.token_ids) for answer in answers) >= len(text)
+    else:
+        assert answers[-1].text == text
+        assert all(text.startswith(answer.text) for answer in answers)
+    assert kind is not RequestOutputKind.FINAL_ONLY or len(outputs) == 1
+    assert len(outputs) > 1 or kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_streams_of_tokenizers_say_what_decoding_says(words):
+    """Also inside characters of several bytes, and without a space that a text's first token would lose."""
+    tokenizer = load_tokenizer(words)
+    before = tokenizer.encode("the quick")
+    for text in ("the fox jumps over the dog", "naïve ☃ and 🦊 run", "\n\n  day"):
+        tokens = tokenizer.encode(text)
+        stream = tokenizer.stream(before)
+        pieces = [stream.step(token) for token in tokens]
+        whole = "".join(pieces) + stream.flush()
+        assert whole == tokenizer.decode(before + tokens)[len(tokenizer.decode(before)) :] == " " + text
+        assert "\ufffd" not in "".join(pieces)
+    snowman = tokenizer.encode("☃")[1:]
+    assert len(snowman) == 3
+    reader = Detokenizer(tokenizer, before)
+    reader.read(snowman[:2])
+    assert reader.text == ""
+    reader.finish()
+    assert "\ufffd" in reader.text
+    reader = Detokenizer(ByteTokenizer(), [])
+    reader.read([0xE2, 0x98])
+    assert reader.text == ""
+
+
+def test_special_tokens_and_ends_come_from_the_folder(words, tmp_path):
+    tokenizer = load_tokenizer(words)
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.decode([2, *tokenizer.encode("fox")]) == "fox"
+    assert tokenizer.decode([2], skip_special_tokens=False) == "</s>"
+    shutil.copytree(folder("llama3"), tmp_path / "model")
+    with pytest.raises(ValueError, match=r"the tokenizer has \d+ tokens, more than the model's 120"):
+        LLM(tmp_path / "model", tokenizer=words, device="cpu")
+
+
+def test_chat_templates(words, llm):
+    tokenizer = load_tokenizer(words)
+    user = {"role": "user", "content": "hi"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
+    assert tokenizer.apply_chat_template([user]) == tokenizer.apply_chat_template([parts]) == "<s>[user]hi[a]"
+    half = [user, {"role": "a", "content": "so far "}]
+    text = tokenizer.apply_chat_template(half, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<s>[user]hi[a]so far"
+    for messages, template, message in [
+        ([], None, "must not be empty"),
+        ([{"content": "x"}], None, "dicts with a role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "type 'text' only"),
+        ([user], "{{ raise_exception('no system') }}", "no system"),
+        ([user], "{% for %}", "does not take these messages"),
+        ([user], "{{ ''.__class__.__mro__ }}", "does not take these messages"),
+        ([user], "{{ 1 / 0 }}", "does not take these messages"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tokenizer.apply_chat_template(messages, template)
+    outputs = llm.chat([[user], [parts]], SamplingParams(temperature=0, max_tokens=4))
+    assert [output.prompt for output in outputs] == ["user: hi\nassistant:"] * 2
+    assert [output.outputs[0].text for output in outputs] == [";<=>"] * 2
+
+
+def test_generate_shows_answers_and_refuses_in_a_line(bytes_folder, tmp_path):
+    def run(*arguments):
+        return CliRunner().invoke(application(), ["generate", *map(str, arguments), "--device", "cpu"])
+
+    shown = run(bytes_folder, "abc", "--temperature", 0, "--max-tokens", 6)
+    assert shown.exit_code == 0
+    assert "abcdefghi\n6 tokens in" in shown.output
+    many = run(bytes_folder, "abc", "mno", "-n", 2, "--temperature", 0, "--max-tokens", 3)
+    assert many.output.count("abcdef\n") == many.output.count("mnopqr\n") == 2
+    beams = run(bytes_folder, "abc", "--beams", 2, "--max-tokens", 3)
+    assert "abcdef" in beams.output
+    assert "saved" in beams.output
+    for bad, message in [
+        ((tmp_path,), "config.json"),
+        ((bytes_folder, "x", "--temperature", -1), "temperature"),
+        ((bytes_folder, "x" * 128), "max_model_len"),
+        ((bytes_folder, "x", "--dtype", "int3"), "dtype"),
+    ]:
+        refused = run(*bad)
+        assert refused.exit_code == 2
+        assert message in refused.output

@@ -41,14 +41,15 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flash_attn_with_shared_prefix",
     "fp8",
+    "linear",
     "merge_states",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """``flashtile.fp8`` comes when it is asked for: it would double the time that the import takes."""
-    if name == "fp8":
+    """``flashtile.fp8`` and ``linear`` come when they are asked for: the import would take twice as long."""
+    if name in ("fp8", "linear"):
         import importlib
 
-        return importlib.import_module("flashtile.fp8")
+        return importlib.import_module(f"flashtile.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

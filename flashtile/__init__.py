@@ -43,6 +43,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flash_attn_with_shared_prefix",
     "fp8",
+    "linear",
     "merge_states",
 ]
 
@@ -51,8 +52,8 @@ def __getattr__(name: str) -> Any:
     """What comes when it is asked for: it would double the time that the import takes."""
     import importlib
 
-    if name == "fp8":
-        return importlib.import_module("flashtile.fp8")
+    if name in ("fp8", "linear"):
+        return importlib.import_module(f"flashtile.{name}")
     if name in ("LLM", "SamplingParams"):
         return getattr(importlib.import_module("flashtile.engine"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

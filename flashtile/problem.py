@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 UNLIMITED = -1
 """A window side without a limit (FlashAttention's convention)."""
@@ -24,6 +26,16 @@ MAX_LENGTH = 2**31 - 1
 
 PREFERENCE = ("hopper", "portable", "cpu")
 """Backends in the order in which they are asked. An explicit ``backend=`` never falls back."""
+
+
+def address_of(tensor: Tensor) -> int | torch.SymInt:
+    """Of the first element, counted from the memory's start where there is none."""
+    if not isinstance(tensor, FakeTensor):
+        try:
+            return tensor.data_ptr()
+        except RuntimeError:  # wrapped by a transform
+            pass
+    return tensor.storage_offset() * tensor.element_size()
 
 
 class Results:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from flashtile.problem import UNLIMITED, Results
+from flashtile.problem import UNLIMITED, Results, address_of
 
 
 class Options(NamedTuple):
@@ -135,16 +134,6 @@ class Problem(Results):
         return cls(**fields | others)
 
 
-def _address(tensor: Tensor) -> int | torch.SymInt:
-    """Of the first element, counted from the memory's start where there is none."""
-    if not isinstance(tensor, FakeTensor):
-        try:
-            return tensor.data_ptr()
-        except RuntimeError:  # wrapped by a transform
-            pass
-    return tensor.storage_offset() * tensor.element_size()
-
-
 def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:
     """Why TMA cannot address the tensors: it takes pointers and strides in multiples of 16 bytes.
 
@@ -154,7 +143,7 @@ def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str 
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         bytes_of = tensor.element_size()
-        start = _address(tensor)
+        start = address_of(tensor)
         if start % 16:
             return f"{name} must start at a multiple of 16 bytes for TMA"
         strides = [tensor.stride(i) for i in range(tensor.dim() - 1) if tensor.shape[i] > 1]

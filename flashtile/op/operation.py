@@ -239,7 +239,7 @@ def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
 
 def _without_none(results: Any, tensors: Tensors) -> Any:
     """An operator's results are tensors: one without elements stands for a result that does not exist."""
-    if results is not None and any(r is None for r in results):
+    if isinstance(results, tuple) and any(r is None for r in results):
         like = next(t for t in tensors if t is not None)
         return tuple(like.new_empty(0) if r is None else r for r in results)
     return results

@@ -1,0 +1,61 @@
+"""Counters in GPU memory that are 0 before and after every kernel that uses them.
+
+Kernels of one stream run one after the other, so they share a buffer of their stream. A captured graph may be
+replayed on any stream, beside anything, so each call that is captured gets counters of its own: from a
+reserve, since to zero memory takes a kernel in the graph, which keeps the next one from starting early. When
+the reserve is used up, it does take one.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import compat
+from flashtile.caches import BoundedCache
+
+RESERVED = 2**18
+"""Counters for captured calls, on each device."""
+CACHE_BYTES = 2**20
+"""On the host, of buffers' handles."""
+ENTRY_BYTES = 1024
+LEAST = 4096
+
+
+class _Reserve:
+    def __init__(self, device: torch.device) -> None:
+        self._counters = torch.zeros(RESERVED, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # graphs that use them wait for nothing else
+        self._taken = 0
+        self._lock = Lock()
+
+    def take(self, count: int) -> Tensor | None:
+        with self._lock:
+            first, self._taken = self._taken, self._taken + count
+        if first + count > RESERVED:
+            return None
+        return self._counters[first : first + count]
+
+
+_of_stream: BoundedCache = BoundedCache(CACHE_BYTES)
+_reserves: dict[int, _Reserve] = {}
+
+
+def zeroed_counters(device: torch.device, count: int) -> Tensor:
+    """(count or more,) int32 for one launch on the current stream, which leaves them 0."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        reserve = _reserves.get(device.index)
+        taken = None if reserve is None else reserve.take(count)
+        return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken
+    if device.index not in _reserves:
+        _reserves[device.index] = _Reserve(device)
+    key = (device.index, compat.cuda_stream(device.index))
+    counters = _of_stream.get(key)
+    if counters is None or counters.shape[0] < count:
+        fresh = torch.zeros(max(count, LEAST), dtype=torch.int32, device=device)
+        counters = _of_stream.store(key, fresh, ENTRY_BYTES)
+    return counters

@@ -1,0 +1,77 @@
+"""From tensors to the arguments that the ends of all products take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashtile.backends.common.linear_ends import PLAIN, ROTARY, SWIGLU, EndPointers, EndSizes, EndVariant
+from flashtile.linear import problem as kinds
+from flashtile.linear.problem import LinearProblem
+
+ENDS = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: ROTARY.value}
+
+
+def end_variant(problem: LinearProblem, norm: bool | None = None) -> EndVariant:
+    """``norm``: whether the factor of RMSNorm is applied behind the product."""
+    heads = problem.heads
+    fields: dict[str, Any] = {}
+    if heads is not None:
+        fields = {
+            "HEAD_DIM": heads.head_dim,
+            "ROTARY_DIM": heads.rotary_dim,
+            "INTERLEAVED": heads.rotary_interleaved,
+            "PAGE_SIZE": heads.page_size,
+            "HAS_SLOTS": heads.table_width == 0,
+        }
+    return EndVariant(
+        END=ENDS[problem.end],
+        NORM=problem.norm if norm is None else norm,
+        BIAS=problem.bias,
+        RESIDUAL=problem.residual,
+        CHANNEL_SCALES=problem.scales == "channel",
+        **fields,
+    )
+
+
+def end_pointers(y: Any, given: Any, caches: tuple[Tensor, ...]) -> EndPointers:
+    """The ends' tensors, of ``LinearTensors`` or ``QkvTensors``."""
+    k_cache, v_cache = caches or (None, None)
+    return EndPointers(
+        y,
+        given.bias,
+        getattr(given, "residual", None),
+        given.weight_scale,
+        getattr(given, "rotary_cos", None),
+        getattr(given, "rotary_sin", None),
+        getattr(given, "positions", None),
+        getattr(given, "slot_mapping", None),
+        getattr(given, "block_table", None),
+        k_cache,
+        v_cache,
+    )
+
+
+def end_sizes(problem: LinearProblem, given: Any, caches: tuple[Tensor, ...]) -> EndSizes:
+    """The ends' integers."""
+    heads, residual = problem.heads, getattr(given, "residual", None)
+    strides = [stride for cache in caches for stride in cache.stride()[:3]] or [0] * 6
+    return EndSizes(
+        problem.M,
+        problem.places,
+        problem.out_columns,
+        0 if residual is None else residual.stride(0),
+        0 if heads is None else heads.num_heads_q,
+        0 if heads is None else heads.num_heads_kv,
+        0 if heads is None else heads.rotary_rows,
+        0 if heads is None else heads.num_blocks,
+        0 if heads is None else heads.table_width,
+        *strides,
+    )
+
+
+def new_output(problem: LinearProblem, x: Tensor) -> Tensor:
+    if problem.heads is not None:
+        return x.new_empty(problem.M, problem.heads.num_heads_q, problem.heads.head_dim)
+    return x.new_empty(problem.M, problem.places)

@@ -1,0 +1,66 @@
+"""Products with a weight on the CPU, in torch: sums in float32, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.linear.problem import LinearProblem, LinearTensors, QkvTensors
+from flashtile.linear.reference import end, product, slots_of, turn
+
+
+def reason_against(problem: LinearProblem, explicit: bool) -> str | None:
+    """Why this backend does not serve the problem; None if it does."""
+    if problem.device.type != "cpu":
+        return f"it computes on the CPU, the tensors are on {problem.device}"
+    return None
+
+
+def prepare_linear(problem: LinearProblem, config: None) -> Callable[..., Any]:
+    return partial(_linear, problem)
+
+
+def prepare_linear_qkv(problem: LinearProblem, config: None) -> Callable[..., Any]:
+    return partial(_linear_qkv, problem)
+
+
+def _sums_dtype(problem: LinearProblem) -> torch.dtype:
+    return torch.float64 if problem.dtype == torch.float64 else torch.float32
+
+
+def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: LinearTensors) -> Tensor:
+    if problem.is_plain:
+        return torch.nn.functional.linear(x.detach(), weight.detach(), given.bias)
+    bias, weight_scale, norm_weight, residual = given
+    y = product(problem, x.detach(), weight.detach(), bias, weight_scale, norm_weight, _sums_dtype(problem))
+    return end(problem, y, residual).to(problem.dtype)
+
+
+@torch.inference_mode()  # so that caches made under it can be written outside of it, too
+def _append(
+    problem: LinearProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
+) -> None:
+    assert problem.heads is not None
+    token = (slots >= 0).nonzero().squeeze(1)
+    page, place = slots[token] // problem.heads.page_size, slots[token] % problem.heads.page_size
+    k_cache[page, place] = k[token].to(k_cache.dtype)
+    v_cache[page, place] = v[token].to(v_cache.dtype)
+
+
+def _linear_qkv(
+    problem: LinearProblem, x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, given: QkvTensors
+) -> Tensor:
+    heads = problem.heads
+    assert heads is not None
+    y = product(problem, x, weight, given.bias, given.weight_scale, given.norm_weight, _sums_dtype(problem))
+    q, k, v = y.view(len(x), -1, heads.head_dim).split(
+        [heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv], 1
+    )
+    angles = given.rotary_cos, given.rotary_sin, given.positions, heads.rotary_interleaved
+    slots = slots_of(problem, given.positions, given.slot_mapping, given.block_table)
+    _append(problem, k_cache, v_cache, turn(k, *angles), v, slots)
+    return turn(q, *angles).to(problem.dtype)

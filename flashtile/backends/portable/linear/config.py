@@ -1,0 +1,156 @@
+"""Which product a problem gets: by the measured table where it has the shape, else by rules.
+
+A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles are those of the
+card that was measured; another card takes the kind of product from the nearest row and its tile from
+:data:`DEFAULTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from flashtile.backends.common.device import Target, multiprocessors
+from flashtile.linear import table
+from flashtile.linear.problem import LinearProblem
+from flashtile.linear.table import FLAT, GEMV, LIBRARY
+
+MOST_GEMV_ROWS = 4
+MOST_FLAT_ROWS = 64
+"""From where on two blocks of rows would read W twice."""
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """What one call gets. The library's product has no tile."""
+
+    kind: str
+    BLOCK_M: int = 0
+    BLOCK_N: int = 0
+    BLOCK_K: int = 0
+    num_warps: int = 4
+    num_stages: int = 1
+    splits: int = 1
+    ahead: int = 0
+    """Blocks of W that are asked for before the kernel before has ended, where that is allowed."""
+
+
+DEFAULTS = {
+    ("hopper", GEMV): (8, 512, 4, 4),
+    ("hopper", FLAT): (64, 128, 4, 4),
+    ("ampere", GEMV): (8, 512, 4, 4),
+    ("ampere", FLAT): (64, 128, 4, 3),
+    ("other", GEMV): (8, 256, 4, 3),
+    ("other", FLAT): (32, 128, 4, 3),
+}
+"""(family, kind) -> (BLOCK_N, BLOCK_K, num_warps, num_stages)."""
+
+
+def padded_rows(rows: int, kind: str) -> int:
+    """BLOCK_M: a power of two, for the tensor cores at least 8."""
+    power = 1 << max(rows - 1, 0).bit_length()
+    return min(power, MOST_GEMV_ROWS) if kind == GEMV else min(max(power, 8), MOST_FLAT_ROWS)
+
+
+def device_name(device: torch.device | Target) -> str:
+    """As the tables call it; "" for what is no GPU."""
+    if isinstance(device, Target):
+        from flashtile.io_model.cards import CARDS
+
+        return next((card.device_name for card in CARDS.values() if card.name == device.name), device.name)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def found_row(problem: LinearProblem) -> table.Found | None:
+    """What the tables say about a problem's shape."""
+    names = [str(dtype).removeprefix("torch.") for dtype in (problem.dtype, problem.weight_dtype)]
+    return table.find(device_name(problem.device), problem.N, problem.K, *names)
+
+
+def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
+    """The kind of product, which the table decides where it can."""
+    if problem.dtype not in SIXTEEN_BIT:
+        return LIBRARY
+    if found is None:
+        kind = GEMV if problem.M == 1 else FLAT if problem.M <= MOST_FLAT_ROWS else LIBRARY
+    else:
+        kind = found.row.kind(problem.M)
+    return FLAT if kind == GEMV and problem.M > MOST_GEMV_ROWS else kind
+
+
+def choose(problem: LinearProblem) -> LinearConfig:
+    """The configuration for a problem."""
+    found = found_row(problem)
+    kind = kind_of(problem, found)
+    if kind == LIBRARY:
+        return LinearConfig(LIBRARY)
+    if found is not None and found.row.card == device_name(problem.device):
+        measured = found.row.measured(problem.M, kind)
+        if measured is not None and measured["backend"] == "portable":
+            return adapted(problem, kind, *measured["config"])
+    return default(problem, kind)
+
+
+def default(problem: LinearProblem, kind: str) -> LinearConfig:
+    """Without a measurement: split K until there are programs for every multiprocessor, or nearly."""
+    from flashtile.backends.portable.config import family
+
+    BLOCK_N, BLOCK_K, num_warps, num_stages = DEFAULTS[family(problem.device), kind]
+    tiles = -(-problem.places // max(BLOCK_N // halves(problem), 1))
+    splits = 1
+    while kind == FLAT and 2 * tiles * splits <= multiprocessors(problem.device) and splits < 8:
+        splits *= 2
+    return adapted(problem, kind, BLOCK_N, BLOCK_K, num_warps, num_stages, splits, 2)
+
+
+def adapted(
+    problem: LinearProblem, kind: str, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int,
+    splits: int, ahead: int,
+) -> LinearConfig:  # fmt: skip
+    """A tile for a problem that may be smaller or have more rows than the one it was measured with."""
+    if problem.scales == "block":
+        BLOCK_K = min(BLOCK_K, 128)
+    blocks = -(-problem.K // BLOCK_K)
+    return LinearConfig(
+        kind, padded_rows(problem.M, kind), max(BLOCK_N, halves(problem)), BLOCK_K, num_warps, num_stages,
+        max(1, min(splits, blocks)), ahead,
+    )  # fmt: skip
+
+
+def halves(problem: LinearProblem) -> int:
+    """Rows of W to a place of the output."""
+    return 1 if problem.places == problem.N else 2
+
+
+def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
+    """What ``flashtile profile`` measures."""
+    if problem.M <= MOST_GEMV_ROWS:
+        for tile in _GEMV_TILES:
+            yield adapted(problem, GEMV, *tile)
+    if problem.M <= MOST_FLAT_ROWS:
+        for tile in _FLAT_TILES:
+            yield adapted(problem, FLAT, *tile)
+
+
+_GEMV_TILES = (
+    (4, 1024, 4, 3, 1, 1),
+    (4, 2048, 4, 3, 1, 1),
+    (8, 512, 4, 4, 1, 1),
+    (8, 1024, 4, 4, 1, 1),
+    (8, 256, 1, 6, 1, 2),
+)
+_FLAT_TILES = (
+    (16, 256, 1, 6, 1, 2),
+    (32, 128, 2, 5, 1, 2),
+    (32, 256, 4, 4, 1, 2),
+    (64, 64, 4, 6, 1, 2),
+    (64, 128, 4, 4, 1, 2),
+    (64, 128, 4, 4, 2, 2),
+    (128, 64, 4, 4, 1, 2),
+    (128, 64, 4, 5, 2, 2),
+    (128, 64, 8, 5, 4, 2),
+)
+"""(BLOCK_N, BLOCK_K, num_warps, num_stages, splits, ahead)"""

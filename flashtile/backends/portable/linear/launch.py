@@ -1,0 +1,133 @@
+"""From tensors to the products' arguments; prepared once for each signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.common.counters import zeroed_counters
+from flashtile.backends.common.dependent_launch import CAPABILITY
+from flashtile.backends.common.device import capability
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
+from flashtile.backends.portable.fp8 import is_native
+from flashtile.backends.portable.linear.config import LinearConfig, halves
+from flashtile.backends.portable.linear.kernel import Variant, end_kernel, product_kernel
+from flashtile.linear.problem import E4M3, LinearProblem
+from flashtile.linear.reference import scaled_weight
+from flashtile.linear.table import GEMV, LIBRARY
+
+END_PLACES, END_ROWS = 128, 8
+"""Of a program of the end behind the library's product."""
+
+
+def prepare(problem: LinearProblem, config: LinearConfig) -> Callable[..., Any]:
+    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
+    return LibraryLaunch(problem) if config.kind == LIBRARY else ProductLaunch(problem, config)
+
+
+def variant_of(problem: LinearProblem, config: LinearConfig) -> Variant:
+    dependent = capability(problem.device) >= CAPABILITY
+    return Variant(
+        DOT=config.kind != GEMV,
+        HALVES=halves(problem),
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_K=config.BLOCK_K,
+        STAGES=config.num_stages,
+        SPLIT=config.splits > 1,
+        EVEN_K=problem.K % config.BLOCK_K == 0,
+        BLOCK_SCALES=problem.scales == "block",
+        E4M3_BITS=problem.weight_dtype == E4M3 and not is_native(problem.device),
+        DEPENDENT=dependent,
+        AHEAD=config.ahead if dependent and problem.prefetch else 0,
+    )
+
+
+class ProductLaunch:
+    """GEMV or the flat product, in one kernel with its end."""
+
+    def __init__(self, problem: LinearProblem, config: LinearConfig) -> None:
+        self._problem, self._config = problem, config
+        self._variant = variant_of(problem, config)
+        self._tiles = triton.cdiv(problem.places, config.BLOCK_N // self._variant.HALVES)
+        self._blocks = self._tiles * triton.cdiv(problem.M, config.BLOCK_M)
+        self._part = (config.BLOCK_N + 1) * config.BLOCK_M if config.splits > 1 else 0
+        self._kernel: KeptKernel | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        *caches, given = others
+        y = new_output(self._problem, x)
+        if self._problem.M == 0:
+            return y
+        if self._kernel is None:
+            self._kernel = self._prepare(x, weight, tuple(caches), given)
+        if self._variant.E4M3_BITS:
+            weight = weight.view(torch.uint8)
+        partial = arrived = None
+        if self._part:
+            partial = x.new_empty(self._blocks * self._config.splits * self._part, dtype=torch.float32)
+            arrived = zeroed_counters(x.device, self._blocks)
+        pointers = end_pointers(y, given, tuple(caches))
+        block_scale = given.weight_scale if self._variant.BLOCK_SCALES else None
+        self._kernel(x.device, x, weight, y, given.norm_weight, block_scale, partial, arrived, *pointers[1:])
+        return y
+
+    def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
+        problem, config = self._problem, self._config
+        scale = given.weight_scale
+        strides = (x.stride(0), weight.stride(0), scale.stride(0) if self._variant.BLOCK_SCALES else 0)
+        scalars = (problem.K, *strides, config.splits, self._tiles, problem.norm_eps)
+        options: dict[str, Any] = {"launch_pdl": True} if self._variant.DEPENDENT else {}
+        return KeptKernel(
+            product_kernel,
+            self._blocks * config.splits,
+            (*scalars, *end_sizes(problem, given, caches)),
+            (self._variant, end_variant(problem)),
+            None,
+            num_warps=config.num_warps,
+            **options,
+        )
+
+
+class LibraryLaunch:
+    """torch's product, and the end in a kernel behind it."""
+
+    def __init__(self, problem: LinearProblem) -> None:
+        self._problem = problem
+        self._kernel: KeptKernel | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        *caches, given = others
+        problem = self._problem
+        with torch.no_grad():
+            if problem.is_plain:
+                return torch.nn.functional.linear(x, weight, given.bias)
+            if problem.norm:
+                x = torch.nn.functional.rms_norm(x, (problem.K,), given.norm_weight, problem.norm_eps)
+            if problem.scales == "block":
+                weight = scaled_weight(weight, given.weight_scale, x.dtype)
+            sums = torch.nn.functional.linear(x, weight.to(x.dtype))
+        y = new_output(problem, x)
+        if problem.M == 0:
+            return y
+        if self._kernel is None:
+            self._kernel = self._prepare(sums, tuple(caches), given)
+        pointers = end_pointers(y, given, tuple(caches))
+        self._kernel(x.device, sums, *pointers)
+        return y
+
+    def _prepare(self, sums: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
+        problem = self._problem
+        programs = triton.cdiv(problem.places, END_PLACES) * triton.cdiv(problem.M, END_ROWS)
+        return KeptKernel(
+            end_kernel,
+            programs,
+            (sums.stride(0), *end_sizes(problem, given, caches)),
+            (END_ROWS, END_PLACES, end_variant(problem, norm=False)),
+            None,
+        )

@@ -1,0 +1,166 @@
+"""Checks of products with a weight: types and shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import (
+    check_backend,
+    check_choice,
+    check_dense,
+    check_device,
+    check_dtype,
+    check_floats,
+    check_int32,
+    check_last_stride,
+    check_rotary,
+    check_same_dtype,
+)
+from flashtile.checks.decode import PAGED_CACHE, check_written
+from flashtile.linear.problem import (
+    ACTIVATIONS,
+    DTYPES,
+    E4M3,
+    SCALE_BLOCK,
+    SWIGLU,
+    LinearOptions,
+    LinearTensors,
+    QkvOptions,
+    QkvTensors,
+)
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions) -> None:
+    """Raise for a product that no backend could compute.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, stride, device or number is not allowed.
+        NotImplementedError: a device that flashtile does not serve.
+    """
+    check_choice("activation", options.activation, ACTIVATIONS)  # type: ignore[arg-type]
+    _check_product(x, weight, tensors, options)
+    columns = weight.shape[0]
+    if options.activation == SWIGLU:
+        if columns % 2:
+            raise ValueError(
+                f"weight has {columns} rows: with activation={SWIGLU!r} they must be even, first those of "
+                "the gate and then as many"
+            )
+        columns //= 2
+    shape = (x.shape[0], columns)
+    check_floats("residual", tensors.residual, (shape,), "that of the result,", x, (x.dtype,))
+
+
+def check_qkv(
+    x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: QkvTensors, options: QkvOptions
+) -> None:
+    """Raise for a product with an append that no backend could compute; errors as :func:`check_linear`."""
+    _check_product(x, weight, tensors, options)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dense(name, cache)
+        if cache.dim() != 4 or 0 in cache.shape[1:]:
+            raise ValueError(f"{name} must have 4 dimensions {PAGED_CACHE}, got shape {tuple(cache.shape)}")
+        check_device(name, cache, x)
+        check_last_stride(name, cache)
+        if cache.dtype == E4M3:
+            raise NotImplementedError(
+                f"{name} must be {x.dtype} like x, got {E4M3}: append to such a cache by append_kvcache"
+            )
+        check_same_dtype(name, cache, "x", x)
+    if k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"v_cache has shape {tuple(v_cache.shape)}, but k_cache has {tuple(k_cache.shape)}: they must be "
+            "equal"
+        )
+    check_written(k_cache, v_cache)
+    heads_kv, head_dim = k_cache.shape[2:]
+    if head_dim % 2:
+        raise ValueError(f"k_cache has head_dim {head_dim}: it must be even")
+    if weight.shape[0] % head_dim or weight.shape[0] // head_dim <= 2 * heads_kv:
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows: it must have head_dim = {head_dim} for each query head and "
+            f"for the {heads_kv} heads of keys and of values"
+        )
+    rows = x.shape[0]
+    check_rotary(tensors.rotary_cos, tensors.rotary_sin, x, head_dim, (x.dtype, torch.float32))
+    check_int32("positions", tensors.positions, (rows,), "(rows of x,)", x)
+    _check_places(rows, tensors, x)
+    if tensors.rotary_cos is not None and tensors.positions is None:
+        raise ValueError("positions must be given beside rotary_cos and rotary_sin, got None")
+
+
+def _check_places(rows: int, tensors: QkvTensors, x: Tensor) -> None:
+    """Where keys and values go: by slots, or by positions and the block table."""
+    slots, table = tensors.slot_mapping, tensors.block_table
+    if (slots is None) == (table is None):
+        given = "neither" if slots is None else "both"
+        raise ValueError(f"slot_mapping or block_table must say where keys and values go, got {given}")
+    if slots is not None:
+        check_dense("slot_mapping", slots)
+        if slots.dtype != torch.int64:
+            raise TypeError(f"slot_mapping must be int64, got {slots.dtype}")
+        if tuple(slots.shape) != (rows,):
+            raise ValueError(
+                f"slot_mapping must have shape (rows of x,) = {(rows,)}, got {tuple(slots.shape)}"
+            )
+        check_device("slot_mapping", slots, x)
+        check_last_stride("slot_mapping", slots)
+    if table is not None:
+        check_dense("block_table", table)
+        if table.dtype != torch.int32:
+            raise TypeError(f"block_table must be int32, got {table.dtype}")
+        if table.dim() != 2 or table.shape[0] != rows or table.shape[1] == 0:
+            raise ValueError(
+                f"block_table must have shape (rows of x, max_blocks) with {rows} rows and a block at least, "
+                f"got {tuple(table.shape)}"
+            )
+        check_device("block_table", table, x)
+        if not table.is_contiguous():
+            raise ValueError(f"block_table must be contiguous, got strides {tuple(table.stride())}")
+        if tensors.positions is None:
+            raise ValueError("positions must be given beside block_table, got None")
+
+
+def _check_product(x: Any, weight: Any, tensors: Any, options: Any) -> None:
+    check_dense("x", x)
+    check_dtype("x", x, DTYPES)
+    check_device("x", x, x)
+    check_dense("weight", weight)
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must have shape (N, K) with N and K at least 1, got {tuple(weight.shape)}")
+    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x must have shape (..., K) with K = {weight.shape[1]}, that of weight {tuple(weight.shape)}, "
+            f"got {tuple(x.shape)}"
+        )
+    check_device("weight", weight, x)
+    for name, matrix in (("x", x), ("weight", weight)):
+        check_last_stride(name, matrix)
+    N, K = weight.shape
+    scale = tensors.weight_scale
+    if weight.dtype == E4M3:
+        if x.dtype not in HALVES:
+            raise TypeError(f"x must be float16 or bfloat16 beside a weight in {E4M3}, got {x.dtype}")
+        if scale is None:
+            raise ValueError(f"weight_scale must be given beside a weight in {E4M3}, got None")
+        blocks = (math.ceil(N / SCALE_BLOCK), math.ceil(K / SCALE_BLOCK))
+        layout = f"(N,), or (N / {SCALE_BLOCK}, K / {SCALE_BLOCK}) rounded up"
+        check_floats("weight_scale", scale, ((N,), blocks), layout, x)
+        if not scale.is_contiguous():
+            raise ValueError(f"weight_scale must be contiguous, got strides {tuple(scale.stride())}")
+    else:
+        check_same_dtype("weight", weight, "x", x)
+        if scale is not None:
+            raise ValueError(f"weight_scale must be None: weight is {weight.dtype}, only {E4M3} is scaled")
+    check_floats("bias", tensors.bias, ((N,),), "(N,)", x, (x.dtype,))
+    check_floats("norm_weight", tensors.norm_weight, ((K,),), "(K,)", x, (x.dtype,))
+    if not 0 <= options.norm_eps < math.inf:
+        raise ValueError(f"norm_eps must be finite and at least 0, got {options.norm_eps}")
+    check_backend(options.backend)

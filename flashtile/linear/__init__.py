@@ -1,0 +1,8 @@
+"""Products with a weight for few rows of x, as decoding has them (FlashDecoding++, Hong et al. 2023,
+arXiv:2311.01282, sections 4 and 5), and what stands around them in a transformer's layer. Forward only.
+"""
+
+from flashtile.linear.explain import Explanation, explain
+from flashtile.linear.functional import linear, linear_qkv
+
+__all__ = ["Explanation", "explain", "linear", "linear_qkv"]

@@ -1,0 +1,182 @@
+"""Products with a weight on every backend, held to the error rule, and what a caller may rely on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_calls import CALLS, Call, check, make_inputs, run
+
+import flashtile
+from flashtile.linear import linear, linear_qkv
+from targets import INTERPRETING, Target
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def dtypes_of(target: Target, call: Call) -> list[torch.dtype]:
+    widths = 2 if call.scales != "none" else 4
+    return [d for d in DTYPES if d in target.dtypes and d.itemsize <= widths]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_products_are_within_the_error_rule(target, call):
+    for dtype in dtypes_of(target, call):
+        check(call, dtype, target.device, backend=target.backend)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(target, bad):
+    """Of x it reaches its own row of the result, of the weight its own column, and neither any other."""
+    dtype = target.dtypes[0]
+    for M in (1, 3):
+        inputs = make_inputs(Call(M, 20, 40), dtype, target.device)
+        clean = run(Call(M, 20, 40), inputs, backend=target.backend)
+        x, weight = inputs.x.clone(), inputs.weight.clone()
+        x[0, 3] = bad
+        y = linear(x, weight, backend=target.backend)
+        assert not y[0].isfinite().any()
+        assert torch.equal(y[1:], clean[1:])
+        weight[7, 5] = bad
+        y = linear(inputs.x, weight, backend=target.backend)
+        assert not y[:, 7].isfinite().any()
+        others = torch.arange(20, device=y.device) != 7
+        assert torch.equal(y[:, others], clean[:, others])
+
+
+def test_sums_are_the_same_in_every_run(target):
+    inputs = make_inputs(Call(3, 16, 700), target.dtypes[0], target.device)
+    first = run(Call(3, 16, 700), inputs, backend=target.backend)
+    assert all(torch.equal(first, run(Call(3, 16, 700), inputs, backend=target.backend)) for _ in range(3))
+
+
+def test_leading_dimensions_come_back(target):
+    x = torch.randn(2, 3, 24, device=target.device, dtype=target.dtypes[0])
+    weight = torch.randn(10, 24, device=target.device, dtype=target.dtypes[0])
+    residual = torch.randn(2, 3, 10, device=target.device, dtype=target.dtypes[0])
+    y = linear(x, weight, residual=residual, backend=target.backend)
+    assert y.shape == (2, 3, 10)
+    rows = linear(x.flatten(0, 1), weight, residual=residual.flatten(0, 1), backend=target.backend)
+    assert torch.equal(y.flatten(0, 1), rows)
+    assert linear(x[0, 0], weight, backend=target.backend).shape == (10,)
+    assert linear(x[:0], weight, backend=target.backend).shape == (0, 3, 10)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_gradients_are_refused_by_name():
+    x, weight = torch.randn(2, 16), torch.randn(8, 16, requires_grad=True)
+    y = linear(x, weight)
+    with pytest.raises(NotImplementedError, match=r"weight must not require a gradient.*functional\.linear"):
+        y.sum().backward()
+    caches = torch.zeros(2, 2, 4, 1, 2)
+    with pytest.raises(NotImplementedError, match="weight must not require a gradient"):
+        linear_qkv(x, weight, *caches, slot_mapping=torch.tensor([0, 1]))
+    with torch.no_grad():
+        assert torch.equal(linear(x, weight), y.detach())
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_compiled_calls_are_the_same():
+    torch._dynamo.reset()
+    for call in (Call(2, 24, 40, "silu_and_mul", norm=True), Call(3, 128, 40, "qkv", rotary_dim=16)):
+        inputs, again = (make_inputs(call, torch.float32, "cpu") for _ in range(2))
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            assert torch.equal(compiled(call, inputs), run(call, again))
+        assert all(map(torch.equal, inputs.caches, again.caches))
+
+
+X, W = torch.zeros(3, 32), torch.zeros(48, 32)
+CACHES = tuple(torch.zeros(2, 4, 2, 2, 8))
+SLOTS = torch.zeros(3, dtype=torch.int64)
+BAD = {
+    "K": (ValueError, r"x must have shape \(\.\.\., K\) with K = 32", dict(x=torch.zeros(3, 31))),
+    "no rows of weight": (ValueError, r"weight must have shape \(N, K\)", dict(weight=W[:0])),
+    "dtype of weight": (TypeError, "weight has dtype torch.float16, but x has", dict(weight=W.half())),
+    "integers": (TypeError, "x must be float16, bfloat16, float32 or float64", dict(x=X.int())),
+    "bias": (ValueError, r"bias must have shape \(N,\) = \(48,\)", dict(bias=torch.zeros(47))),
+    "strides": (
+        ValueError,
+        r"weight must have stride 1.*weight\.contiguous",
+        dict(weight=torch.zeros(32, 48).T),
+    ),
+    "activation": (ValueError, "activation must be one of None, 'silu_and_mul'", dict(activation="gelu")),
+    "odd halves": (
+        ValueError,
+        "weight has 47 rows: .* must be even",
+        dict(weight=W[:47], activation="silu_and_mul"),
+    ),
+    "residual": (
+        ValueError,
+        r"residual must have shape .*\(3, 24\)",
+        dict(residual=torch.zeros(3, 48), activation="silu_and_mul"),
+    ),
+    "scale": (
+        ValueError,
+        "weight_scale must be None: weight is torch.float32",
+        dict(weight_scale=torch.ones(48)),
+    ),
+    "no scale": (
+        ValueError,
+        "weight_scale must be given",
+        dict(x=X.half(), weight=W.to(torch.float8_e4m3fn)),
+    ),
+    "wide x": (
+        TypeError,
+        "x must be float16 or bfloat16 beside",
+        dict(weight=W.to(torch.float8_e4m3fn), weight_scale=torch.ones(48)),
+    ),
+    "norm": (ValueError, r"norm_weight must have shape \(K,\)", dict(norm_weight=torch.ones(48))),
+    "eps": (ValueError, "norm_eps must be finite", dict(norm_eps=float("nan"))),
+    "flag": (TypeError, "prefetch must be True or False", dict(prefetch=1)),
+    "backend": (ValueError, "backend must be None or one of", dict(backend="cublas")),
+    "number": (ValueError, r"x must have shape \(\.\.\., K\), got shape \(\)", dict(x=torch.zeros(()))),
+}
+BAD_QKV = {
+    "places": (ValueError, "slot_mapping or block_table must say .* got neither", dict(slot_mapping=None)),
+    "both": (ValueError, "got both", dict(block_table=torch.zeros(3, 2, dtype=torch.int32))),
+    "slots": (TypeError, "slot_mapping must be int64", dict(slot_mapping=SLOTS.int())),
+    "no positions": (
+        ValueError,
+        "positions must be given beside rotary_cos",
+        dict(rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4)),
+    ),
+    "rows": (ValueError, "weight has 47 rows: it must have head_dim = 8", dict(weight=W[:47])),
+    "no query": (ValueError, "weight has 32 rows", dict(weight=W[:32])),
+    "one memory": (ValueError, "v_cache lies in the memory of k_cache", dict(v_cache=CACHES[0])),
+    "expanded": (ValueError, "k_cache is expanded", dict(k_cache=CACHES[0][:1].expand(4, -1, -1, -1))),
+    "FP8": (
+        NotImplementedError,
+        "k_cache must be torch.float32 like x.*append_kvcache",
+        dict(k_cache=CACHES[0].to(torch.float8_e4m3fn)),
+    ),
+}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    error, text, change = BAD[name]
+    with pytest.raises(error, match=text):
+        linear(**{"x": X, "weight": W} | change)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+@pytest.mark.parametrize("name", BAD_QKV)
+def test_bad_input_is_named_before_anything_is_written(name):
+    error, text, change = BAD_QKV[name]
+    good = {"x": X, "weight": W, "k_cache": CACHES[0], "v_cache": CACHES[1], "slot_mapping": SLOTS}
+    with pytest.raises(error, match=text):
+        linear_qkv(**good | change)
+    assert not any(cache.any() for cache in CACHES)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_explain_and_autocast_and_flops():
+    explanation = flashtile.linear.explain(X, W)
+    assert explanation.backend == "cpu"
+    assert "its kernels run on GPUs" in str(explanation)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(X, W).dtype == torch.bfloat16
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        linear(X, W)
+    assert counter.get_total_flops() == 2 * 3 * 48 * 32

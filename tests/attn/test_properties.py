@@ -122,9 +122,7 @@ def test_decoding_repeats_the_last_row(attend: Attend, mask: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("mask", "alibi"),
-    [(MASKS["full"], "batch"), (MASKS["causal"], None), (MASKS["window"], "head"), (MASKS["softcap"], "batch")],
-    ids=MASKS,
+    ("mask", "alibi"), list(zip(MASKS.values(), ("batch", None, "head", "batch"), strict=True)), ids=MASKS
 )
 def test_varlen_is_a_loop_over_sequences(attend: Attend, mask: dict[str, Any], alibi: str | None) -> None:
     lengths = ((attend.length, attend.length - 7), (0, 5), (6, 0), (11, attend.length), (1, 1), (16, 16))

@@ -46,7 +46,8 @@ def telling() -> set[tuple[str, str]]:
     for arch in TENSOR_CORE:
         for case in sorted(every_case(arch), key=weight, reverse=True):
             constants = constants_of(case)
-            if "BLOCK_D" in constants and constants["BLOCK_D"] != constants.get("BLOCK_DV", constants["BLOCK_D"]):
+            width = constants.get("BLOCK_D")
+            if width is not None and constants.get("BLOCK_DV", width) != width:
                 continue
             kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
             tile = case.num_warps, case.num_stages, *map(constants.get, TILE)

@@ -48,8 +48,10 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built strictly, the first warning is an error; once for all workers of pytest-xdist. Of each measurement
-    with one chart: tests/bench draws the others' kinds."""
+    """Built strictly, the first warning is an error; once for all workers of pytest-xdist.
+
+    Of each measurement one chart is drawn: tests/bench draws each kind.
+    """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import typer
-from typer.testing import CliRunner
+
+import script_runner
 
 pytest.importorskip("triton")
 
 from flashtile.backends.common.config import KernelConfig
-from flashtile.bench import tune
 from flashtile.bench.gate import Oracle
 from flashtile.bench.inputs import make_inputs
 from flashtile.bench.workloads import select
 
 pytestmark = pytest.mark.interpreter
+tune = script_runner.load("benchmarks/tune.py")
 
 
 @pytest.mark.parametrize("kernel", [*tune.PRODUCTS, "decode"])
@@ -51,8 +51,6 @@ def test_candidates_begin_with_the_table() -> None:
     ],
 )
 def test_what_cannot_be_searched_is_refused(options: tuple[str, ...], said: str) -> None:
-    app = typer.Typer()
-    app.command()(tune.main)
-    result = CliRunner().invoke(app, options)
+    result = script_runner.runner(tune)(*options)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())

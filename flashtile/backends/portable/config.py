@@ -1,6 +1,6 @@
 """Configurations of the portable kernels: data, chosen by architecture, element size and head size.
 
-Found offline with ``python -m flashtile.bench.tune``; nothing is tuned at run time.
+Found offline with ``python benchmarks/tune.py``; nothing is tuned at run time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Offline search for the portable kernels' tiles: ``python -m flashtile.bench.tune -w paper -w decode-grid``.
+"""Offline search for the portable kernels' tiles: ``python benchmarks/tune.py -w paper -w decode-grid``.
 
 Candidates are compiled in parallel processes first (they land in Triton's disk cache), then each kernel is
 timed alone, on a cold L2 cache, and for decoding in a graph over rotating caches. A candidate that does not

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import counters
 import markdown_tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from flashtile.bench import report
 from flashtile.bench.report_charts import charts
-from flashtile.io_model import card_of_device, counters
+from flashtile.io_model import card_of_device
 
 SECTION = "Measurements"
 """The part of the navigation that the pages join."""

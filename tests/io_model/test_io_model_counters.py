@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import script_runner
 from flashtile.io_model import find_card, kernels
-from flashtile.io_model.counters import HEAD, compare
 
+counters = script_runner.load("scripts/docs/counters.py")
 ROOT = Path(__file__).parents[2]
 DOCUMENT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-21-h100-ncu-bytes.json").read_text())
 
@@ -24,7 +25,7 @@ MISSED = {
 
 @pytest.fixture(scope="module")
 def comparisons():
-    return list(compare(DOCUMENT, find_card("h100")))
+    return list(counters.compare(DOCUMENT, find_card("h100")))
 
 
 def test_dram_bytes_are_counted_within_a_twentieth_or_named(comparisons):
@@ -45,7 +46,7 @@ def test_half_of_l2_is_what_the_counters_say(monkeypatch):
 
     def reads(share: float) -> dict[str, float]:
         monkeypatch.setattr(kernels, "L2_SHARE", share)
-        rows = compare(DOCUMENT, find_card("h100"))
+        rows = counters.compare(DOCUMENT, find_card("h100"))
         return {row.name: row.model.dram_read / row.dram_read for row in rows}
 
     half, whole = reads(0.5), reads(1.0)
@@ -86,5 +87,5 @@ def test_l2_serves_no_more_than_the_model_loads(comparisons):
 
 def test_the_documentation_has_every_launch(comparisons):
     text = (ROOT / "docs" / "io_model.md").read_text()
-    for cells in (HEAD, *(row.cells for row in comparisons)):
+    for cells in (counters.HEAD, *(row.cells for row in comparisons)):
         assert f"| {' | '.join(cells)} |" in text

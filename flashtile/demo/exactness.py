@@ -3,93 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.table import Column, Table
-from torch import Tensor
 
 from flashtile import testing
+from flashtile.bench.inputs import make_inputs
+from flashtile.bench.peers import options
+from flashtile.bench.workloads import Workload
 from flashtile.demo.check import Check
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = ("float32", "bfloat16", "float16")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 GRADIENTS = ("dq", "dk", "dv")
+Lengths = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kind of call. ``lengths_q`` and ``lengths_k`` are those of a varlen call's sequences."""
+ALIBI = ("ALiBi", "all of these at once")
+"""Cases that have slopes."""
 
-    name: str
-    seqlen_q: int = 200
-    seqlen_k: int = 200
-    heads: int = 4
-    heads_kv: int = 4
-    head_dim: int = 64
-    causal: bool = False
-    window_size: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    alibi: bool = False
-    lengths_q: tuple[int, ...] = ()
-    lengths_k: tuple[int, ...] = ()
 
-    def tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        batch_q: tuple[int, ...] = (2, self.seqlen_q)
-        batch_k: tuple[int, ...] = (2, self.seqlen_k)
-        if self.lengths_q:
-            batch_q, batch_k = (sum(self.lengths_q),), (sum(self.lengths_k),)
-        shapes = (
-            (*batch_q, self.heads, self.head_dim),
-            (*batch_k, self.heads_kv, self.head_dim),
-            (*batch_k, self.heads_kv, self.head_dim),
-        )
-        q, k, v = (testing.random_tensor(shape, dtype, device, seed=i) for i, shape in enumerate(shapes))
-        return q, k, v
-
-    def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Keyword arguments of :func:`flashtile.attention`."""
-        chosen: dict[str, Any] = {
-            "causal": self.causal,
-            "window_size": self.window_size,
-            "softcap": self.softcap,
-        }
-        if self.alibi:
-            chosen["alibi_slopes"] = testing.random_alibi_slopes((self.heads,), device)
-        if self.lengths_q:
-            chosen |= {
-                "cu_seqlens_q": testing.cu_seqlens(self.lengths_q, device),
-                "cu_seqlens_k": testing.cu_seqlens(self.lengths_k, device),
-                "max_seqlen_q": max(self.lengths_q),
-                "max_seqlen_k": max(self.lengths_k),
-            }
-        return chosen
+def case(
+    name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
+    head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
+) -> Workload:  # fmt: skip
+    """One kind of call; ``lengths`` are (seqlen_q, seqlen_k) of packed sequences."""
+    if lengths is not None:
+        batch, seqlen_q, seqlen_k = len(lengths), *map(max, zip(*lengths, strict=True))
+    sizes = (batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim)
+    return Workload(name, "exactness", *sizes, lengths=lengths, **more)
 
 
 CASES = (
-    Case("full"),
-    Case("causal", causal=True),
-    Case("causal, 64 keys", causal=True, window_size=(63, 0)),
-    Case("grouped (8 heads on 2)", heads=8, heads_kv=2, causal=True),
-    Case("soft-cap 5", softcap=5.0),
-    Case("ALiBi", causal=True, alibi=True),
-    Case("113 queries, 257 keys", seqlen_q=113, seqlen_k=257, causal=True),
-    Case("head_dim 80", head_dim=80),
-    Case("variable lengths", causal=True, lengths_q=(1, 130, 0, 69), lengths_k=(65, 130, 7, 200)),
-    Case(
-        "all of these at once",
-        heads=6,
-        heads_kv=2,
-        head_dim=72,
-        causal=True,
-        window_size=(90, 0),
-        softcap=10.0,
-        alibi=True,
-        lengths_q=(100, 33),
-        lengths_k=(100, 160),
+    case("full"),
+    case("causal", causal=True),
+    case("causal, 64 keys", causal=True, window_left=63),
+    case("grouped (8 heads on 2)", heads=8, heads_kv=2, causal=True),
+    case("soft-cap 5", softcap=5.0),
+    case("ALiBi", causal=True),
+    case("113 queries, 257 keys", seqlen_q=113, seqlen_k=257, causal=True),
+    case("head_dim 80", head_dim=80),
+    case("variable lengths", causal=True, lengths=((1, 65), (130, 130), (0, 7), (69, 200))),
+    case(
+        "all of these at once", heads=6, heads_kv=2, head_dim=72, causal=True, window_left=90, softcap=10.0,
+        lengths=((100, 100), (33, 160)),
     ),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,20 +70,21 @@ class Exactness:
         return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
 
 
-def measure(device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Exactness]:
+def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
     """Every case in every dtype, forward and backward, with random gradients of out and lse."""
-    for case in cases:
+    for one in cases:
+        slopes = testing.random_alibi_slopes((one.num_heads_q,), device) if one.name in ALIBI else None
         for dtype in DTYPES:
-            q, k, v = case.tensors(dtype, device)
-            report = testing.measure(q, k, v, **case.arguments(device))
+            inputs = make_inputs(replace(one, dtype=dtype), device)
+            arguments = options(one, inputs)
+            report = testing.measure(inputs.q, inputs.k, inputs.v, alibi_slopes=slopes, **arguments)
             errors = {
                 comparison.name: bound
                 for comparison in report.comparisons
                 for bound in comparison.bounds
                 if bound.norm == "largest"
             }
-            name = str(dtype).removeprefix("torch.")
-            yield Exactness(case.name, name, errors, report.holds, "" if report.holds else str(report))
+            yield Exactness(one.name, dtype, errors, report.holds, "" if report.holds else str(report))
 
 
 def table(measured: Sequence[Exactness]) -> Table:

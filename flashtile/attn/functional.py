@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile.arguments import apply_autocast, check_flag, make_options, refuse_descales, refuse_unknown
 from flashtile.attn import operators
-from flashtile.attn.problem import NO_EXTRAS, Extras
+from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
 
@@ -120,11 +120,14 @@ def attention(
         refuse_unknown("attention", unknown)
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
-    out, lse = _call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
-        () if out is lse is None else (out, lse),
-    )  # fmt: skip
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
+    )
+    extras = NO_EXTRAS
+    if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
+        extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    buffers = () if out is lse is None else (out, lse)
+    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     return (out, lse) if return_lse else out
 
 
@@ -170,11 +173,12 @@ def flash_attn_func(
     if unknown:
         refuse_unknown("flash_attn_func", unknown)
     _check_own(dropout_p, return_attn_probs, return_lse)
-    out, lse = _call(
-        q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, backend, None, sink, q_descale, k_descale, v_descale,
-        () if out is lse is None else (out, lse),
-    )  # fmt: skip
+    options = make_options(
+        None, None, softmax_scale, causal, window_size, softcap, deterministic, backend
+    )
+    extras = NO_EXTRAS if alibi_slopes is sink is None else Extras(alibi_slopes=alibi_slopes, sink=sink)
+    buffers = () if out is lse is None else (out, lse)
+    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     return _result(out, lse, return_attn_probs, return_lse)
 
 
@@ -337,22 +341,19 @@ def flash_attn_varlen_func(
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
     _check_own(dropout_p, return_attn_probs, return_lse)
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
+    )
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
     buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
-        out, lse = attention_over_pages(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-            window_size, softcap, alibi_slopes, block_table, seqused_k, sink, backend, buffers,
-        )  # fmt: skip
+        out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers)
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
-    out, lse = _call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, backend, seqused_k, sink, q_descale, k_descale, v_descale,
-        buffers,
-    )  # fmt: skip
+    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     return _result(out, lse, return_attn_probs, return_lse)
 
 
@@ -477,40 +478,21 @@ def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    backend: str | None,
-    seqused_k: Tensor | None,
-    sink: Tensor | None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    buffers: tuple = (),
+    extras: Extras,
+    options: Options,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    buffers: tuple,
 ) -> tuple[Tensor, Tensor]:
-    options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
-    )
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
-    extras = NO_EXTRAS
-    if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
-        extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         from flashtile.fp8.functional import attend_descaled
 
         if buffers:
             name = "lse" if buffers[0] is None else "out"
             raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
-        return attend_descaled(q, k, v, q_descale, k_descale, v_descale, extras, options)
-    refuse_descales(q_descale, k_descale, v_descale, "for q, k and v of float8_e4m3fn")
+        return attend_descaled(q, k, v, *descales, extras, options)
+    refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
     if buffers:
         out, lse = operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)
         assert out is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.arguments import cast_for_autocast, make_options
+from flashtile.arguments import cast_for_autocast
+from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
 from flashtile.checks.values import check_offset_values
 from flashtile.decode.operators import decode
@@ -13,30 +14,17 @@ from flashtile.decode.problem import CacheTensors, DecodeOptions
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.problem import MAX_LENGTH
 
+MASKING = (
+    "max_seqlen_q", "softmax_scale", "causal", "window_left", "window_right", "softcap", "backend"
+)  # fmt: skip
+"""Options that decoding has, too."""
+
 
 def attention_over_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    block_table: Tensor,
-    seqused_k: Tensor | None,
-    sink: Tensor | None,
-    backend: str | None,
-    buffers: tuple,
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, extras: Extras, options: Options, buffers: tuple
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_varlen_func`` with a ``block_table``; see there for the arguments."""
-    masking = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
-    )
+    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
     if torch._C._is_any_autocast_enabled():
         (q,) = cast_for_autocast(k, q)
     for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):
@@ -48,7 +36,7 @@ def attention_over_pages(
         check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
         lengths = cu_seqlens_k.diff()
         if reads_values(q) and is_plain((q, cu_seqlens_k)):
-            longest = MAX_LENGTH if masking.max_seqlen_k is None else masking.max_seqlen_k
+            longest = MAX_LENGTH if options.max_seqlen_k is None else options.max_seqlen_k
             check_offset_values("cu_seqlens_k", cu_seqlens_k, MAX_LENGTH, longest)
     tensors = CacheTensors(
         cache_seqlens=lengths,
@@ -57,17 +45,9 @@ def attention_over_pages(
         alibi_slopes=alibi_slopes,
         sink=sink,
     )
-    options = DecodeOptions(
-        max_seqlen_q=masking.max_seqlen_q,
-        softmax_scale=masking.softmax_scale,
-        causal=masking.causal,
-        window_left=masking.window_left,
-        window_right=masking.window_right,
-        softcap=masking.softcap,
-        backend=backend,
-    )
+    masking = {name: getattr(options, name) for name in MASKING}
     try:
-        return decode((q, k, v), tensors, options, buffers)
+        return decode((q, k, v), tensors, DecodeOptions(**masking), buffers)
     except ERRORS as error:
         of_lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
         raise renamed(error, {"k_cache": "k", "v_cache": "v", "cache_seqlens": of_lengths}) from None

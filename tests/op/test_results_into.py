@@ -174,7 +174,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize(("name", "buffer", "error", "words"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("name", "buffer", "error", "words"), REFUSED, ids=[row[-1] for row in REFUSED])
 def test_memory_that_is_refused(name, buffer, error, words, known):
     """By name and before the cache is written, of a known signature, too."""
     arguments = cache_call()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import as_int, cast_for_autocast, check_flag, make_options, split_arguments
-from flashtile.checks.arguments import ERRORS, check_dense, check_device, renamed
+from flashtile.checks.arguments import ERRORS, check_dense, check_device, check_int, check_int32, renamed
 from flashtile.checks.decode import check_decode
 from flashtile.checks.values import check_prefix_values
 from flashtile.decode.operators import DECODE, decode
@@ -174,18 +174,10 @@ def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Te
         groups = cu_prefix_groups.shape[0] - 1
     if not isinstance(prefix_seqlens, Tensor):
         length = as_int("prefix_seqlens", prefix_seqlens)
-        if not 0 <= length <= MAX_LENGTH:
-            raise ValueError(f"prefix_seqlens must be from 0 to {MAX_LENGTH}, got {length}")
+        check_int("prefix_seqlens", length, 0, MAX_LENGTH)
         lengths = torch.full((max(groups, batch),), length, dtype=torch.int32, device=q.device)
         return lengths[:groups], lengths[:batch]
-    check_dense("prefix_seqlens", prefix_seqlens)
-    if prefix_seqlens.dtype != torch.int32:
-        raise TypeError(f"prefix_seqlens must be int32, got {prefix_seqlens.dtype}")
-    if tuple(prefix_seqlens.shape) != (groups,):
-        raise ValueError(
-            f"prefix_seqlens must have shape (num_groups,) = {(groups,)}, got {tuple(prefix_seqlens.shape)}"
-        )
-    check_device("prefix_seqlens", prefix_seqlens, q)
+    check_int32("prefix_seqlens", prefix_seqlens, (groups,), "(num_groups,)", q)
     if cu_prefix_groups is None:
         return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
     return prefix_seqlens, None

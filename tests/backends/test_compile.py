@@ -20,6 +20,7 @@ from flashtile.compile_report import CompileCase, every_case, report
 pytestmark = pytest.mark.compile
 
 TENSOR_CORE = {"sm_80": "mma", "sm_90a": "wgmma"}
+CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
 TILE = ("BLOCK_M", "BLOCK_N")
 WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V")
 
@@ -44,7 +45,7 @@ def telling() -> set[tuple[str, str]]:
     Heads of q and v are as wide as each other."""
     chosen, seen = set(), set()
     for arch in TENSOR_CORE:
-        for case in sorted(every_case(arch), key=weight, reverse=True):
+        for case in sorted(CASES[arch], key=weight, reverse=True):
             constants = constants_of(case)
             width = constants.get("BLOCK_D")
             if width is not None and constants.get("BLOCK_DV", width) != width:
@@ -74,8 +75,8 @@ def every_configuration() -> list:
             id=f"{arch}-{case.name}",
             marks=() if (arch, case.name) in told else (pytest.mark.exhaustive,),
         )
-        for arch in TENSOR_CORE
-        for case in every_case(arch)
+        for arch, cases in CASES.items()
+        for case in cases
     ]
 
 
@@ -87,10 +88,10 @@ def test_every_configuration_is_within_its_limits(arch, case):
         assert (TENSOR_CORE[arch] if case.constants["C"].BLOCK_M >= 64 else "mma") in found.tensor_core
 
 
-@pytest.mark.parametrize("arch", TENSOR_CORE)
+@pytest.mark.parametrize("arch", CASES)
 def test_every_kernel_has_cases(arch):
     """The list that the test above walks is whole: unique names, 16-bit products held to the tensor cores."""
-    cases = every_case(arch)
+    cases = CASES[arch]
     assert len({case.name for case in cases}) == len(cases)
     kernels = {case.kernel.fn.__name__ for case in cases}
     assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= kernels

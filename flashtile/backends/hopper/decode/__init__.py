@@ -1,6 +1,7 @@
 """A Gluon kernel for NVIDIA's Hopper GPUs: attention of several query tokens over a cache.
 
-Calls whose rows fit one tile of 16 stay with the portable backend, and so do appending, combining and copying.
+Calls whose rows fit one tile of 16 stay with the portable backend, and so do appending, combining and
+copying.
 """
 
 from __future__ import annotations

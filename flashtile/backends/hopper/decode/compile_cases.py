@@ -10,7 +10,7 @@ import torch
 
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.compile_cases import HOPPER, words
-from flashtile.backends.hopper.decode.config import REGISTERS, HopperDecodeConfig, choose, every_row
+from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
 from flashtile.backends.hopper.decode.kernel import attend_kernel
 from flashtile.backends.hopper.decode.launch import variant_of, views
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
@@ -115,7 +115,7 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
         kernel=attend_kernel,
         signature=_signature(attend_kernel, types | {"out": "*bf16"}, constants),
         constants=constants,
-        options={"maxnreg": REGISTERS[variant.WARPGROUPS][-1]},
+        options={"maxnreg": config.registers[-1]},
         spill_budget=config.features_spill_budget if name == "features" else config.spill_budget,
     )
 

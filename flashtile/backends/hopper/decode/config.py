@@ -23,6 +23,7 @@ class HopperDecodeConfig:
         warpgroups: consumers of 64 rows each.
         BLOCK_N: keys of an n_block.
         STAGES, Q_STAGES: n_blocks of keys and values, and m_blocks, in shared memory.
+        programs_per_sm: programs that share a multiprocessor.
         LAZY_RESCALE, PIN_WAIT: as in the forward's configuration.
         spill_budget: bytes of register spills that were measured and accepted; features_spill_budget: the
             same with every feature at once.
@@ -32,10 +33,15 @@ class HopperDecodeConfig:
     BLOCK_N: int
     STAGES: int
     Q_STAGES: int = 1
+    programs_per_sm: int = 1
     LAZY_RESCALE: bool = False
     PIN_WAIT: bool = False
     spill_budget: int = 0
     features_spill_budget: int = 0
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        return REGISTERS[self.warpgroups, self.programs_per_sm]
 
     @property
     def tile(self) -> KernelConfig:
@@ -51,8 +57,10 @@ class Variant(Layout):
     """0 is a dense cache."""
     COPY_ROWS: int
     """Keys that one TMA load brings: an n_block, or as many as lie side by side in a page."""
+    LOADERS: int
+    """Warps that load parts of each n_block of k, and as many of v."""
     COPIES: int
-    """TMA loads of an n_block of keys."""
+    """TMA loads of an n_block by a loader."""
     HAS_BATCH_IDX: bool
     SOFTCAP: bool
     ALIBI: bool
@@ -75,12 +83,15 @@ class Variant(Layout):
     LAZY_RESCALE: bool
     PIN_WAIT: bool
     CONSUMER_REGISTERS: int
-    PRODUCER_REGISTERS: int
+    LOADER_REGISTERS: int
     Q_IN_REGISTERS: ClassVar[int] = 0
 
 
-REGISTERS = {1: (240, 240, 240), 2: (232, 40, 168)}
-"""By number of consumer warpgroups: of a consumer's thread, of the producer's, and what each starts with."""
+MOST_LOADERS = 2
+"""With those of v they fill a warpgroup. One warp alone issues loads of small pages too slowly."""
+REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 168)}
+"""By consumer warpgroups and programs that share a multiprocessor: of a consumer's thread, of a loader's, and
+what each thread starts with."""
 
 C = HopperDecodeConfig
 # (padded head_dim, padded head_dim_v) -> for at most 64 rows of a sequence, for more

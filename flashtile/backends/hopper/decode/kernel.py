@@ -1,8 +1,8 @@
 """Attention of several query rows over a cache on Hopper: the forward's pipeline (``forward.kernel``) over
 the schedule of decoding (``portable.decode.schedule``).
 
-One or two *consumer* warpgroups of 64 rows each multiply by wgmma, a *producer* warp brings keys and values
-by TMA, by way of the block table. The rows of a tile are query tokens of all query heads that share a key
+One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader* warps bring keys and values by
+TMA, by way of the block table. The rows of a tile are query tokens of all query heads that share a key
 head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``, so that the keys are read once for all.
 
 A program takes an equal run of all n_blocks if it is BALANCED, wherever in the batch that begins and ends.
@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
-from flashtile.backends.hopper.columns import column_parts
 from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.decode.loads import (
     CacheRows,
@@ -54,8 +53,6 @@ from flashtile.backends.portable.decode.schedule import (
 )
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
-OUT_PART = gl.constexpr(64)
-"""Columns of the output that are stored together."""
 
 
 class Pointers(NamedTuple):
@@ -127,8 +124,11 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
         first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
         lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    none = num_rows <= 0
-    return gl.where(none, end - 1, begin), end, gl.where(none, end - 1, full_begin), gl.where(none, end - 1, full_end)
+    if num_rows <= 0:
+        begin = end - 1
+        full_begin = begin
+        full_end = begin
+    return begin, end, full_begin, full_end
 
 
 @gluon.jit
@@ -143,55 +143,41 @@ def mask_rows(C: gl.constexpr, work, rows, slope, lengths):
 
 
 @gluon.jit
-def packed_tokens(C: gl.constexpr, work, rows, lengths):
-    """Where the tokens of rows stand among those of the batch, int64."""
-    b, _ = sequence_of(work.m_block, lengths, C)
-    if C.VARLEN:
-        return work.sequence.start_q.to(gl.int64) + rows.token
-    else:
-        return b.to(gl.int64) * lengths.seqlen_q + rows.token
+def store_rows(C: gl.constexpr, base, rows, exists, o):
+    """Rows of o to ``base``, where ``rows`` says, straight from the product's registers."""
+    layout: gl.constexpr = o.type.layout
+    columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, layout))
+    offsets = gl.convert_layout(rows, gl.SliceLayout(1, layout)) * C.HEAD_DIM_V
+    exists = gl.convert_layout(exists, gl.SliceLayout(1, layout))
+    inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
+    gl.store(base + offsets[:, None] + columns[None, :], o.to(base.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
-def store_whole(C: gl.constexpr, W: gl.constexpr, o, lse, work, call, row_layout: gl.constexpr):
-    """Rows of out, some columns at a time, and of lse (natural logarithm), as the caller gets them."""
+def store_whole(C: gl.constexpr, o, lse, work, rows, call):
+    """Rows of out and of lse, in base 2, as the caller gets them."""
     lengths = call.lengths
     num_heads_q = lengths.num_heads_kv * C.PACK
-    rows = own_rows(C, W, work, lengths, row_layout)
-    tokens = packed_tokens(C, work, rows, lengths)
+    b, _ = sequence_of(work.m_block, lengths, C)
     if C.VARLEN:
+        tokens = work.sequence.start_q.to(gl.int64) + rows.token
         lse_rows = rows.head.to(gl.int64) * lengths.total_q + tokens
     else:
-        b, _ = sequence_of(work.m_block, lengths, C)
+        tokens = b.to(gl.int64) * lengths.seqlen_q + rows.token
         lse_rows = (b.to(gl.int64) * num_heads_q + rows.head) * lengths.seqlen_q + rows.token
-    gl.store(call.pointers.lse + lse_rows, lse, mask=rows.exists)
-
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = own_rows(C, W, work, lengths, gl.SliceLayout(1, wide))
-    offsets = (packed_tokens(C, work, rows, lengths) * num_heads_q + rows.head) * C.HEAD_DIM_V
-    columns = gl.arange(0, OUT_PART, layout=gl.SliceLayout(0, wide))
-    out = call.pointers.out
-    parts = column_parts(o, OUT_PART)
-    for n in gl.static_range(o.shape[1] // OUT_PART):
-        inside = rows.exists[:, None] & (n * OUT_PART + columns < C.HEAD_DIM_V)[None, :]
-        part = gl.convert_layout(parts[n].to(out.dtype.element_ty), wide)
-        gl.store(out + offsets[:, None] + (n * OUT_PART + columns)[None, :], part, mask=inside)
+    gl.store(call.pointers.lse + lse_rows, lse * LN_2, mask=rows.exists)
+    store_rows(C, call.pointers.out, tokens * num_heads_q + rows.head, rows.exists, o)
 
 
 @gluon.jit
-def store_partial(C: gl.constexpr, W: gl.constexpr, o, lse, slot, work, call, row_layout: gl.constexpr):
-    """A partial result, as ``portable.decode.combine`` reads it: lse in base 2."""
+def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
+    """A partial result, as ``portable.decode.combine`` reads it."""
     splits = call.splits
-    rows = own_rows(C, W, work, call.lengths, row_layout)
-    partial_row = slot.to(gl.int64) * splits.partial_rows + rows.index
-    partial_lse = call.pointers.partial + splits.slots.to(gl.int64) * splits.partial_rows * C.HEAD_DIM_V
-    gl.store(partial_lse + partial_row, lse, mask=rows.exists)
-    o_row: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    rows = own_rows(C, W, work, call.lengths, o_row)
-    columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, o.type.layout))
-    offsets = (slot.to(gl.int64) * splits.partial_rows + rows.index) * C.HEAD_DIM_V
-    inside = rows.exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
-    gl.store(call.pointers.partial + offsets[:, None] + columns[None, :], o, mask=inside)
+    partial = call.pointers.partial
+    partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
+    partial_lse = partial + splits.slots.to(gl.int64) * splits.partial_rows * C.HEAD_DIM_V
+    gl.store(partial_lse + partial_rows, lse, mask=rows.exists)
+    store_rows(C, partial, partial_rows, rows.exists, o)
 
 
 @gluon.jit
@@ -281,45 +267,58 @@ def attend_part(
     o = scale_rows(o, factor / total)
     if C.SPLIT:
         if whole:
-            store_whole(C, W, o, lse * LN_2, work, call, row_layout)
+            store_whole(C, o, lse, work, own, call)
         else:
-            store_partial(C, W, o, lse, slot, work, call, row_layout)
+            store_partial(C, o, lse, slot, own, call)
     else:
-        store_whole(C, W, o, lse * LN_2, work, call, row_layout)
+        store_whole(C, o, lse, work, own, call)
     return i
 
 
 @gluon.jit
-def load_part(
-    C: gl.constexpr, work, n_begin, n_end, i, j, q, k, v, faults, q_desc, k_desc, v_desc, call
-):  # fmt: skip
-    """What :func:`attend_part` waits for; returns the new ``i``."""
+def load_queries(C: gl.constexpr, work, j, q, q_desc, call):
+    """TMA loads of the query rows of a work tile."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
-    lengths = call.lengths
+    b, m = sequence_of(work.m_block, call.lengths, C)
+    batch = 0 if C.VARLEN else b
+    slot = q.acquire(j)
+    mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+    for w in gl.static_range(WARPGROUPS):
+        token = work.sequence.start_q + (m * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+        coordinates = [batch, token, work.head_kv, 0, 0]
+        async_load(q_desc, coordinates, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
+
+
+@gluon.jit
+def load_part(
+    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, work, n_begin, n_end, i, j, q, keys, faults, q_desc,
+    desc, call,
+):  # fmt: skip
+    """What :func:`attend_part` waits for, as far as loader PART of k, or of v, brings it; returns the new
+    ``i``. The first loader of k brings queries and finds faults, too."""
+    FIRST: gl.constexpr = not V and PART == 0
     cache = call.cache
-    b, m = sequence_of(work.m_block, lengths, C)
+    b, _ = sequence_of(work.m_block, call.lengths, C)
     entry, fault = first_entry(C, b, call.pointers, cache)
-    head = work.head_kv // C.KV_GROUP
+    outside = faults_of(C, entry, n_end - 1, work.keys, cache) if FIRST and C.PAGE_SIZE != 0 else 0
+    page_rows = cache.v_rows if V else cache.k_rows
     for n in range(n_end - 1, n_begin - 1, -1):
-        pages = load_pages(C, entry, n, work.keys)  # on their way while there is no free slot
-        slot = k.acquire(i)
-        if C.PAGE_SIZE != 0:
-            fault = fault | faults_of(C, pages, cache)
-        barrier, tile = k.full.index(slot), k.tiles.index(slot)
-        load_n_block(C, k_desc, pages, cache.k_rows, n, work.keys, head, cache, barrier, tile)
-        if n == n_end - 1:  # the first keys may come before q's tile is free
-            slot = q.acquire(j)
-            mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
-            for w in gl.static_range(WARPGROUPS):
-                token = work.sequence.start_q + (m * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
-                batch = 0 if C.VARLEN else b
-                coordinates = [batch, token, work.head_kv, 0, 0]
-                async_load(q_desc, coordinates, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
-        slot = v.acquire(i)
-        barrier, tile = v.full.index(slot), v.tiles.index(slot)
-        load_n_block(C, v_desc, pages, cache.v_rows, n, work.keys, head, cache, barrier, tile)
+        pages = load_pages(C, PART, entry, n, work.keys)  # on their way while there is no free slot
+        if FIRST and C.PAGE_SIZE != 0:
+            outside = outside | faults_of(C, entry, n, work.keys, cache)
+        slot = keys.acquire(i)
+        load_n_block(
+            C, PART, desc, pages, page_rows, n, work.keys, work.head_kv // C.KV_GROUP, cache,
+            keys.full.index(slot), keys.tiles.index(slot),
+        )  # fmt: skip
+        if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
+            if n == n_end - 1:  # the first keys may come before q's tile is free
+                load_queries(C, work, j, q, q_desc, call)
         i += 1
-    work_queue.put(faults, j, fault)
+    if FIRST:
+        if C.PAGE_SIZE != 0:
+            fault = fault | gl.max((outside != 0).to(gl.int32), 0)
+        work_queue.put(faults, j, fault)
     return i
 
 
@@ -359,8 +358,11 @@ def consumer(
 
 
 @gluon.jit
-def producer(C: gl.constexpr, queue, q, k, v, faults, start, q_desc, k_desc, v_desc, call):
-    """One warp that keeps the tiles of q, k and v coming."""
+def loader(
+    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, q, keys, faults, start, q_desc, desc, call
+):  # fmt: skip
+    """One warp that keeps its part of the tiles of k, or of v, coming. The first one of k takes work tiles
+    from the queue for all partitions, and loads q."""
     i = 0
     j = 0
     if C.BALANCED:
@@ -370,24 +372,31 @@ def producer(C: gl.constexpr, queue, q, k, v, faults, start, q_desc, k_desc, v_d
                 C, position, start.end, m_block, m_block_start, call.sequences, call.lengths
             )
             if n_begin < n_end:
-                i = load_part(C, work, n_begin, n_end, i, j, q, k, v, faults, q_desc, k_desc, v_desc, call)
+                i = load_part(C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, call)
                 j += 1
     else:
+        FIRST: gl.constexpr = not V and PART == 0
         program, programs = gl.program_id(0), gl.num_programs(0)
         num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
         t = 0
         tile_index = program
-        work_queue.put(queue, t, tile_index)
+        if FIRST:
+            work_queue.put(queue, t, tile_index)
+        else:
+            tile_index = work_queue.take(queue, t, 1)
         while tile_index < num_tiles:
             work, n_begin, n_end, _, _ = queued_tile(
                 C, tile_index, call.pointers.table, call.lengths, call.splits
             )
             if n_begin < n_end:
-                i = load_part(C, work, n_begin, n_end, i, j, q, k, v, faults, q_desc, k_desc, v_desc, call)
+                i = load_part(C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, call)
                 j += 1
             t += 1
-            tile_index = programs + gl.atomic_add(call.pointers.table + 1, 1)
-            work_queue.put(queue, t, tile_index)
+            if FIRST:
+                tile_index = programs + gl.atomic_add(call.pointers.table + 1, 1)
+                work_queue.put(queue, t, tile_index)
+            else:
+                tile_index = work_queue.take(queue, t, 1)
 
 
 @gluon.jit
@@ -408,7 +417,7 @@ def find_start(C: gl.constexpr, sequences, lengths):
 def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
     """For n_blocks of k or v, which arrive in copies of COPY_ROWS keys."""
     tiles = gl.allocate_shared_memory(desc.dtype, [C.STAGES, 1, 1, C.BLOCK_N, 1, WIDTH], desc.layout)
-    return make_ring(tiles, C.STAGES, C.WARPGROUPS)
+    return make_ring(tiles, C.STAGES, C.WARPGROUPS, C.LOADERS)
 
 
 RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride")
@@ -428,7 +437,7 @@ def attend_kernel(
     k = make_key_channel(C, k_desc, C.BLOCK_D)
     v = make_key_channel(C, v_desc, C.BLOCK_DV)
     faults = work_queue.make_work_queue(C.WARPGROUPS)
-    queue = 0 if C.BALANCED else work_queue.make_work_queue(C.WARPGROUPS)
+    queue = 0 if C.BALANCED else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
     sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
@@ -445,22 +454,49 @@ def attend_kernel(
     )
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     dtype: gl.constexpr = q_desc.dtype
-    if C.WARPGROUPS == 1:
+    if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [
                 (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (producer, (C, queue, q, k, v, faults, start, q_desc, k_desc, v_desc, call)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
             ],
-            [1],
-            [C.PRODUCER_REGISTERS],
+            [1, 1],
+            [C.LOADER_REGISTERS, C.LOADER_REGISTERS],
+        )
+    elif C.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
+                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
+                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, call)),
+            ],
+            [1, 1, 1, 1],
+            [C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
+        )
+    elif C.LOADERS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
+            ],
+            [4, 1, 1],
+            [C.CONSUMER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
                 (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
                 (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (producer, (C, queue, q, k, v, faults, start, q_desc, k_desc, v_desc, call)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
+                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
+                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, call)),
             ],
-            [4, 1],
-            [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+            [4, 1, 1, 1, 1],
+            [C.CONSUMER_REGISTERS] + [C.LOADER_REGISTERS] * 4,
         )

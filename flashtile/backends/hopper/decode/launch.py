@@ -16,7 +16,7 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
-from flashtile.backends.hopper.decode.config import REGISTERS, HopperDecodeConfig, Variant
+from flashtile.backends.hopper.decode.config import MOST_LOADERS, HopperDecodeConfig, Variant
 from flashtile.backends.hopper.decode.kernel import attend_kernel
 from flashtile.backends.hopper.decode.loads import CacheRows
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
@@ -63,7 +63,7 @@ def is_balanced(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
         return True
     most = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
     tiles = min(problem.batch * m_blocks, most) * problem.num_heads_kv
-    programs = multiprocessors(problem.device)
+    programs = multiprocessors(problem.device) * config.programs_per_sm
     return tiles / (round_up(tiles, programs)) < LEAST_FILLED and tiles < 4 * programs
 
 
@@ -83,12 +83,15 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
 def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     balanced = is_balanced(problem, config)
     pack = pack_of(problem)
-    consumer, producer, _ = REGISTERS[config.warpgroups]
+    consumer, loader, _ = config.registers
+    copies = config.BLOCK_N // copy_rows(problem, config)
+    loaders = min(copies, MOST_LOADERS)
     return Variant(
         **layout(packed(problem), config),
         PAGE_SIZE=problem.page_size,
         COPY_ROWS=copy_rows(problem, config),
-        COPIES=config.BLOCK_N // copy_rows(problem, config),
+        LOADERS=loaders,
+        COPIES=copies // loaders,
         HAS_BATCH_IDX=problem.batch_idx,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
@@ -107,7 +110,7 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         LAZY_RESCALE=config.LAZY_RESCALE,
         PIN_WAIT=config.PIN_WAIT,
         CONSUMER_REGISTERS=consumer,
-        PRODUCER_REGISTERS=producer,
+        LOADER_REGISTERS=loader,
     )
 
 
@@ -134,7 +137,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         m_blocks = m_blocks_of(problem, config)
         work_tiles = problem.batch * m_blocks * problem.num_heads_kv
         num_splits, split_n_blocks = num_splits_of(problem, config)
-        programs = multiprocessors(self._device)
+        programs = multiprocessors(self._device) * config.programs_per_sm
         if not variant.BALANCED:
             programs = min(programs, work_tiles * num_splits)
         elif programs // work_tiles * work_tiles >= LEAST_FILLED * programs:
@@ -171,7 +174,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             (variant,),
             None,
             arguments_of(attend_kernel, views(problem, variant, q, k_cache, v_cache)),
-            maxnreg=REGISTERS[variant.WARPGROUPS][-1],
+            maxnreg=config.registers[-1],
         )
         table = None
         if not variant.BALANCED:

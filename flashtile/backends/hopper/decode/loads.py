@@ -54,43 +54,47 @@ def num_held(C: gl.constexpr, position, keys):
 
 
 @gluon.jit
-def load_pages(C: gl.constexpr, entry, n, keys):
-    """The page of each copy of n_block ``n``. Entries of keys that are not seen are not read."""
+def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
+    """The page of each copy that loader PART makes of n_block ``n``. Entries of keys that are not seen are
+    not read."""
     if C.PAGE_SIZE == 0:
         return (entry,)
     else:
         COPIES: gl.constexpr = C.COPIES
         pages = ()
         for c in gl.static_range(COPIES):
-            position = n * C.BLOCK_N + c * C.COPY_ROWS
+            position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
             held = num_held(C, position, keys) > 0
             pages = pages + (gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0),)
         return pages
 
 
 @gluon.jit
-def faults_of(C: gl.constexpr, pages, cache):
-    """int32, 0 if all ``pages`` are in the cache."""
-    COPIES: gl.constexpr = C.COPIES
-    fault = pages[0] ^ in_cache(pages[0], cache.num_blocks)
-    for c in gl.static_range(1, COPIES):
-        fault = fault | (pages[c] ^ in_cache(pages[c], cache.num_blocks))
-    return fault
+def faults_of(C: gl.constexpr, entry, n, keys, cache):
+    """int32 [32], all 0 if the pages of all copies of n_block ``n`` are in the cache."""
+    copy = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    position = n * C.BLOCK_N + copy * C.COPY_ROWS
+    held = (num_held(C, position, keys) > 0) & (copy < C.LOADERS * C.COPIES)
+    pages = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
+    return pages ^ in_cache(pages, cache.num_blocks)
 
 
 @gluon.jit
-def load_n_block(C: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile):
-    """TMA loads of n_block ``n`` of k or v; keys that are not held arrive as zeros."""
+def load_n_block(
+    C: gl.constexpr, PART: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile
+):  # fmt: skip
+    """TMA loads, by loader PART, of its part of n_block ``n`` of k or v; keys that are not held arrive as
+    zeros."""
     COPIES: gl.constexpr = C.COPIES
     mbarrier.expect(barrier, desc.block_type.nbytes * COPIES)
     for c in gl.static_range(COPIES):
-        position = n * C.BLOCK_N + c * C.COPY_ROWS
+        position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
         rows = num_held(C, position, keys)
         if C.PAGE_SIZE == 0:
             start = pages[0] * page_rows + position
         else:
             start = in_cache(pages[c], cache.num_blocks) * page_rows + position % C.PAGE_SIZE
         part = tile
-        if C.COPIES > 1:
-            part = tile.slice(c * C.COPY_ROWS, C.COPY_ROWS, dim=2)
+        if C.COPY_ROWS < C.BLOCK_N:
+            part = tile.slice((PART * COPIES + c) * C.COPY_ROWS, C.COPY_ROWS, dim=2)
         async_load(desc, [RAGGED_ROWS, start + rows, RAGGED_ROWS - rows, head, 0], barrier, part)

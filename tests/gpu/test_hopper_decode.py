@@ -36,10 +36,14 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 
 def adapted(case: DecodeCase) -> DecodeCase | None:
-    """The case with pages and heads that TMA can load, if the kernel has its features."""
-    if case.new is not None or case.leftpad or case.tree or case.cache_dtype or case.head_dim_v == 5:
+    """The case if the kernel has its features; what it appends is in the cache beforehand."""
+    if case.cache_dtype or case.rotary_dim or case.head_dim % 8 or (case.head_dim_v or 8) % 8:
         return None
-    return replace(case, page_size=case.page_size and 8, capacity=48)
+    if case.new is not None:
+        new = case.new if isinstance(case.new, tuple) else (case.new,) * len(case.lengths)
+        lengths = tuple(map(sum, zip(case.lengths, new, strict=True)))
+        return replace(case, new=None, lengths=lengths, cache_dtype=None)
+    return case
 
 
 SERVED = {case.name: adapted(case) for case in CASES if adapted(case)}
@@ -60,6 +64,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True, "causal": True},
     "sink": {"sink": True, "causal": True},
     "negative-scale": {"softmax_scale": -0.1},
+    "tree": {"tree": True},
+    "leftpad": {"leftpad": True, "causal": True},
+    "leftpad-window": {"leftpad": True, "window_size": (100, 0)},
 }
 
 
@@ -72,11 +79,28 @@ def test_features_in_both_tiles(feature: str, seqlen_q: int) -> None:
         given["alibi_slopes"] = torch.rand(8, device="cuda") / 8
     if given.pop("sink", False):
         given["sink"] = torch.randn(8, device="cuda")
+    if given.pop("tree", False):
+        given["tree_mask"] = torch.rand(seqlen_q, seqlen_q, device="cuda") < 0.5
+    if given.pop("leftpad", False):
+        given["cache_leftpad"] = torch.tensor([130, 0, 63, 2000], dtype=torch.int32, device="cuda")
     for splits in ({}, {"num_splits": 1}, {"num_splits": 3}):
         check(tensors, arguments, **given, **splits)
 
 
-@pytest.mark.parametrize("page_size", [0, 8, 16, 24, 48, 64, 256])
+def test_what_lies_before_padding_on_the_left_may_be_nan() -> None:
+    (q, k_cache, v_cache), arguments = paged([300, 5], page_size=0, seqlen_q=8)
+    pads = [150, 3]
+    for row, pad in zip(arguments["cache_batch_idx"].tolist(), pads, strict=True):
+        k_cache[row, :pad] = v_cache[row, :pad] = torch.nan
+    leftpad = torch.tensor(pads, dtype=torch.int32, device="cuda")
+    out, lse = attend((q, k_cache, v_cache), arguments | {"cache_leftpad": leftpad})
+    expected = flashtile.flash_attn_with_kvcache(
+        q, k_cache, v_cache, return_softmax_lse=True, cache_leftpad=leftpad, backend="portable", **arguments
+    )
+    torch.testing.assert_close((out, lse), expected, rtol=1.6e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 24, 100, 256])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"split_size": 256}], ids=str)
 def test_page_sizes(page_size: int, splits: dict[str, int]) -> None:
     for seqlen_q in (8, 50):
@@ -169,7 +193,7 @@ def test_no_synchronisation_and_the_same_without_lse() -> None:
 
 
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 3}], ids=str)
-@pytest.mark.parametrize("page_size", [16, 48, 256])
+@pytest.mark.parametrize("page_size", [5, 16, 256])
 @pytest.mark.parametrize("seqlen_q", [8, 40])
 def test_sequences_that_leave_the_cache_are_nan(
     seqlen_q: int, page_size: int, splits: dict[str, int]

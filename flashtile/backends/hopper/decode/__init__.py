@@ -17,7 +17,7 @@ PORTABLE_ROWS = 16
 
 def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
-    from flashtile.backends.hopper.decode.config import COPY_ROWS, serves_heads
+    from flashtile.backends.hopper.decode.config import serves_heads
 
     reason = hopper.reason_of_device(problem)
     if reason is not None:
@@ -26,21 +26,14 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
     if problem.cache_dtype != problem.dtype:
         return f"its kernel takes caches in the dtype of q, not {problem.cache_dtype}"
-    for feature, given in (
-        ("cache_leftpad", problem.leftpad),
-        ("tree_mask", problem.tree),
-        ("shared prefixes", problem.prior),
-    ):
-        if given:
-            return f"its kernel takes no {feature}"
+    if problem.prior:
+        return "its kernel takes no result over a shared prefix"
     sizes = problem.head_dim, problem.head_dim_v
     for name, size in zip(("head_dim", "head_dim_v"), sizes, strict=True):
         if size % 8:
-            return f"{name} must be a multiple of 8 for TMA, it is {size}"
+            return f"{name} must be a multiple of 8 for its loads, it is {size}"
     if not serves_heads(*sizes):
         return f"it has no tile for head sizes of {sizes[0]} and {sizes[1]}"
-    if problem.page_size % COPY_ROWS:
-        return f"page_size must be a multiple of {COPY_ROWS} for TMA, it is {problem.page_size}"
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle
     if 0 in (problem.batch, problem.total_q, problem.seqlen_q, problem.num_blocks, problem.capacity):

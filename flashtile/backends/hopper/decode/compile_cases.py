@@ -12,7 +12,7 @@ from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
 from flashtile.backends.hopper.decode.kernel import attend_kernel
-from flashtile.backends.hopper.decode.launch import variant_of, views
+from flashtile.backends.hopper.decode.launch import STRIDES, variant_of, views
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.compile_report import CompileCase
@@ -49,11 +49,15 @@ _FEATURES: dict[str, Any] = {
     "num_splits": 3,
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
+    "page 1": {"page_size": 1},
     "page 8": {"page_size": 8},
+    "padded": {"page_size": 0, "leftpad": True},
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0, "batch_idx": True},
-    "full": {"window_right": -1},
+    "tree": {"window_right": -1, "tree": True},
 }
+_FEW, _MANY = ("page 8", "padded", "tree"), ("page 1", "page 256", "dense")
+"""Those that are compiled with at most 64 rows of a sequence, and with more."""
 _INT32 = (
     "table", "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",
     "cu_seqlens_k_new",
@@ -63,18 +67,21 @@ _FLOATS = ("scale_log2", "softcap_rate", "softcap_log2")
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table, plain and with every feature; others at head_dim 128."""
+    """Each row of the table with every feature, those of equal head sizes plain, too, others at head_dim
+    128."""
     if arch != HOPPER:
         return
     for block_d, block_dv, config in every_row():
         problem = replace(_PAGED, head_dim=block_d, head_dim_v=block_dv)
         if choose(problem) is not config:
             problem = replace(problem, **_CHUNK)
-        yield _case(problem, config, "page 16")
+        if block_d == block_dv:
+            yield _case(problem, config, "page 16")
         yield _case(replace(problem, **_FEATURES), config, "features")
         if block_d == block_dv == 128:
-            for name, fields in _VARIANTS.items():
-                yield _case(replace(problem, **fields), config, name)
+            for name in _FEW if problem.seqlen_q == _PAGED.seqlen_q else _MANY:
+                varied = replace(problem, **_VARIANTS[name])
+                yield _case(varied, choose(varied), name)
     problem = replace(_PAGED, **_CHUNK)
     constants = {"C": variant_of(problem, choose(problem)), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
     absent = dict.fromkeys(("cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
@@ -95,6 +102,8 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
     k = torch.empty(*rows, problem.head_dim, dtype=problem.dtype, device="meta")
     v = torch.empty(*rows, problem.head_dim_v, dtype=problem.dtype, device="meta")
     present = {
+        "k_cache": variant.GATHER,
+        "v_cache": variant.GATHER,
         "partial": variant.SPLIT,
         "table": not variant.BALANCED,
         "cache_seqlens": problem.lengths,
@@ -105,18 +114,21 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
         "cu_seqlens_k_new": problem.varlen_new,
         "alibi_slopes": problem.alibi,
         "sink": problem.sink,
+        "tree_mask": problem.tree,
     }
     constants: dict[str, Any] = {"C": variant} | {name: None for name, there in present.items() if not there}
-    types = {name: view.type_name for name, view in views(problem, variant, q, k, v).items()}
+    elements = dict.fromkeys(("out", "k_cache", "v_cache"), "*bf16") | {"tree_mask": "*i1"}
+    types = elements | {name: view.type_name for name, view in views(problem, variant, q, k, v).items()}
     more = words({"balanced": variant.BALANCED, "queue": not variant.BALANCED})
     head = f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV} {variant.BLOCK_M}x{variant.BLOCK_N}"
     return CompileCase(
         name=" ".join(("hopper decode", head, name, *more)),
         kernel=attend_kernel,
-        signature=_signature(attend_kernel, types | {"out": "*bf16"}, constants),
+        signature=_signature(attend_kernel, types, constants),
         constants=constants,
+        divisible_by_16=frozenset(STRIDES),
         options={"maxnreg": config.registers[-1]},
-        spill_budget=config.features_spill_budget if name == "features" else config.spill_budget,
+        spill_budget=config.tile.features_spill_budget if name == "features" else config.tile.spill_budget,
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.portable.config import precision_of
+from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.decode.problem import DecodeProblem
 
@@ -16,37 +18,26 @@ COPY_ROWS = 8
 
 
 @dataclass(frozen=True)
-class HopperDecodeConfig:
-    """Tile and pipeline of the kernel.
+class HopperDecodeConfig(DecodeConfig):
+    """Tile and pipeline of the kernel; a tile has 64 rows for each consumer warpgroup.
 
     Args:
-        warpgroups: consumers of 64 rows each.
-        BLOCK_N: keys of an n_block.
         STAGES, Q_STAGES: n_blocks of keys and values, and m_blocks, in shared memory.
-        programs_per_sm: programs that share a multiprocessor.
         LAZY_RESCALE, PIN_WAIT: as in the forward's configuration.
-        spill_budget: bytes of register spills that were measured and accepted; features_spill_budget: the
-            same with every feature at once.
     """
 
-    warpgroups: int
-    BLOCK_N: int
     STAGES: int
-    Q_STAGES: int = 1
-    programs_per_sm: int = 1
-    LAZY_RESCALE: bool = False
-    PIN_WAIT: bool = False
-    spill_budget: int = 0
-    features_spill_budget: int = 0
+    Q_STAGES: int
+    LAZY_RESCALE: bool
+    PIN_WAIT: bool
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile.BLOCK_M // WARPGROUP_ROWS
 
     @property
     def registers(self) -> tuple[int, int, int]:
         return REGISTERS[self.warpgroups, self.programs_per_sm]
-
-    @property
-    def tile(self) -> KernelConfig:
-        """What the schedule and the combining kernel, which every backend shares, want to know."""
-        return KernelConfig(self.warpgroups * WARPGROUP_ROWS, self.BLOCK_N, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -61,10 +52,14 @@ class Variant(Layout):
     """Warps that load parts of each n_block of k, and as many of v."""
     COPIES: int
     """TMA loads of an n_block by a loader."""
+    GATHER: bool
+    """Keys come one by one, by asynchronous copies of each thread, not by TMA."""
+    LOADER_WARPS: int
     HAS_BATCH_IDX: bool
     SOFTCAP: bool
     ALIBI: bool
     SINK: bool
+    HAS_TREE: bool
     HAS_SCORE_MOD: bool
     BALANCED: bool
     """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
@@ -74,6 +69,7 @@ class Variant(Layout):
     """Query heads of a key head that share a tile, row by row."""
     KV_GROUP: int
     """Heads of the schedule to a key head: query heads to a key head, divided by PACK."""
+    HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
     BLOCK_DV: int
@@ -93,22 +89,47 @@ REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 
 """By consumer warpgroups and programs that share a multiprocessor: of a consumer's thread, of a loader's, and
 what each thread starts with."""
 
-C = HopperDecodeConfig
+
+def row(
+    warpgroups: int,
+    BLOCK_N: int,
+    STAGES: int,
+    Q_STAGES: int = 1,
+    programs_per_sm: int = 1,
+    LAZY_RESCALE: bool = False,
+    PIN_WAIT: bool = False,
+    spill_budgets: tuple[int, int] = (0, 0),
+) -> HopperDecodeConfig:
+    """One configuration; ``spill_budgets`` as in ``KernelConfig``."""
+    tile = KernelConfig(warpgroups * WARPGROUP_ROWS, BLOCK_N, 4, STAGES, *spill_budgets)
+    precision = precision_of("hopper", 2)
+    return HopperDecodeConfig(tile, programs_per_sm, precision, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT)
+
+
 # (padded head_dim, padded head_dim_v) -> for at most 64 rows of a sequence, for more
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
-    (64, 64): (C(1, 128, STAGES=4), C(2, 128, STAGES=4, Q_STAGES=2)),
-    (64, 128): (C(1, 128, STAGES=3), C(2, 128, STAGES=3)),
-    (128, 64): (C(1, 128, STAGES=3), C(2, 128, STAGES=3)),
-    (128, 128): (C(1, 128, STAGES=3), C(2, 128, STAGES=2, Q_STAGES=2)),
-    (256, 128): (C(1, 64, STAGES=3), C(2, 64, STAGES=2)),
-    (128, 256): (C(1, 64, STAGES=3), C(2, 64, STAGES=2, LAZY_RESCALE=True, PIN_WAIT=True)),
-    (256, 256): (C(1, 64, STAGES=2), C(2, 64, STAGES=2, LAZY_RESCALE=True, PIN_WAIT=True)),
+    (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
+    (64, 128): (row(1, 128, 3), row(2, 128, 3)),
+    (128, 64): (row(1, 128, 3), row(2, 128, 3)),
+    (128, 128): (row(1, 64, 3, programs_per_sm=2), row(2, 128, 2, Q_STAGES=2)),
+    (256, 128): (row(1, 64, 3), row(2, 64, 2)),
+    (128, 256): (row(1, 64, 3), row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True)),
+    (256, 256): (row(1, 64, 2), row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True)),
 }
+
+
+def gathers(problem: DecodeProblem) -> bool:
+    """Whether keys come one by one: TMA takes pages of a multiple of COPY_ROWS, and no padding on the left,
+    before which memory may hold anything."""
+    return problem.leftpad or problem.page_size % COPY_ROWS != 0
 
 
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     few, many = _TABLE[padded(problem.head_dim), padded(problem.head_dim_v)]
-    return few if problem.seqlen_q * problem.group_size <= WARPGROUP_ROWS else many
+    config = few if problem.seqlen_q * problem.group_size <= WARPGROUP_ROWS else many
+    if gathers(problem) and config.programs_per_sm > 1:  # each needs room for addresses, too
+        config = replace(config, STAGES=config.STAGES - 1)
+    return config
 
 
 def serves_heads(head_dim: int, head_dim_v: int) -> bool:

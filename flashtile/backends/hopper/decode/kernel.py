@@ -20,6 +20,12 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.decode.gather import (
+    Source,
+    faults_of_keys,
+    gather_n_block,
+    load_key_pages,
+)
 from flashtile.backends.hopper.decode.loads import (
     CacheRows,
     faults_of,
@@ -27,10 +33,11 @@ from flashtile.backends.hopper.decode.loads import (
     load_n_block,
     load_pages,
 )
-from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile
+from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile, start_dependents
 from flashtile.backends.hopper.forward.kernel import (
     LN_2,
     Rows,
+    Tree,
     apply_score_mod,
     attend_cut,
     attend_uncut,
@@ -67,6 +74,7 @@ class Pointers(NamedTuple):
     block_table: Any
     alibi_slopes: Any
     sink: Any
+    tree_mask: Any
 
 
 class Call(NamedTuple):
@@ -78,6 +86,7 @@ class Call(NamedTuple):
     splits: Any
     cache: Any
     alibi_stride: Any
+    tree_stride: Any
 
 
 class Start(NamedTuple):
@@ -124,6 +133,12 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
         first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
         lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
+    if C.HAS_LEFTPAD:
+        padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
+        full_begin = min(max(full_begin, padded), full_end)
+    if C.HAS_TREE:  # it begins with the first of the newest tokens
+        full_end = min(full_end, max(max(sequence.len_k - sequence.len_q, 0) // C.BLOCK_N, begin))
+        full_begin = min(full_begin, full_end)
     if num_rows <= 0:
         begin = end - 1
         full_begin = begin
@@ -132,14 +147,23 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
 
 
 @gluon.jit
-def mask_rows(C: gl.constexpr, work, rows, slope, lengths):
+def mask_rows(C: gl.constexpr, work, own, slope, call):
     """A warpgroup's rows as masks see them."""
-    sequence = work.sequence
-    in_keys = rows.token + sequence.len_k - sequence.len_q
+    sequence, lengths = work.sequence, call.lengths
+    offset = sequence.len_k - sequence.len_q
+    in_keys = own.token + offset
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
     if C.HAS_RIGHT:
         last_key = gl.minimum(in_keys + lengths.window_right, last_key)
-    return Rows(in_keys, in_keys - lengths.window_left, last_key, slope)
+    tree = None
+    if C.HAS_TREE:
+        b, _ = sequence_of(work.m_block, lengths, C)
+        row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
+        tree = Tree(call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride, row, offset, sequence.len_q)
+    first_key = in_keys - lengths.window_left
+    if C.HAS_LEFTPAD:
+        first_key = gl.maximum(first_key, sequence.leftpad)
+    return Rows(in_keys, first_key, last_key, slope, tree)
 
 
 @gluon.jit
@@ -205,7 +229,7 @@ def attend_part(
     if C.ALIBI:
         b, _ = sequence_of(work.m_block, lengths, C)
         slope = gl.load(call.pointers.alibi_slopes + b * call.alibi_stride + own.head) * (1 / LN_2)
-    rows = mask_rows(C, work, own, slope, lengths)
+    rows = mask_rows(C, work, own, slope, call)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
     l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
@@ -213,7 +237,7 @@ def attend_part(
     i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
     q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
     n = my_end - 1
-    if C.HAS_RIGHT:
+    if C.HAS_RIGHT or C.HAS_TREE:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i = attend_cut(
             C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_tile, k, v, ping_pong, rows, numbers, dtype
@@ -227,7 +251,7 @@ def attend_part(
     s = mask(C, s, n, rows, s_layout)
     weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
     l = scale_rows(l, alpha) + quad_sums(weights)
-    if C.HAS_RIGHT:
+    if C.HAS_RIGHT or C.HAS_TREE:
         o = scale_rows(o, alpha)
     p = gl.convert_layout(weights.to(dtype), p_layout)
     i += 1
@@ -292,33 +316,52 @@ def load_queries(C: gl.constexpr, work, j, q, q_desc, call):
 @gluon.jit
 def load_part(
     C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, work, n_begin, n_end, i, j, q, keys, faults, q_desc,
-    desc, call,
+    desc, memory, call,
 ):  # fmt: skip
     """What :func:`attend_part` waits for, as far as loader PART of k, or of v, brings it; returns the new
     ``i``. The first loader of k brings queries and finds faults, too."""
     FIRST: gl.constexpr = not V and PART == 0
     cache = call.cache
+    source, offsets = memory
     b, _ = sequence_of(work.m_block, call.lengths, C)
     entry, fault = first_entry(C, b, call.pointers, cache)
-    outside = faults_of(C, entry, n_end - 1, work.keys, cache) if FIRST and C.PAGE_SIZE != 0 else 0
+    head = work.head_kv // C.KV_GROUP
     page_rows = cache.v_rows if V else cache.k_rows
+    outside = fault
+    if FIRST and C.PAGE_SIZE != 0:
+        if C.GATHER:
+            outside = faults_of_keys(load_key_pages(C, entry, n_end - 1, work.keys), cache)
+        else:
+            outside = faults_of(C, entry, n_end - 1, work.keys, cache)
     for n in range(n_end - 1, n_begin - 1, -1):
-        pages = load_pages(C, PART, entry, n, work.keys)  # on their way while there is no free slot
+        # Pages are on their way while there is no free slot.
+        if C.GATHER:
+            pages = load_key_pages(C, entry, n, work.keys)
+        else:
+            pages = load_pages(C, PART, entry, n, work.keys)
         if FIRST and C.PAGE_SIZE != 0:
-            outside = outside | faults_of(C, entry, n, work.keys, cache)
+            if C.GATHER:
+                outside = outside | faults_of_keys(pages, cache)
+            else:
+                outside = outside | faults_of(C, entry, n, work.keys, cache)
         slot = keys.acquire(i)
-        load_n_block(
-            C, PART, desc, pages, page_rows, n, work.keys, work.head_kv // C.KV_GROUP, cache,
-            keys.full.index(slot), keys.tiles.index(slot),
-        )  # fmt: skip
+        barrier, tile = keys.full.index(slot), keys.tiles.index(slot)
         if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
-            if n == n_end - 1:  # the first keys may come before q's tile is free
+            if n == n_end - 1:
                 load_queries(C, work, j, q, q_desc, call)
+        if C.GATHER:
+            WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
+            HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if V else C.HEAD_DIM
+            gather_n_block(
+                C, WIDTH, HEAD_DIM, source, pages, n, work.keys, head, cache, offsets, barrier, tile
+            )
+        else:
+            load_n_block(C, PART, desc, pages, page_rows, n, work.keys, head, cache, barrier, tile)
         i += 1
     if FIRST:
         if C.PAGE_SIZE != 0:
             fault = fault | gl.max((outside != 0).to(gl.int32), 0)
-        work_queue.put(faults, j, fault)
+        work_queue.put(faults, j, fault, C.LOADER_WARPS)
     return i
 
 
@@ -359,10 +402,11 @@ def consumer(
 
 @gluon.jit
 def loader(
-    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, q, keys, faults, start, q_desc, desc, call
+    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, q, keys, faults, start, q_desc, desc, memory,
+    call,
 ):  # fmt: skip
-    """One warp that keeps its part of the tiles of k, or of v, coming. The first one of k takes work tiles
-    from the queue for all partitions, and loads q."""
+    """One warp (two, to GATHER) that keeps its part of the tiles of k, or of v, coming. The first one of k
+    takes work tiles from the queue for all partitions, and loads q."""
     i = 0
     j = 0
     if C.BALANCED:
@@ -372,7 +416,9 @@ def loader(
                 C, position, start.end, m_block, m_block_start, call.sequences, call.lengths
             )
             if n_begin < n_end:
-                i = load_part(C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, call)
+                i = load_part(
+                    C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, memory, call
+                )
                 j += 1
     else:
         FIRST: gl.constexpr = not V and PART == 0
@@ -381,22 +427,24 @@ def loader(
         t = 0
         tile_index = program
         if FIRST:
-            work_queue.put(queue, t, tile_index)
+            work_queue.put(queue, t, tile_index, C.LOADER_WARPS)
         else:
-            tile_index = work_queue.take(queue, t, 1)
+            tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
         while tile_index < num_tiles:
             work, n_begin, n_end, _, _ = queued_tile(
                 C, tile_index, call.pointers.table, call.lengths, call.splits
             )
             if n_begin < n_end:
-                i = load_part(C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, call)
+                i = load_part(
+                    C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, memory, call
+                )
                 j += 1
             t += 1
             if FIRST:
                 tile_index = programs + gl.atomic_add(call.pointers.table + 1, 1)
-                work_queue.put(queue, t, tile_index)
+                work_queue.put(queue, t, tile_index, C.LOADER_WARPS)
             else:
-                tile_index = work_queue.take(queue, t, 1)
+                tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
 
 
 @gluon.jit
@@ -420,22 +468,37 @@ def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
     return make_ring(tiles, C.STAGES, C.WARPGROUPS, C.LOADERS)
 
 
-RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride")
+@gluon.jit
+def make_memory(C: gl.constexpr, source):
+    """(where a loader finds its rows, shared memory for their offsets) to GATHER."""
+    if C.GATHER:
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        return source, gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout)
+    else:
+        return 0, 0
+
+
+RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride", "tree_stride")
 
 
 @gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)
 def attend_kernel(
-    q_desc, k_desc, v_desc, out, lse, partial, table, cache_seqlens, cache_leftpad, cache_batch_idx,
-    block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink,
+    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, table, cache_seqlens, cache_leftpad,
+    cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
+    k_page, k_token, k_head, v_page, v_token, v_head,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
     window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, num_blocks, k_rows, v_rows,
-    table_stride, alibi_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    table_stride, alibi_stride, tree_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most. Heads are those of the schedule: PACK query heads
     each."""
+    if C.SPLIT:
+        start_dependents()
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_key_channel(C, k_desc, C.BLOCK_D)
     v = make_key_channel(C, v_desc, C.BLOCK_DV)
+    k_memory = make_memory(C, Source(k_cache, k_page, k_token, k_head))
+    v_memory = make_memory(C, Source(v_cache, v_page, v_token, v_head))
     faults = work_queue.make_work_queue(C.WARPGROUPS)
     queue = 0 if C.BALANCED else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
     sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
@@ -445,12 +508,13 @@ def attend_kernel(
     )  # fmt: skip
     start = find_start(C, sequences, lengths)
     call = Call(
-        Pointers(out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink),
+        Pointers(out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink, tree_mask),
         sequences,
         lengths,
         Splits(partial_rows, slots, num_splits, split_n_blocks),
         CacheRows(num_blocks, k_rows, v_rows, table_stride),
         alibi_stride,
+        tree_stride,
     )
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     dtype: gl.constexpr = q_desc.dtype
@@ -458,20 +522,20 @@ def attend_kernel(
         gl.warp_specialize(
             [
                 (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
-            [1, 1],
+            [C.LOADER_WARPS, C.LOADER_WARPS],
             [C.LOADER_REGISTERS, C.LOADER_REGISTERS],
         )
     elif C.WARPGROUPS == 1:
         gl.warp_specialize(
             [
                 (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
-                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
-                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, call)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
             [1, 1, 1, 1],
             [C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
@@ -481,10 +545,10 @@ def attend_kernel(
             [
                 (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
                 (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
-            [4, 1, 1],
+            [4, C.LOADER_WARPS, C.LOADER_WARPS],
             [C.CONSUMER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
         )
     else:
@@ -492,10 +556,10 @@ def attend_kernel(
             [
                 (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
                 (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, call)),
-                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, call)),
-                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, call)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
             [4, 1, 1, 1, 1],
             [C.CONSUMER_REGISTERS] + [C.LOADER_REGISTERS] * 4,

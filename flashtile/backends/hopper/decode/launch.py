@@ -16,7 +16,13 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
-from flashtile.backends.hopper.decode.config import MOST_LOADERS, HopperDecodeConfig, Variant
+from flashtile.backends.hopper.decode.config import (
+    MOST_LOADERS,
+    HopperDecodeConfig,
+    Variant,
+    gathers,
+)
+from flashtile.backends.hopper.decode.gather import WARPS
 from flashtile.backends.hopper.decode.kernel import attend_kernel
 from flashtile.backends.hopper.decode.loads import CacheRows
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
@@ -24,6 +30,7 @@ from flashtile.backends.hopper.launch import arguments_of, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import combine_kernel
 from flashtile.backends.portable.decode.launch import (
+    CombineTile,
     DecodeLaunch,
     combine_tile,
     combine_variant,
@@ -31,16 +38,25 @@ from flashtile.backends.portable.decode.launch import (
     layout,
     m_blocks_of,
     round_up,
+    row_strides,
 )
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
 from flashtile.decode.problem import CacheTensors, DecodeProblem
+from flashtile.problem import UNLIMITED
 
 BALANCED_M_BLOCKS = 8
 """Up to so many m_blocks a sequence, programs take equal runs of n_blocks, wherever these begin. With more of
 them, whole work tiles that are computed at a time share their keys in the L2 cache."""
 LEAST_FILLED = 0.85
 """Of the multiprocessors, in a queue of whole work tiles; with less, these are shared out, too."""
+STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
+FAR = 2**30
+"""A window that hides no key."""
+COMBINE_TILE = 8192
+"""Elements of partial results that eight warps of a combining program load at a time."""
+LEAST_SPLITS = 4
+"""Parts that it loads at a time at least."""
 
 
 def pack_of(problem: DecodeProblem) -> int:
@@ -69,38 +85,60 @@ def is_balanced(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 
 def num_splits_of(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[int, int]:
     """(splits of a work tile, n_blocks of a split or 0) where the call decides."""
-    split_n_blocks = triton.cdiv(problem.split_size, config.BLOCK_N)
+    split_n_blocks = triton.cdiv(problem.split_size, config.tile.BLOCK_N)
     if not split_n_blocks:
         return max(problem.num_splits, 1), 0
-    return max(1, triton.cdiv(triton.cdiv(problem.capacity, config.BLOCK_N), split_n_blocks)), split_n_blocks
+    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+    return max(1, triton.cdiv(n_blocks, split_n_blocks)), split_n_blocks
 
 
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Keys that lie side by side, a power of two."""
-    return gcd(problem.page_size, config.BLOCK_N) if problem.page_size else config.BLOCK_N
+    if gathers(problem):
+        return config.tile.BLOCK_N
+    return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
+
+
+def combining_tile(problem: DecodeProblem, config: HopperDecodeConfig, per_tile: int | None) -> CombineTile:
+    """How parts are combined; ``per_tile``: programs of a balanced grid for each work tile, else None.
+
+    A program first finds out what to combine, which takes longer than to do it: few of them are large.
+    """
+    if per_tile is None:
+        return combine_tile(problem, config, None)
+    splits = max(LEAST_SPLITS, triton.next_power_of_2(per_tile))
+    most = max(1, COMBINE_TILE // (splits * padded(problem.head_dim_v)))
+    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+    return CombineTile(min(triton.next_power_of_2(rows), most), splits, 8)
 
 
 def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     balanced = is_balanced(problem, config)
     pack = pack_of(problem)
     consumer, loader, _ = config.registers
-    copies = config.BLOCK_N // copy_rows(problem, config)
+    copies = config.tile.BLOCK_N // copy_rows(problem, config)
     loaders = min(copies, MOST_LOADERS)
+    fields = layout(packed(problem), config)
+    fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
     return Variant(
-        **layout(packed(problem), config),
+        **fields,
         PAGE_SIZE=problem.page_size,
         COPY_ROWS=copy_rows(problem, config),
         LOADERS=loaders,
         COPIES=copies // loaders,
+        GATHER=gathers(problem),
+        LOADER_WARPS=WARPS.value if gathers(problem) else 1,
         HAS_BATCH_IDX=problem.batch_idx,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
         SINK=problem.sink,
+        HAS_TREE=problem.tree,
         HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0,
         BALANCED=balanced,
         SPLIT=balanced or num_splits_of(problem, config)[0] > 1,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
+        HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
@@ -133,6 +171,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
     ) -> tuple[Any, KeptKernel | None]:
         problem, config = packed(self._problem), self._config
+        assert isinstance(config, HopperDecodeConfig)
         variant = variant_of(self._problem, config)
         m_blocks = m_blocks_of(problem, config)
         work_tiles = problem.batch * m_blocks * problem.num_heads_kv
@@ -147,6 +186,8 @@ class HopperDecodeLaunch(DecodeLaunch):
         slots = 2 * programs if variant.BALANCED else work_tiles * num_splits
         splits = Splits(rows, slots, num_splits, split_n_blocks)
         left, right = effective_window(problem)
+        if variant.HAS_LEFT and left == UNLIMITED:  # padding on the left is an edge, too
+            left = FAR
         lengths = Lengths(
             m_blocks=problem.batch * m_blocks,
             m_blocks_per_sequence=m_blocks,
@@ -165,8 +206,11 @@ class HopperDecodeLaunch(DecodeLaunch):
             rows_between_sequences(v_cache),
             0 if tensors.block_table is None else tensors.block_table.stride(0),
         )
-        scalars = lengths._asdict() | splits._asdict() | cache._asdict() | score_numbers(problem)
+        strides = dict(zip(STRIDES, (*row_strides(k_cache), *row_strides(v_cache)), strict=True))
+        scalars = strides | lengths._asdict() | splits._asdict() | cache._asdict() | score_numbers(problem)
         scalars["alibi_stride"] = stride_of_two(tensors.alibi_slopes)
+        tree = tensors.tree_mask
+        scalars["tree_stride"] = 0 if tree is None or tree.shape[0] == 1 else tree.stride(0)
         kernel = KeptKernel(
             attend_kernel,
             programs,
@@ -179,12 +223,12 @@ class HopperDecodeLaunch(DecodeLaunch):
         table = None
         if not variant.BALANCED:
             table = WorkTable(problem, lengths, variant)
-        attend = Attend(kernel, table)
+        attend = Attend(kernel, table, variant.GATHER)
         if not variant.SPLIT:
             return attend, None
         self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
         per_tile = triton.cdiv(programs, work_tiles) if variant.BALANCED else None
-        combined = combine_tile(problem, config, per_tile)
+        combined = combining_tile(problem, config, per_tile)
         by_work_tile = not variant.BALANCED or work_tiles < programs
         units = work_tiles if by_work_tile else programs - 1
         row_blocks = triton.cdiv(rows, combined.rows)
@@ -222,8 +266,11 @@ class WorkTable:
 class Attend:
     """The kernel, called as the portable one is."""
 
-    def __init__(self, kernel: KeptKernel, fill_table: Callable[..., Tensor] | None) -> None:
+    def __init__(
+        self, kernel: KeptKernel, fill_table: Callable[..., Tensor] | None, gathers: bool
+    ) -> None:
         self._kernel = kernel
+        self._gathers = gathers
         self._fill_table = fill_table
 
     @property
@@ -236,8 +283,9 @@ class Attend:
     ) -> None:  # fmt: skip
         given = CacheTensors(*tensors)
         table = None if self._fill_table is None else self._fill_table(q, given)
+        gathered = (k, v) if self._gathers else (None, None)
         self._kernel(
-            device, q, k, v, out, lse, partial, table, given.cache_seqlens, given.cache_leftpad,
+            device, q, k, v, *gathered, out, lse, partial, table, given.cache_seqlens, given.cache_leftpad,
             given.cache_batch_idx, given.block_table, given.cu_seqlens_q, given.cu_seqlens_k_new,
-            given.alibi_slopes, given.sink,
+            given.alibi_slopes, given.sink, given.tree_mask,
         )  # fmt: skip

@@ -65,7 +65,8 @@ def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
         for c in gl.static_range(COPIES):
             position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
             held = num_held(C, position, keys) > 0
-            pages = pages + (gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0),)
+            page = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
+            pages = pages + (page,)  # type: ignore[assignment]
         return pages
 
 

@@ -155,7 +155,7 @@ def mask_rows(C: gl.constexpr, work, own, slope, call):
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
     if C.HAS_RIGHT:
         last_key = gl.minimum(in_keys + lengths.window_right, last_key)
-    tree = None
+    tree = 0
     if C.HAS_TREE:
         b, _ = sequence_of(work.m_block, lengths, C)
         row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)

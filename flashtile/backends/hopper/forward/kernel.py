@@ -135,7 +135,7 @@ class Rows(NamedTuple):
     slope: Any
     """ALiBi's, of the row's head, in log2 units."""
     tree: Any
-    """What a tree mask says, as a :class:`Tree`; None without one."""
+    """What a tree mask says, as a :class:`Tree`; 0 without one."""
 
 
 class Tree(NamedTuple):
@@ -174,7 +174,7 @@ def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
     s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:
         s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
-    if rows.tree is not None:
+    if C.HAS_TREE:
         tree = rows.tree
         columns = keys + (n * C.BLOCK_N - tree.first_key)
         inside = (columns >= 0) & (columns < tree.columns) & (tree.row >= 0)[:, None]
@@ -342,7 +342,7 @@ def mask_rows(C: gl.constexpr, work, positions, slope, schedule):
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:
         last_key = gl.minimum(in_keys + schedule.window_right, last_key)
-    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, None)
+    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0)
 
 
 @gluon.jit
@@ -352,7 +352,7 @@ def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
     if C.ALIBI:
         slope = gl.convert_layout(slope, layout)
     tree = rows.tree
-    if tree is not None:
+    if C.HAS_TREE:
         tree = Tree(tree.mask, gl.convert_layout(tree.row, layout), tree.first_key, tree.columns)
     return Rows(
         gl.convert_layout(rows.positions, layout),

@@ -6,6 +6,7 @@ What no sequence has is NaN in the cache and out of range in the block table, so
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,3 +217,50 @@ def _places(
         used = -(-(before[b] + added[b]) // page_size)
         table[b, :used] = pool[b * columns : b * columns + used]
     return (lambda b, i: (int(table[b, i // page_size]), i % page_size)), table, len(pool), page_size
+
+
+def paged(
+    contexts: list[int],
+    heads: tuple[int, int] = (8, 2),
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    page_size: int = 16,
+    seqlen_q: int | tuple[int, ...] = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """(q, k_cache, v_cache) on the card and a call's arguments; what no sequence holds is NaN, its entries
+    far off. ``seqlen_q`` of several numbers is ragged, ``page_size`` 0 a dense cache in another order."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    dense = page_size == 0
+    page_size = page_size or max([*contexts, 1]) + 3
+    columns = -(-max([*contexts, 1]) // page_size)
+    used = [-(-context // page_size) for context in contexts]
+    blocks = sum(used) + 3
+    order = torch.randperm(blocks, generator=generator, device="cuda").int()
+    table = torch.full((len(contexts), columns), 2**31 - 1, dtype=torch.int32, device="cuda")
+    caches = []
+    for dim in (head_dim, head_dim_v or head_dim):
+        shape = (blocks, page_size, heads[1], dim)
+        caches.append(torch.randn(shape, generator=generator, device="cuda").to(cache_dtype or dtype))
+    start = 0
+    for b, count in enumerate(used):
+        table[b, :count] = order[start : start + count]
+        if count and contexts[b] % page_size:
+            for cache in caches:
+                cache[order[start + count - 1].item(), contexts[b] % page_size :] = torch.nan
+        start += count
+    for cache in caches:
+        cache[order[start:].long()] = torch.nan
+    lengths = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    arguments: dict[str, Any] = {"cache_seqlens": lengths}
+    if dense:
+        arguments["cache_batch_idx"] = torch.where(lengths > 0, table[:, 0], order[-1])
+    else:
+        arguments["block_table"] = table
+    rows: tuple[int, ...] = (len(contexts), seqlen_q) if isinstance(seqlen_q, int) else (sum(seqlen_q) + 1,)
+    if isinstance(seqlen_q, tuple):
+        arguments |= _offsets("q", seqlen_q, partial(torch.tensor, dtype=torch.int32, device="cuda"))
+    q = torch.randn((*rows, heads[0], head_dim), generator=generator, device="cuda").to(dtype)
+    return (q, *caches), arguments

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.attn.problem import find_tma_obstacle
 from flashtile.problem import UNLIMITED, Results
 
 MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
+MAX_TMA_ROWS = 2**30
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """Quantisation saturates here: e4m3 has no infinity."""
@@ -156,6 +158,7 @@ class DecodeProblem(Results):
     num_splits: int = 0  # 0: chosen by the backend
     split_size: int = 0
     return_lse: bool = True  # else lse may be None
+    tma_obstacle: str | None = None  # why Hopper's tensor memory accelerator cannot address q or the caches
 
     @classmethod
     def from_tensors(
@@ -203,6 +206,7 @@ class DecodeProblem(Results):
             num_splits=options.num_splits,
             split_size=options.split_size,
             return_lse=options.return_lse,
+            tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
         )
 
 
@@ -344,6 +348,17 @@ def capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
     if block_table is None:
         return k_cache.shape[1]
     return block_table.shape[1] * k_cache.shape[1]
+
+
+def find_obstacle_in_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    """Why TMA cannot address q, or the caches as one long run of rows each."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[0] > 1 and cache.stride(0) % max(cache.stride(1), 1):
+            return f"{name} must have pages (rows) whole tokens apart for TMA, got strides {cache.stride()}"
+        tokens = cache.shape[0] * (cache.stride(0) // max(cache.stride(1), 1))
+        if tokens > MAX_TMA_ROWS:
+            return f"{name} must have at most {MAX_TMA_ROWS} tokens for TMA, got {tokens}"
+    return find_tma_obstacle(q, k_cache, v_cache, False)
 
 
 def out_dtype(q: Tensor, options: DecodeOptions) -> torch.dtype:

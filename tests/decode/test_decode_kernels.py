@@ -50,7 +50,9 @@ def _starts_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     sequences = Sequences(cache_seqlens, None, None, None)
     lengths = Lengths(m_blocks, 1, num_heads_kv, 1, seqlen_q, 0, 0, capacity, window_left, 0)
-    total, position, m_block, m_block_start = balanced_start(program, programs, sequences, lengths, C)
+    total, position, m_block, m_block_start = balanced_start(
+        tl.arange(0, C.SCAN_BLOCK), program, programs, sequences, lengths, C
+    )
     tl.store(out + 4 * program, total)
     tl.store(out + 4 * program + 1, position)
     tl.store(out + 4 * program + 2, m_block)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from cases import BF16, FP16, FP32
-from decode_cases import CASES, build
+from decode_cases import CASES, build, paged
 from flashtile.decode import testing
 from flashtile.decode.problem import FP8
 
@@ -19,44 +19,6 @@ pytestmark = pytest.mark.gpu
 
 BY_NAME = {case.name: case for case in CASES}
 DTYPES = [BF16, FP16, FP32]
-
-
-def paged(
-    contexts: list[int],
-    heads: tuple[int, int] = (8, 2),
-    head_dim: int = 128,
-    head_dim_v: int | None = None,
-    page_size: int = 16,
-    seqlen_q: int = 1,
-    dtype: torch.dtype = BF16,
-    cache_dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """(q, k_cache, v_cache) and a call's arguments; what no sequence holds is NaN, its entries far off."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    columns = -(-max([*contexts, 1]) // page_size)
-    used = [-(-context // page_size) for context in contexts]
-    blocks = sum(used) + 3
-    order = torch.randperm(blocks, generator=generator, device="cuda").int()
-    table = torch.full((len(contexts), columns), 2**31 - 1, dtype=torch.int32, device="cuda")
-    caches = []
-    for dim in (head_dim, head_dim_v or head_dim):
-        shape = (blocks, page_size, heads[1], dim)
-        caches.append(torch.randn(shape, generator=generator, device="cuda").to(cache_dtype or dtype))
-    start = 0
-    for b, count in enumerate(used):
-        table[b, :count] = order[start : start + count]
-        if count and contexts[b] % page_size:
-            for cache in caches:
-                cache[order[start + count - 1].item(), contexts[b] % page_size :] = torch.nan
-        start += count
-    for cache in caches:
-        cache[order[start:].long()] = torch.nan
-    q = torch.randn((len(contexts), seqlen_q, heads[0], head_dim), generator=generator, device="cuda").to(
-        dtype
-    )
-    lengths = torch.tensor(contexts, dtype=torch.int32, device="cuda")
-    return (q, *caches), {"cache_seqlens": lengths, "block_table": table}
 
 
 def attend(tensors: tuple[Tensor, Tensor, Tensor], arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

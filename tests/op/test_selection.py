@@ -264,7 +264,7 @@ def test_explain_shows_every_operation_of_a_decoding_call(monkeypatch):
     assert explanation.backend == "cpu"
     assert explanation["append_kvcache"].problem.seqlen_new == 1
     assert explanation.problem.num_splits == 2
-    assert explanation.reasons_against["hopper"] == "it has no kernels for decode"
+    assert explanation.reasons_against["hopper"] == "its kernels run on NVIDIA's Hopper GPUs, not on cpu"
     assert not k_cache.any()
     with pytest.raises(ValueError, match="block_table must have shape"):
         flashtile.explain(*call, block_table=torch.zeros(3, 4, dtype=torch.int32))

@@ -12,6 +12,7 @@ import torch
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import capability, is_nvidia
 from flashtile.backends.common.launch import RAGGED_ROWS
+from flashtile.decode.problem import DecodeProblem
 
 NAME = "hopper"
 CAPABILITY = (9, 0)
@@ -30,7 +31,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     return reason_of_tensors(problem)
 
 
-def reason_of_device(problem: Problem) -> str | None:
+def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
     """Why its kernels, of any dtype, do not run on the problem's device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"

@@ -53,9 +53,9 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 
 
 @gluon.jit
-def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
+def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """A channel over ``tiles`` that exist already. With READERS 0 the producer never asks whether a slot is
-    free.
+    free; WRITERS partitions each bring a part of every tile.
 
     Only barriers that somebody waits for are initialised. The compiler gives the memory of others to
     something else, and a card that switches between processes may write a barrier's state back there.
@@ -63,7 +63,7 @@ def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=WRITERS)
         if READERS > 0:
             mbarrier.init(empty.index(i), count=READERS)
     return Channel(tiles, full, empty, STAGES)

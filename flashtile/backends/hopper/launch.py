@@ -9,6 +9,7 @@ import torch
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import Target, multiprocessors
+from flashtile.decode.problem import DecodeProblem
 from flashtile.problem import LOG2_E
 
 
@@ -17,7 +18,7 @@ def num_programs(num_tiles: int, device: torch.device | Target) -> int:
     return min(multiprocessors(device), num_tiles)
 
 
-def score_numbers(problem: Problem) -> dict[str, float]:
+def score_numbers(problem: Problem | DecodeProblem) -> dict[str, float]:
     """The fields of both passes' ``Numbers`` that lead from raw products to scores in log2 units."""
     scale, softcap = problem.softmax_scale * LOG2_E, problem.softcap
     return {

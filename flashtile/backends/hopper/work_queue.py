@@ -23,10 +23,10 @@ def make_work_queue(READERS: gl.constexpr):
 
 
 @gluon.jit
-def put(queue, t, tile_index):
-    """Producer, one warp: ``tile_index`` is the program's work tile number ``t``."""
+def put(queue, t, tile_index, WARPS: gl.constexpr = 1):
+    """Producer of WARPS warps: ``tile_index`` is the program's work tile number ``t``."""
     slot = queue.acquire(t)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     queue.tiles.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile_index)
     mbarrier.arrive(queue.full.index(slot), count=1)
 

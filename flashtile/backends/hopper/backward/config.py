@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
@@ -64,6 +65,9 @@ class WideBackwardConfig(BackwardConfig):
 @dataclass(frozen=True)
 class BackwardVariant:
     """Everything that the backward kernel is compiled for: one constant of the kernel."""
+
+    HAS_TREE: ClassVar[bool] = False
+    """Tree masks are decoding's."""
 
     VARLEN: bool
     SEQUSED: bool

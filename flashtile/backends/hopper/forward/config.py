@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
@@ -60,6 +61,9 @@ class ForwardConfig:
 @dataclass(frozen=True)
 class ForwardVariant:
     """Everything that the forward kernel is compiled for: one constant of the kernel."""
+
+    HAS_TREE: ClassVar[bool] = False
+    """Tree masks are decoding's."""
 
     VARLEN: bool
     SEQUSED: bool

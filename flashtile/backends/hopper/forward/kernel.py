@@ -134,6 +134,20 @@ class Rows(NamedTuple):
     """The last key that a row sees."""
     slope: Any
     """ALiBi's, of the row's head, in log2 units."""
+    tree: Any
+    """What a tree mask says, as a :class:`Tree`; 0 without one."""
+
+
+class Tree(NamedTuple):
+    """A tree mask of draft tokens (``decode``): which of a sequence's last tokens each row sees."""
+
+    mask: Any
+    """Pointer to the sequence's."""
+    row: Any
+    """Where a row's begins, [64]; -1 if the row is none."""
+    first_key: Any
+    """The key that its first column stands for."""
+    columns: Any
 
 
 @gluon.jit
@@ -160,6 +174,12 @@ def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
     s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:
         s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    if C.HAS_TREE:
+        tree = rows.tree
+        columns = keys + (n * C.BLOCK_N - tree.first_key)
+        inside = (columns >= 0) & (columns < tree.columns) & (tree.row >= 0)[:, None]
+        seen = gl.load(tree.mask + tree.row[:, None] + columns, mask=inside, other=1)
+        s = gl.where(seen != 0, s, float("-inf"))
     return s
 
 
@@ -322,7 +342,7 @@ def mask_rows(C: gl.constexpr, work, positions, slope, schedule):
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:
         last_key = gl.minimum(in_keys + schedule.window_right, last_key)
-    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope)
+    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0)
 
 
 @gluon.jit
@@ -331,11 +351,15 @@ def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
     slope = rows.slope
     if C.ALIBI:
         slope = gl.convert_layout(slope, layout)
+    tree = rows.tree
+    if C.HAS_TREE:
+        tree = Tree(tree.mask, gl.convert_layout(tree.row, layout), tree.first_key, tree.columns)
     return Rows(
         gl.convert_layout(rows.positions, layout),
         gl.convert_layout(rows.first_key, layout),
         gl.convert_layout(rows.last_key, layout),
         slope,
+        tree,
     )
 
 

@@ -200,7 +200,9 @@ def prefetch_first(program, pointers, strides, num_blocks, sequences, lengths, C
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     team = program // HEADS
     teams = tl.num_programs(0) // HEADS
-    total, position, m_block, m_block_start = balanced_start(team, teams, sequences, lengths, C, True)
+    total, position, m_block, m_block_start = balanced_start(
+        tl.arange(0, C.SCAN_BLOCK), team, teams, sequences, lengths, C, True
+    )
     work, nth, _ = work_tile_at(program, position, m_block, m_block_start, sequences, lengths, C, True)
     n = work.keys.first // C.BLOCK_N + nth
     cache = cache_of(work, n, pointers, strides, num_blocks, lengths, C, True)
@@ -271,7 +273,9 @@ def decode_kernel(
         HEADS: tl.constexpr = C.HEADS_PER_TEAM
         team = program // HEADS
         teams = tl.num_programs(0) // HEADS
-        total, position, m_block, m_block_start = balanced_start(team, teams, sequences, lengths, C)
+        total, position, m_block, m_block_start = balanced_start(
+            tl.arange(0, C.SCAN_BLOCK), team, teams, sequences, lengths, C
+        )
         end = share_start(team + 1, teams, total)
         # Not asked before the first work tile, so that what the loop needs anyway is worked out while lengths
         # are on their way.

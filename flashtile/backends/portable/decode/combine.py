@@ -158,7 +158,7 @@ def combine_kernel(
             # The work tile that holds the first n_block of a program of the next team.
             head_kv = unit % HEADS
             total, position, m_block, m_block_start = balanced_start(
-                unit // HEADS + 1, teams, sequences, lengths, C
+                tl.arange(0, C.SCAN_BLOCK), unit // HEADS + 1, teams, sequences, lengths, C
             )
         b, m = sequence_of(m_block, lengths, C)
         sequence = load_sequence(b, m_block < m_blocks, sequences, lengths, C)

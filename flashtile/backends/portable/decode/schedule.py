@@ -197,9 +197,8 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def count_n_blocks(start, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """[SCAN_BLOCK]: n_blocks of the m_blocks from ``start`` on, over all teams of heads."""
-    m_blocks = start + tl.arange(0, C.SCAN_BLOCK)
+def count_n_blocks(m_blocks, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """[SCAN_BLOCK]: n_blocks of these m_blocks, over all teams of heads."""
     b, m = sequence_of(m_blocks, lengths, C)
     sequence = load_sequence(b, m_blocks < lengths.m_blocks, sequences, lengths, C, EARLY)
     _, _, n_blocks = reach_of(m, sequence, lengths, C)
@@ -232,17 +231,16 @@ def locate_m_block(m_block, sequences, lengths, C: tl.constexpr):
     total = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int32)
     for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
-        n_blocks = count_n_blocks(start, sequences, lengths, C)
         m_blocks = start + tl.arange(0, C.SCAN_BLOCK)
+        n_blocks = count_n_blocks(m_blocks, sequences, lengths, C)
         total += tl.sum(n_blocks)
         before += tl.sum(tl.where(m_blocks < m_block, n_blocks, 0))
     return total, before
 
 
 @triton.jit
-def scan(n_blocks, start, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
-    """Go on looking for the m_block that holds ``position`` among those from ``start`` on."""
-    m_blocks = start + tl.arange(0, C.SCAN_BLOCK)
+def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
+    """Go on looking for the m_block that holds ``position`` among ``m_blocks``."""
     ends = counted + tl.cumsum(n_blocks, 0)
     before = (ends <= position) & (m_blocks < lengths.m_blocks)
     m_block += tl.sum(before.to(tl.int32))
@@ -251,26 +249,26 @@ def scan(n_blocks, start, counted, position, m_block, m_block_start, lengths, C:
 
 
 @triton.jit
-def balanced_start(team, teams, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+def balanced_start(index, team, teams, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
     """Where ``team`` begins: (all n_blocks, position of its first, the m_block that holds it, position of
-    that m_block's first)."""
-    m_block = tl.zeros([], tl.int32)
-    m_block_start = tl.zeros([], tl.int32)
+    that m_block's first). ``index``: 0 to SCAN_BLOCK, in whatever layout."""
+    m_block = team * 0
+    m_block_start = team * 0
     if C.ONE_SCAN:
-        n_blocks = count_n_blocks(0, sequences, lengths, C, EARLY)
+        n_blocks = count_n_blocks(index, sequences, lengths, C, EARLY)
         total = tl.sum(n_blocks)
         position = share_start(team, teams, total)
-        m_block, m_block_start = scan(n_blocks, 0, 0, position, m_block, m_block_start, lengths, C)
+        m_block, m_block_start = scan(n_blocks, index, 0, position, m_block, m_block_start, lengths, C)
     else:
-        total = tl.zeros([], tl.int32)
+        total = team * 0
         for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
-            total += tl.sum(count_n_blocks(start, sequences, lengths, C, EARLY))
+            total += tl.sum(count_n_blocks(start + index, sequences, lengths, C, EARLY))
         position = share_start(team, teams, total)
-        counted = tl.zeros([], tl.int32)
+        counted = team * 0
         for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
-            n_blocks = count_n_blocks(start, sequences, lengths, C, EARLY)
+            n_blocks = count_n_blocks(start + index, sequences, lengths, C, EARLY)
             m_block, m_block_start = scan(
-                n_blocks, start, counted, position, m_block, m_block_start, lengths, C
+                n_blocks, start + index, counted, position, m_block, m_block_start, lengths, C
             )
             counted += tl.sum(n_blocks)
     return total, position, m_block, m_block_start

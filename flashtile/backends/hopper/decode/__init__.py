@@ -1,0 +1,56 @@
+"""A Gluon kernel for NVIDIA's Hopper GPUs: attention of several query tokens over a cache.
+
+Calls whose rows fit one tile of 16 stay with the portable backend, and so do appending, combining and
+copying.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile.backends import hopper
+from flashtile.decode.problem import DecodeProblem
+
+PORTABLE_ROWS = 16
+"""As many rows as the portable kernel's smallest tile has, which reads a cache as fast as memory allows."""
+
+
+def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
+    """Why this backend does not serve the problem; None if it does."""
+    from flashtile.backends.hopper.decode.config import serves_heads
+
+    reason = hopper.reason_of_device(problem)
+    if reason is not None:
+        return reason
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 or bfloat16, not {problem.dtype}"
+    if problem.cache_dtype != problem.dtype:
+        return f"its kernel takes caches in the dtype of q, not {problem.cache_dtype}"
+    if problem.prior:
+        return "its kernel takes no result over a shared prefix"
+    sizes = problem.head_dim, problem.head_dim_v
+    for name, size in zip(("head_dim", "head_dim_v"), sizes, strict=True):
+        if size % 8:
+            return f"{name} must be a multiple of 8 for its loads, it is {size}"
+    if not serves_heads(*sizes):
+        return f"it has no tile for head sizes of {sizes[0]} and {sizes[1]}"
+    if problem.tma_obstacle is not None:
+        return problem.tma_obstacle
+    if 0 in (problem.batch, problem.total_q, problem.seqlen_q, problem.num_blocks, problem.capacity):
+        return "there are no queries or no keys"
+    rows = problem.seqlen_q * problem.group_size
+    if rows <= PORTABLE_ROWS and not explicit:
+        return f"{rows} query rows of a key head fit the portable kernel's tile of {PORTABLE_ROWS}"
+    return None
+
+
+def configure_decode(problem: DecodeProblem):
+    from flashtile.backends.hopper.decode.config import choose
+
+    return choose(problem)
+
+
+def prepare_decode(problem: DecodeProblem, config):
+    from flashtile.backends.hopper.decode.launch import HopperDecodeLaunch
+
+    return HopperDecodeLaunch(problem, config)

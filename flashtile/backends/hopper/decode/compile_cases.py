@@ -1,0 +1,142 @@
+"""Every configuration of attention over a cache on Hopper, for compilation ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashtile.backends.common.device import Target
+from flashtile.backends.hopper.compile_cases import HOPPER, words
+from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
+from flashtile.backends.hopper.decode.kernel import attend_kernel
+from flashtile.backends.hopper.decode.launch import STRIDES, variant_of, views
+from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.compile_report import CompileCase
+from flashtile.decode.problem import DecodeProblem
+
+_PAGED = DecodeProblem(
+    batch=8,
+    seqlen_q=8,
+    total_q=64,
+    num_heads_q=32,
+    num_heads_kv=8,
+    head_dim=128,
+    head_dim_v=128,
+    capacity=65536,
+    page_size=16,
+    num_blocks=32768,
+    seqlen_new=0,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+    out_dtype=torch.bfloat16,
+    device=Target("H100", (9, 0), 132),  # type: ignore[arg-type]
+    softmax_scale=1.0,
+    window_right=0,
+    lengths=True,
+)
+_CHUNK: dict[str, Any] = {"seqlen_q": 1024, "total_q": 8192}
+_FEATURES: dict[str, Any] = {
+    "window_left": 1024,
+    "softcap": 1.0,
+    "alibi": True,
+    "sink": True,
+    "varlen": True,
+    "varlen_new": True,
+    "num_splits": 3,
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "page 1": {"page_size": 1},
+    "page 8": {"page_size": 8},
+    "padded": {"page_size": 0, "leftpad": True},
+    "page 256": {"page_size": 256},
+    "dense": {"page_size": 0, "batch_idx": True},
+    "tree": {"window_right": -1, "tree": True},
+}
+_FEW, _MANY = ("page 8", "padded", "tree"), ("page 1", "page 256", "dense")
+"""Those that are compiled with at most 64 rows of a sequence, and with more."""
+_INT32 = (
+    "table", "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",
+    "cu_seqlens_k_new",
+)  # fmt: skip
+_FLOAT_POINTERS = ("lse", "partial", "alibi_slopes", "sink")
+_FLOATS = ("scale_log2", "softcap_rate", "softcap_log2")
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Each row of the table with every feature, those of equal head sizes plain, too, others at head_dim
+    128."""
+    if arch != HOPPER:
+        return
+    for block_d, block_dv, config in every_row():
+        problem = replace(_PAGED, head_dim=block_d, head_dim_v=block_dv)
+        if choose(problem) is not config:
+            problem = replace(problem, **_CHUNK)
+        if block_d == block_dv:
+            yield _case(problem, config, "page 16")
+        yield _case(replace(problem, **_FEATURES), config, "features")
+        if block_d == block_dv == 128:
+            for name in _FEW if problem.seqlen_q == _PAGED.seqlen_q else _MANY:
+                varied = replace(problem, **_VARIANTS[name])
+                yield _case(varied, choose(varied), name)
+    problem = replace(_PAGED, **_CHUNK)
+    constants = {"C": variant_of(problem, choose(problem)), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
+    absent = dict.fromkeys(("cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
+    yield CompileCase(
+        name="hopper decode table",
+        kernel=table_kernel,
+        signature=_signature(table_kernel, {}, constants | absent),
+        constants=constants | absent,
+        tensor_cores=False,
+    )
+
+
+def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> CompileCase:
+    variant = variant_of(problem, config)
+    shape = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
+    rows = (problem.num_blocks, problem.page_size or problem.capacity, problem.num_heads_kv)
+    q = torch.empty(*shape, problem.num_heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
+    k = torch.empty(*rows, problem.head_dim, dtype=problem.dtype, device="meta")
+    v = torch.empty(*rows, problem.head_dim_v, dtype=problem.dtype, device="meta")
+    present = {
+        "k_cache": variant.GATHER,
+        "v_cache": variant.GATHER,
+        "partial": variant.SPLIT,
+        "table": not variant.BALANCED,
+        "cache_seqlens": problem.lengths,
+        "cache_leftpad": problem.leftpad,
+        "cache_batch_idx": problem.batch_idx,
+        "block_table": problem.page_size > 0,
+        "cu_seqlens_q": problem.varlen,
+        "cu_seqlens_k_new": problem.varlen_new,
+        "alibi_slopes": problem.alibi,
+        "sink": problem.sink,
+        "tree_mask": problem.tree,
+    }
+    constants: dict[str, Any] = {"C": variant} | {name: None for name, there in present.items() if not there}
+    elements = dict.fromkeys(("out", "k_cache", "v_cache"), "*bf16") | {"tree_mask": "*i1"}
+    types = elements | {name: view.type_name for name, view in views(problem, variant, q, k, v).items()}
+    more = words({"balanced": variant.BALANCED, "queue": not variant.BALANCED})
+    head = f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV} {variant.BLOCK_M}x{variant.BLOCK_N}"
+    return CompileCase(
+        name=" ".join(("hopper decode", head, name, *more)),
+        kernel=attend_kernel,
+        signature=_signature(attend_kernel, types, constants),
+        constants=constants,
+        divisible_by_16=frozenset(STRIDES),
+        options={"maxnreg": config.registers[-1]},
+        spill_budget=config.tile.features_spill_budget if name == "features" else config.tile.spill_budget,
+    )
+
+
+def _signature(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        pointer = "*i32" if name in _INT32 else "*fp32" if name in _FLOAT_POINTERS else None
+        signature[name] = types.get(name) or pointer or ("fp32" if name in _FLOATS else "i32")
+    return signature

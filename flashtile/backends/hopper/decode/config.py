@@ -1,0 +1,144 @@
+"""Configurations of attention over a cache on Hopper: data, chosen by head sizes and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.portable.config import precision_of
+from flashtile.backends.portable.decode.config import DecodeConfig
+from flashtile.backends.portable.decode.schedule import Layout
+from flashtile.decode.problem import DecodeProblem
+
+COPY_ROWS = 8
+"""The fewest rows that TMA can put into a swizzled tile: 8 rows are what the swizzle repeats after."""
+
+
+@dataclass(frozen=True)
+class HopperDecodeConfig(DecodeConfig):
+    """Tile and pipeline of the kernel; a tile has 64 rows for each consumer warpgroup.
+
+    Args:
+        STAGES, Q_STAGES: n_blocks of keys and values, and m_blocks, in shared memory.
+        LAZY_RESCALE, PIN_WAIT: as in the forward's configuration.
+    """
+
+    STAGES: int
+    Q_STAGES: int
+    LAZY_RESCALE: bool
+    PIN_WAIT: bool
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile.BLOCK_M // WARPGROUP_ROWS
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        return REGISTERS[self.warpgroups, self.programs_per_sm]
+
+
+@dataclass(frozen=True)
+class Variant(Layout):
+    """Everything that the kernel is compiled for: one constant of the kernel."""
+
+    PAGE_SIZE: int
+    """0 is a dense cache."""
+    COPY_ROWS: int
+    """Keys that one TMA load brings: an n_block, or as many as lie side by side in a page."""
+    LOADERS: int
+    """Warps that load parts of each n_block of k, and as many of v."""
+    COPIES: int
+    """TMA loads of an n_block by a loader."""
+    GATHER: bool
+    """Keys come one by one, by asynchronous copies of each thread, not by TMA."""
+    LOADER_WARPS: int
+    HAS_BATCH_IDX: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    SINK: bool
+    HAS_TREE: bool
+    HAS_SCORE_MOD: bool
+    BALANCED: bool
+    """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
+    SPLIT: bool
+    """A work tile may have several splits: always, if balanced."""
+    PACK: int
+    """Query heads of a key head that share a tile, row by row."""
+    KV_GROUP: int
+    """Heads of the schedule to a key head: query heads to a key head, divided by PACK."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    WARPGROUPS: int
+    STAGES: int
+    Q_STAGES: int
+    LAZY_RESCALE: bool
+    PIN_WAIT: bool
+    CONSUMER_REGISTERS: int
+    LOADER_REGISTERS: int
+    Q_IN_REGISTERS: ClassVar[int] = 0
+
+
+MOST_LOADERS = 2
+"""With those of v they fill a warpgroup. One warp alone issues loads of small pages too slowly."""
+REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 168)}
+"""By consumer warpgroups and programs that share a multiprocessor: of a consumer's thread, of a loader's, and
+what each thread starts with."""
+
+
+def row(
+    warpgroups: int,
+    BLOCK_N: int,
+    STAGES: int,
+    Q_STAGES: int = 1,
+    programs_per_sm: int = 1,
+    LAZY_RESCALE: bool = False,
+    PIN_WAIT: bool = False,
+    spill_budgets: tuple[int, int] = (0, 0),
+) -> HopperDecodeConfig:
+    """One configuration; ``spill_budgets`` as in ``KernelConfig``."""
+    tile = KernelConfig(warpgroups * WARPGROUP_ROWS, BLOCK_N, 4, STAGES, *spill_budgets)
+    precision = precision_of("hopper", 2)
+    return HopperDecodeConfig(tile, programs_per_sm, precision, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT)
+
+
+# (padded head_dim, padded head_dim_v) -> for at most 64 rows of a sequence, for more
+_TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
+    (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
+    (64, 128): (row(1, 128, 3), row(2, 128, 3)),
+    (128, 64): (row(1, 128, 3), row(2, 128, 3)),
+    (128, 128): (row(1, 64, 3, programs_per_sm=2), row(2, 128, 2, Q_STAGES=2)),
+    (256, 128): (row(1, 64, 3), row(2, 64, 2)),
+    (128, 256): (row(1, 64, 3), row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True)),
+    (256, 256): (row(1, 64, 2), row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True)),
+}
+
+
+def gathers(problem: DecodeProblem) -> bool:
+    """Whether keys come one by one: TMA takes pages of a multiple of COPY_ROWS, and no padding on the left,
+    before which memory may hold anything."""
+    return problem.leftpad or problem.page_size % COPY_ROWS != 0
+
+
+def choose(problem: DecodeProblem) -> HopperDecodeConfig:
+    few, many = _TABLE[padded(problem.head_dim), padded(problem.head_dim_v)]
+    config = few if problem.seqlen_q * problem.group_size <= WARPGROUP_ROWS else many
+    if gathers(problem) and config.programs_per_sm > 1:  # each needs room for addresses, too
+        config = replace(config, STAGES=config.STAGES - 1)
+    return config
+
+
+def serves_heads(head_dim: int, head_dim_v: int) -> bool:
+    """Whether there is a configuration for these head sizes."""
+    return max(head_dim, head_dim_v) <= 256 and (padded(head_dim), padded(head_dim_v)) in _TABLE
+
+
+def every_row() -> Iterator[tuple[int, int, HopperDecodeConfig]]:
+    """(padded head_dim, padded head_dim_v, config) of the whole table."""
+    for (block_d, block_dv), row in _TABLE.items():
+        for config in row:
+            yield block_d, block_dv, config

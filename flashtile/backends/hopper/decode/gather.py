@@ -1,0 +1,89 @@
+"""Keys by asynchronous copies of each thread: for pages of any size, and where single keys must stay away.
+
+TMA puts eight rows or more into a swizzled tile. Pages of other sizes, and padding on the left, which ends
+anywhere, need an address for each key.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from flashtile.backends.portable.decode.steps import in_cache
+
+WARPS = gl.constexpr(2)
+"""Of a loader of k, or of v."""
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+ROWS = gl.constexpr(32)
+"""Keys whose addresses a thread holds at a time."""
+
+
+class Source(NamedTuple):
+    """Memory of k or v: a pointer, and strides in elements."""
+
+    base: Any
+    page: Any
+    token: Any
+    head: Any
+
+
+@gluon.jit
+def is_seen(C: gl.constexpr, position, keys):
+    """Whether positions are among the keys that any row of a work tile sees."""
+    seen = position < keys.end
+    if C.HAS_LEFT:
+        seen = seen & (position >= keys.first)
+    return seen
+
+
+@gluon.jit
+def load_key_pages(C: gl.constexpr, entry, n, keys):
+    """[BLOCK_N]: the page, or the row of a dense cache, of each key of n_block ``n``. Entries of keys that
+    are not seen are not read."""
+    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
+    if C.PAGE_SIZE == 0:
+        return position * 0 + entry
+    else:
+        return gl.load(entry + position // C.PAGE_SIZE, mask=is_seen(C, position, keys), other=0)
+
+
+@gluon.jit
+def faults_of_keys(pages, cache):
+    """int32 [BLOCK_N], all 0 if ``pages`` are in the cache."""
+    return pages ^ in_cache(pages, cache.num_blocks)
+
+
+@gluon.jit
+def gather_n_block(
+    C: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, source, pages, n, keys, head, cache,
+    offsets, barrier, tile,
+):  # fmt: skip
+    """The rows of n_block ``n`` of k or v, zeros where no row of the work tile sees them.
+
+    ``offsets``: int64 [BLOCK_N] in shared memory, by which threads tell each other where rows lie.
+    """
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    position = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
+    within = position
+    if C.PAGE_SIZE != 0:
+        within = position % C.PAGE_SIZE
+    row = in_cache(pages, cache.num_blocks).to(gl.int64) * source.page + within.to(gl.int64) * source.token
+    offsets.store(gl.where(is_seen(C, position, keys), row, -1))
+
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
+    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
+    base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, 8)
+    rows_of_tile = tile.reshape([BLOCK_N, WIDTH])
+    for part in gl.static_range(BLOCK_N // ROWS):
+        row = offsets.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, wide))
+        inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
+        addresses = base + gl.multiple_of(row, 8)[:, None] + columns[None, :]
+        async_copy.async_copy_global_to_shared(
+            rows_of_tile.slice(part * ROWS, ROWS, dim=0), addresses, mask=inside
+        )
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    mbarrier.arrive(barrier, count=1)

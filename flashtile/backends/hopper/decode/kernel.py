@@ -1,0 +1,566 @@
+"""Attention of several query rows over a cache on Hopper: the forward's pipeline (``forward.kernel``) over
+the schedule of decoding (``portable.decode.schedule``).
+
+One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader* warps bring keys and values by
+TMA, by way of the block table. The rows of a tile are query tokens of all query heads that share a key
+head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``, so that the keys are read once for all.
+
+A program takes an equal run of all n_blocks if it is BALANCED, wherever in the batch that begins and ends.
+Else programs take work tiles, or splits of them, from a queue, those of long sequences first. As in the
+portable kernel, parts of a work tile leave a partial result for ``portable.decode.combine``.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+
+from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.hopper import config, work_queue
+from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
+from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.decode.gather import (
+    Source,
+    faults_of_keys,
+    gather_n_block,
+    load_key_pages,
+)
+from flashtile.backends.hopper.decode.loads import (
+    CacheRows,
+    faults_of,
+    first_entry,
+    load_n_block,
+    load_pages,
+)
+from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile, start_dependents
+from flashtile.backends.hopper.forward.kernel import (
+    LN_2,
+    Rows,
+    Tree,
+    apply_score_mod,
+    attend_cut,
+    attend_uncut,
+    mask,
+    online_softmax,
+    pv_product,
+    qk_product,
+    quad_sums,
+    scale_rows,
+    skip_blocks,
+)
+from flashtile.backends.hopper.forward.schedule import Numbers, own_blocks
+from flashtile.backends.portable.decode.results import Splits
+from flashtile.backends.portable.decode.schedule import (
+    Lengths,
+    Sequences,
+    balanced_start,
+    sequence_of,
+    share_start,
+)
+
+WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+
+
+class Pointers(NamedTuple):
+    """Memory that the kernel addresses itself. What a call has not is never followed."""
+
+    out: Any
+    lse: Any
+    partial: Any
+    table: Any
+    """Of the work queue (``work``)."""
+    cache_batch_idx: Any
+    block_table: Any
+    alibi_slopes: Any
+    sink: Any
+    tree_mask: Any
+
+
+class Call(NamedTuple):
+    """What all partitions know of the launch."""
+
+    pointers: Any
+    sequences: Any
+    lengths: Any
+    splits: Any
+    cache: Any
+    alibi_stride: Any
+    tree_stride: Any
+
+
+class Start(NamedTuple):
+    """Where a balanced program's run of n_blocks begins and ends, as ``schedule.balanced_start`` has it."""
+
+    position: Any
+    end: Any
+    m_block: Any
+    m_block_start: Any
+
+
+class OwnRows(NamedTuple):
+    """A warpgroup's rows, each [64]."""
+
+    index: Any
+    """Within the m_block."""
+    token: Any
+    head: Any
+    exists: Any
+
+
+@gluon.jit
+def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constexpr):
+    """The rows of warpgroup W of a work tile."""
+    index = W * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=layout)
+    _, m = sequence_of(work.m_block, lengths, C)
+    row = m * C.BLOCK_M + index
+    return OwnRows(index, row // C.PACK, work.head_kv * C.PACK + row % C.PACK, index < work.num_rows)
+
+
+@gluon.jit
+def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
+    """``own_blocks`` of warpgroup W, among those n_blocks that are attended to together.
+
+    A warpgroup without rows has one n_block, so that it needs no code of its own.
+    """
+    _, m = sequence_of(work.m_block, lengths, C)
+    first_row = m * C.BLOCK_M + W * WARPGROUP_ROWS
+    num_rows = work.num_rows - W * WARPGROUP_ROWS
+    first = first_row // C.PACK
+    last = (first_row + min(num_rows, WARPGROUP_ROWS) - 1) // C.PACK
+    sequence = work.sequence
+    begin, end, full_begin, full_end = own_blocks(
+        first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
+        lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+    )  # fmt: skip
+    if C.HAS_LEFTPAD:
+        padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
+        full_begin = min(max(full_begin, padded), full_end)
+    if C.HAS_TREE:  # it begins with the first of the newest tokens
+        full_end = min(full_end, max(max(sequence.len_k - sequence.len_q, 0) // C.BLOCK_N, begin))
+        full_begin = min(full_begin, full_end)
+    if num_rows <= 0:
+        begin = end - 1
+        full_begin = begin
+        full_end = begin
+    return begin, end, full_begin, full_end
+
+
+@gluon.jit
+def mask_rows(C: gl.constexpr, work, own, slope, call):
+    """A warpgroup's rows as masks see them."""
+    sequence, lengths = work.sequence, call.lengths
+    offset = sequence.len_k - sequence.len_q
+    in_keys = own.token + offset
+    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
+    if C.HAS_RIGHT:
+        last_key = gl.minimum(in_keys + lengths.window_right, last_key)
+    tree = 0
+    if C.HAS_TREE:
+        b, _ = sequence_of(work.m_block, lengths, C)
+        row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
+        tree = Tree(call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride, row, offset, sequence.len_q)
+    first_key = in_keys - lengths.window_left
+    if C.HAS_LEFTPAD:
+        first_key = gl.maximum(first_key, sequence.leftpad)
+    return Rows(in_keys, first_key, last_key, slope, tree)
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, base, rows, exists, o):
+    """Rows of o to ``base``, where ``rows`` says, straight from the product's registers."""
+    layout: gl.constexpr = o.type.layout
+    columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, layout))
+    offsets = gl.convert_layout(rows, gl.SliceLayout(1, layout)) * C.HEAD_DIM_V
+    exists = gl.convert_layout(exists, gl.SliceLayout(1, layout))
+    inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
+    gl.store(base + offsets[:, None] + columns[None, :], o.to(base.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def store_whole(C: gl.constexpr, o, lse, work, rows, call):
+    """Rows of out and of lse, in base 2, as the caller gets them."""
+    lengths = call.lengths
+    num_heads_q = lengths.num_heads_kv * C.PACK
+    b, _ = sequence_of(work.m_block, lengths, C)
+    if C.VARLEN:
+        tokens = work.sequence.start_q.to(gl.int64) + rows.token
+        lse_rows = rows.head.to(gl.int64) * lengths.total_q + tokens
+    else:
+        tokens = b.to(gl.int64) * lengths.seqlen_q + rows.token
+        lse_rows = (b.to(gl.int64) * num_heads_q + rows.head) * lengths.seqlen_q + rows.token
+    gl.store(call.pointers.lse + lse_rows, lse * LN_2, mask=rows.exists)
+    store_rows(C, call.pointers.out, tokens * num_heads_q + rows.head, rows.exists, o)
+
+
+@gluon.jit
+def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
+    """A partial result, as ``portable.decode.combine`` reads it."""
+    splits = call.splits
+    partial = call.pointers.partial
+    partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
+    partial_lse = partial + splits.slots.to(gl.int64) * splits.partial_rows * C.HEAD_DIM_V
+    gl.store(partial_lse + partial_rows, lse, mask=rows.exists)
+    store_rows(C, partial, partial_rows, rows.exists, o)
+
+
+@gluon.jit
+def attend_part(
+    C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, slot, whole, i, j, q, k, v, faults, call, numbers,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """n_blocks [n_begin, n_end) for the 64 rows of warpgroup W; to out and lse if they are the ``whole`` work
+    tile, else to partial result ``slot``.
+
+    ``i`` counts the program's n_blocks, ``j`` its parts of work tiles: the uses of their channels. Returns
+    the new ``i``.
+    """
+    ROWS: gl.constexpr = WARPGROUP_ROWS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    ping_pong = make_ping_pong(1)
+    lengths = call.lengths
+
+    my_begin, my_end, full_begin, full_end = own_range(C, W, work, n_begin, n_end, lengths)
+    own = own_rows(C, W, work, lengths, row_layout)
+    slope = 0.0
+    if C.ALIBI:
+        b, _ = sequence_of(work.m_block, lengths, C)
+        slope = gl.load(call.pointers.alibi_slopes + b * call.alibi_stride + own.head) * (1 / LN_2)
+    rows = mask_rows(C, work, own, slope, call)
+    m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
+    l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
+
+    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
+    q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
+    n = my_end - 1
+    if C.HAS_RIGHT or C.HAS_TREE:
+        n = min(max(full_end, my_begin), my_end - 1)
+        o, l, m, i = attend_cut(
+            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_tile, k, v, ping_pong, rows, numbers, dtype
+        )
+
+    # The first n_block of the pipeline, the only one of it that may be cut.
+    s = qk_product(C, C.BLOCK_N, q_tile, q_tile, k.tiles.index(k.wait(i)), s_layout)
+    s = warpgroup_mma_wait(0, deps=[s])
+    k.release(i)
+    s = apply_score_mod(C, s, n, rows, numbers, s_layout)
+    s = mask(C, s, n, rows, s_layout)
+    weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
+    l = scale_rows(l, alpha) + quad_sums(weights)
+    if C.HAS_RIGHT or C.HAS_TREE:
+        o = scale_rows(o, alpha)
+    p = gl.convert_layout(weights.to(dtype), p_layout)
+    i += 1
+    full_begin = min(full_begin, n)
+    o, l, m, p, i = attend_uncut(
+        C, W, o, l, m, p, i, n, full_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers, s_layout, p_layout
+    )
+    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
+    if C.HAS_LEFT:
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+        o, l, m, i = attend_cut(
+            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers,
+            dtype,
+        )  # fmt: skip
+    q.release(j)
+    sums = gl.convert_layout(gl.sum(l, 1), row_layout)
+    if not C.HAS_LEFT:
+        o = warpgroup_mma_wait(0, deps=[o])
+        v.release(i - 1)
+    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
+
+    fault = work_queue.take(faults, j, 4) | work.sequence.fault
+    sums = gl.where(fault == 0, sums, float("nan"))
+    factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    if C.SINK:  # it enters once: here, or where parts are combined
+        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * (1 / LN_2)
+        top = gl.maximum(m, sink)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        with_sink = sums * gl.exp2(m - shift) + gl.exp2(sink - shift)
+        sums = gl.where(whole, with_sink, sums)
+        factor = gl.where(whole, gl.exp2(m - shift), factor)
+        m = gl.where(whole, top, m)
+    empty = sums == 0.0
+    total = gl.where(empty, 1.0, sums)
+    lse = gl.where(empty, float("-inf"), m + gl.log2(total))
+    o = scale_rows(o, factor / total)
+    if C.SPLIT:
+        if whole:
+            store_whole(C, o, lse, work, own, call)
+        else:
+            store_partial(C, o, lse, slot, own, call)
+    else:
+        store_whole(C, o, lse, work, own, call)
+    return i
+
+
+@gluon.jit
+def load_queries(C: gl.constexpr, work, j, q, q_desc, call):
+    """TMA loads of the query rows of a work tile."""
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    b, m = sequence_of(work.m_block, call.lengths, C)
+    batch = 0 if C.VARLEN else b
+    slot = q.acquire(j)
+    mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+    for w in gl.static_range(WARPGROUPS):
+        token = work.sequence.start_q + (m * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+        coordinates = [batch, token, work.head_kv, 0, 0]
+        async_load(q_desc, coordinates, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
+
+
+@gluon.jit
+def load_part(
+    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, work, n_begin, n_end, i, j, q, keys, faults, q_desc,
+    desc, memory, call,
+):  # fmt: skip
+    """What :func:`attend_part` waits for, as far as loader PART of k, or of v, brings it; returns the new
+    ``i``. The first loader of k brings queries and finds faults, too."""
+    FIRST: gl.constexpr = not V and PART == 0
+    cache = call.cache
+    source, offsets = memory
+    b, _ = sequence_of(work.m_block, call.lengths, C)
+    entry, fault = first_entry(C, b, call.pointers, cache)
+    head = work.head_kv // C.KV_GROUP
+    page_rows = cache.v_rows if V else cache.k_rows
+    outside = fault
+    if FIRST and C.PAGE_SIZE != 0:
+        if C.GATHER:
+            outside = faults_of_keys(load_key_pages(C, entry, n_end - 1, work.keys), cache)
+        else:
+            outside = faults_of(C, entry, n_end - 1, work.keys, cache)
+    for n in range(n_end - 1, n_begin - 1, -1):
+        # Pages are on their way while there is no free slot.
+        if C.GATHER:
+            pages = load_key_pages(C, entry, n, work.keys)
+        else:
+            pages = load_pages(C, PART, entry, n, work.keys)
+        if FIRST and C.PAGE_SIZE != 0:
+            if C.GATHER:
+                outside = outside | faults_of_keys(pages, cache)
+            else:
+                outside = outside | faults_of(C, entry, n, work.keys, cache)
+        slot = keys.acquire(i)
+        barrier, tile = keys.full.index(slot), keys.tiles.index(slot)
+        if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
+            if n == n_end - 1:
+                load_queries(C, work, j, q, q_desc, call)
+        if C.GATHER:
+            WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
+            HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if V else C.HEAD_DIM
+            gather_n_block(
+                C, WIDTH, HEAD_DIM, source, pages, n, work.keys, head, cache, offsets, barrier, tile
+            )
+        else:
+            load_n_block(C, PART, desc, pages, page_rows, n, work.keys, head, cache, barrier, tile)
+        i += 1
+    if FIRST:
+        if C.PAGE_SIZE != 0:
+            fault = fault | gl.max((outside != 0).to(gl.int32), 0)
+        work_queue.put(faults, j, fault, C.LOADER_WARPS)
+    return i
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, W: gl.constexpr, dtype: gl.constexpr, queue, q, k, v, faults, start, call, numbers
+):
+    """Warpgroup W: rows 64 W to 64 W + 63 of every m_block that this program computes."""
+    i = 0
+    j = 0
+    if C.BALANCED:
+        position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
+        while position < start.end:
+            work, n_begin, n_end, slot, whole, position, m_block, m_block_start = balanced_tile(
+                C, position, start.end, m_block, m_block_start, call.sequences, call.lengths
+            )
+            if n_begin < n_end:
+                i = attend_part(
+                    C, W, work, n_begin, n_end, slot, whole, i, j, q, k, v, faults, call, numbers, dtype
+                )
+                j += 1
+    else:
+        num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
+        t = 0
+        tile_index = work_queue.take(queue, t, 4)
+        while tile_index < num_tiles:
+            work, n_begin, n_end, slot, whole = queued_tile(
+                C, tile_index, call.pointers.table, call.lengths, call.splits
+            )
+            if n_begin < n_end:
+                i = attend_part(
+                    C, W, work, n_begin, n_end, slot, whole, i, j, q, k, v, faults, call, numbers, dtype
+                )
+                j += 1
+            t += 1
+            tile_index = work_queue.take(queue, t, 4)
+
+
+@gluon.jit
+def loader(
+    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, q, keys, faults, start, q_desc, desc, memory,
+    call,
+):  # fmt: skip
+    """One warp (two, to GATHER) that keeps its part of the tiles of k, or of v, coming. The first one of k
+    takes work tiles from the queue for all partitions, and loads q."""
+    i = 0
+    j = 0
+    if C.BALANCED:
+        position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
+        while position < start.end:
+            work, n_begin, n_end, _, _, position, m_block, m_block_start = balanced_tile(
+                C, position, start.end, m_block, m_block_start, call.sequences, call.lengths
+            )
+            if n_begin < n_end:
+                i = load_part(
+                    C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, memory, call
+                )
+                j += 1
+    else:
+        FIRST: gl.constexpr = not V and PART == 0
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
+        t = 0
+        tile_index = program
+        if FIRST:
+            work_queue.put(queue, t, tile_index, C.LOADER_WARPS)
+        else:
+            tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
+        while tile_index < num_tiles:
+            work, n_begin, n_end, _, _ = queued_tile(
+                C, tile_index, call.pointers.table, call.lengths, call.splits
+            )
+            if n_begin < n_end:
+                i = load_part(
+                    C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, memory, call
+                )
+                j += 1
+            t += 1
+            if FIRST:
+                tile_index = programs + gl.atomic_add(call.pointers.table + 1, 1)
+                work_queue.put(queue, t, tile_index, C.LOADER_WARPS)
+            else:
+                tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
+
+
+@gluon.jit
+def find_start(C: gl.constexpr, sequences, lengths):
+    """The :class:`Start` of a balanced program."""
+    if C.BALANCED:
+        index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        total, position, m_block, m_block_start = balanced_start(
+            index, program, programs, sequences, lengths, C
+        )
+        return Start(position, share_start(program + 1, programs, total), m_block, m_block_start)
+    else:
+        return Start(0, 0, 0, 0)
+
+
+@gluon.jit
+def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
+    """For n_blocks of k or v, which arrive in copies of COPY_ROWS keys."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [C.STAGES, 1, 1, C.BLOCK_N, 1, WIDTH], desc.layout)
+    return make_ring(tiles, C.STAGES, C.WARPGROUPS, C.LOADERS)
+
+
+@gluon.jit
+def make_memory(C: gl.constexpr, source):
+    """(where a loader finds its rows, shared memory for their offsets) to GATHER."""
+    if C.GATHER:
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        return source, gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout)
+    else:
+        return 0, 0
+
+
+RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride", "tree_stride")
+
+
+@gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)
+def attend_kernel(
+    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, table, cache_seqlens, cache_leftpad,
+    cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
+    k_page, k_token, k_head, v_page, v_token, v_head,
+    m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
+    window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, num_blocks, k_rows, v_rows,
+    table_stride, alibi_stride, tree_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program for each multiprocessor at most. Heads are those of the schedule: PACK query heads
+    each."""
+    if C.SPLIT:
+        start_dependents()
+    q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
+    k = make_key_channel(C, k_desc, C.BLOCK_D)
+    v = make_key_channel(C, v_desc, C.BLOCK_DV)
+    k_memory = make_memory(C, Source(k_cache, k_page, k_token, k_head))
+    v_memory = make_memory(C, Source(v_cache, v_page, v_token, v_head))
+    faults = work_queue.make_work_queue(C.WARPGROUPS)
+    queue = 0 if C.BALANCED else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
+    sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
+    lengths = Lengths(
+        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
+        window_left, window_right,
+    )  # fmt: skip
+    start = find_start(C, sequences, lengths)
+    call = Call(
+        Pointers(out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink, tree_mask),
+        sequences,
+        lengths,
+        Splits(partial_rows, slots, num_splits, split_n_blocks),
+        CacheRows(num_blocks, k_rows, v_rows, table_stride),
+        alibi_stride,
+        tree_stride,
+    )
+    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
+    dtype: gl.constexpr = q_desc.dtype
+    if C.WARPGROUPS == 1 and C.LOADERS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+            ],
+            [C.LOADER_WARPS, C.LOADER_WARPS],
+            [C.LOADER_REGISTERS, C.LOADER_REGISTERS],
+        )
+    elif C.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+            ],
+            [1, 1, 1, 1],
+            [C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
+        )
+    elif C.LOADERS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+            ],
+            [4, C.LOADER_WARPS, C.LOADER_WARPS],
+            [C.CONSUMER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
+                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+            ],
+            [4, 1, 1, 1, 1],
+            [C.CONSUMER_REGISTERS] + [C.LOADER_REGISTERS] * 4,
+        )

@@ -1,0 +1,291 @@
+"""From tensors to the arguments of attention over a cache; prepared once for each signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import stride_of_two
+from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.decode.config import (
+    MOST_LOADERS,
+    HopperDecodeConfig,
+    Variant,
+    gathers,
+)
+from flashtile.backends.hopper.decode.gather import WARPS
+from flashtile.backends.hopper.decode.kernel import attend_kernel
+from flashtile.backends.hopper.decode.loads import CacheRows
+from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
+from flashtile.backends.hopper.launch import arguments_of, score_numbers
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable.decode.combine import combine_kernel
+from flashtile.backends.portable.decode.launch import (
+    CombineTile,
+    DecodeLaunch,
+    combine_tile,
+    combine_variant,
+    effective_window,
+    layout,
+    m_blocks_of,
+    round_up,
+    row_strides,
+)
+from flashtile.backends.portable.decode.results import Splits
+from flashtile.backends.portable.decode.schedule import Lengths
+from flashtile.decode.problem import CacheTensors, DecodeProblem
+from flashtile.problem import UNLIMITED
+
+BALANCED_M_BLOCKS = 8
+"""Up to so many m_blocks a sequence, programs take equal runs of n_blocks, wherever these begin. With more of
+them, whole work tiles that are computed at a time share their keys in the L2 cache."""
+LEAST_FILLED = 0.85
+"""Of the multiprocessors, in a queue of whole work tiles; with less, these are shared out, too."""
+STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
+FAR = 2**30
+"""A window that hides no key."""
+COMBINE_TILE = 8192
+"""Elements of partial results that eight warps of a combining program load at a time."""
+LEAST_SPLITS = 4
+"""Parts that it loads at a time at least."""
+
+
+def pack_of(problem: DecodeProblem) -> int:
+    """Query heads of a key head that share a tile: the largest power of two that divides them."""
+    return min(problem.group_size & -problem.group_size, WARPGROUP_ROWS)
+
+
+def packed(problem: DecodeProblem) -> DecodeProblem:
+    """The problem with a key head for every ``pack_of`` query heads, as the schedule sees it."""
+    return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem))
+
+
+def is_balanced(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
+    """Whether programs share all n_blocks equally, as :func:`portable.decode.launch.is_balanced` has it."""
+    if problem.num_splits != 0 or problem.split_size != 0:
+        return False
+    problem = packed(problem)
+    m_blocks = m_blocks_of(problem, config)
+    if m_blocks < BALANCED_M_BLOCKS:
+        return True
+    most = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
+    tiles = min(problem.batch * m_blocks, most) * problem.num_heads_kv
+    programs = multiprocessors(problem.device) * config.programs_per_sm
+    return tiles / (round_up(tiles, programs)) < LEAST_FILLED and tiles < 4 * programs
+
+
+def num_splits_of(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[int, int]:
+    """(splits of a work tile, n_blocks of a split or 0) where the call decides."""
+    split_n_blocks = triton.cdiv(problem.split_size, config.tile.BLOCK_N)
+    if not split_n_blocks:
+        return max(problem.num_splits, 1), 0
+    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+    return max(1, triton.cdiv(n_blocks, split_n_blocks)), split_n_blocks
+
+
+def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
+    """Keys that lie side by side, a power of two."""
+    if gathers(problem):
+        return config.tile.BLOCK_N
+    return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
+
+
+def combining_tile(problem: DecodeProblem, config: HopperDecodeConfig, per_tile: int | None) -> CombineTile:
+    """How parts are combined; ``per_tile``: programs of a balanced grid for each work tile, else None.
+
+    A program first finds out what to combine, which takes longer than to do it: few of them are large.
+    """
+    if per_tile is None:
+        return combine_tile(problem, config, None)
+    splits = max(LEAST_SPLITS, triton.next_power_of_2(per_tile))
+    most = max(1, COMBINE_TILE // (splits * padded(problem.head_dim_v)))
+    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+    return CombineTile(min(triton.next_power_of_2(rows), most), splits, 8)
+
+
+def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
+    balanced = is_balanced(problem, config)
+    pack = pack_of(problem)
+    consumer, loader, _ = config.registers
+    copies = config.tile.BLOCK_N // copy_rows(problem, config)
+    loaders = min(copies, MOST_LOADERS)
+    fields = layout(packed(problem), config)
+    fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
+    return Variant(
+        **fields,
+        PAGE_SIZE=problem.page_size,
+        COPY_ROWS=copy_rows(problem, config),
+        LOADERS=loaders,
+        COPIES=copies // loaders,
+        GATHER=gathers(problem),
+        LOADER_WARPS=WARPS.value if gathers(problem) else 1,
+        HAS_BATCH_IDX=problem.batch_idx,
+        SOFTCAP=problem.softcap > 0,
+        ALIBI=problem.alibi,
+        SINK=problem.sink,
+        HAS_TREE=problem.tree,
+        HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0,
+        BALANCED=balanced,
+        SPLIT=balanced or num_splits_of(problem, config)[0] > 1,
+        PACK=pack,
+        KV_GROUP=problem.group_size // pack,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.head_dim_v),
+        WARPGROUPS=config.warpgroups,
+        STAGES=config.STAGES,
+        Q_STAGES=config.Q_STAGES,
+        LAZY_RESCALE=config.LAZY_RESCALE,
+        PIN_WAIT=config.PIN_WAIT,
+        CONSUMER_REGISTERS=consumer,
+        LOADER_REGISTERS=loader,
+    )
+
+
+def views(problem: DecodeProblem, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
+    """Of q, k and v, by the kernel's parameters."""
+    shape = (1, *q.shape) if problem.varlen else q.shape
+    strides = (0, *q.stride()) if problem.varlen else q.stride()
+    rows = variant.COPY_ROWS
+    return {
+        "q_desc": packed_view(shape, strides, variant.PACK, WARPGROUP_ROWS, variant.BLOCK_D, problem.dtype),
+        "k_desc": ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.dtype),
+        "v_desc": ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.dtype),
+    }
+
+
+class HopperDecodeLaunch(DecodeLaunch):
+    """The portable launch with another kernel in front of the one that combines."""
+
+    def _prepare(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
+    ) -> tuple[Any, KeptKernel | None]:
+        problem, config = packed(self._problem), self._config
+        assert isinstance(config, HopperDecodeConfig)
+        variant = variant_of(self._problem, config)
+        m_blocks = m_blocks_of(problem, config)
+        work_tiles = problem.batch * m_blocks * problem.num_heads_kv
+        num_splits, split_n_blocks = num_splits_of(problem, config)
+        programs = multiprocessors(self._device) * config.programs_per_sm
+        if not variant.BALANCED:
+            programs = min(programs, work_tiles * num_splits)
+        elif programs // work_tiles * work_tiles >= LEAST_FILLED * programs:
+            # Programs that read the same keys for several m_blocks then do so at the same time.
+            programs = programs // work_tiles * work_tiles
+        rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+        slots = 2 * programs if variant.BALANCED else work_tiles * num_splits
+        splits = Splits(rows, slots, num_splits, split_n_blocks)
+        left, right = effective_window(problem)
+        if variant.HAS_LEFT and left == UNLIMITED:  # padding on the left is an edge, too
+            left = FAR
+        lengths = Lengths(
+            m_blocks=problem.batch * m_blocks,
+            m_blocks_per_sequence=m_blocks,
+            num_heads_kv=problem.num_heads_kv,
+            group_size=problem.group_size,
+            seqlen_q=problem.seqlen_q,
+            seqlen_new=problem.seqlen_new,
+            total_q=problem.total_q,
+            capacity=problem.capacity,
+            window_left=left,
+            window_right=right,
+        )
+        cache = CacheRows(
+            problem.num_blocks,
+            rows_between_sequences(k_cache),
+            rows_between_sequences(v_cache),
+            0 if tensors.block_table is None else tensors.block_table.stride(0),
+        )
+        strides = dict(zip(STRIDES, (*row_strides(k_cache), *row_strides(v_cache)), strict=True))
+        scalars = strides | lengths._asdict() | splits._asdict() | cache._asdict() | score_numbers(problem)
+        scalars["alibi_stride"] = stride_of_two(tensors.alibi_slopes)
+        tree = tensors.tree_mask
+        scalars["tree_stride"] = 0 if tree is None or tree.shape[0] == 1 else tree.stride(0)
+        kernel = KeptKernel(
+            attend_kernel,
+            programs,
+            arguments_of(attend_kernel, scalars),
+            (variant,),
+            None,
+            arguments_of(attend_kernel, views(problem, variant, q, k_cache, v_cache)),
+            maxnreg=config.registers[-1],
+        )
+        table = None
+        if not variant.BALANCED:
+            table = WorkTable(problem, lengths, variant)
+        attend = Attend(kernel, table, variant.GATHER)
+        if not variant.SPLIT:
+            return attend, None
+        self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
+        per_tile = triton.cdiv(programs, work_tiles) if variant.BALANCED else None
+        combined = combining_tile(problem, config, per_tile)
+        by_work_tile = not variant.BALANCED or work_tiles < programs
+        units = work_tiles if by_work_tile else programs - 1
+        row_blocks = triton.cdiv(rows, combined.rows)
+        combining = combine_variant(problem, config, combined, by_work_tile, pdl=True)
+        combine = KeptKernel(
+            combine_kernel,
+            units * row_blocks,
+            (*lengths, *splits, programs if variant.BALANCED else 0, row_blocks),
+            (replace(combining, BALANCED=variant.BALANCED),),
+            None,
+            num_warps=combined.num_warps,
+            launch_pdl=True,
+        )
+        return attend, combine
+
+
+class WorkTable:
+    """Allocates and fills the table of the work queue."""
+
+    def __init__(self, problem: DecodeProblem, lengths: Lengths, variant: Variant) -> None:
+        self._rows = 1 + lengths.m_blocks
+        constants = (variant, TABLE_WIDTH.value, CHUNK)
+        self._fill = KeptKernel(table_kernel, problem.batch, (problem.batch, *lengths), constants, None)
+
+    def __call__(self, q: Tensor, tensors: CacheTensors) -> Tensor:
+        """(1 + m_blocks, TABLE_WIDTH), int32."""
+        table = q.new_empty((self._rows, TABLE_WIDTH.value), dtype=torch.int32)
+        self._fill(
+            q.device, table, tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q,
+            tensors.cu_seqlens_k_new,
+        )  # fmt: skip
+        return table
+
+
+class Attend:
+    """The kernel, called as the portable one is."""
+
+    def __init__(
+        self, kernel: KeptKernel, fill_table: Callable[..., Tensor] | None, gathers: bool
+    ) -> None:
+        self._kernel = kernel
+        self._gathers = gathers
+        self._fill_table = fill_table
+
+    @property
+    def takes_addresses(self) -> bool:
+        return self._kernel.takes_addresses
+
+    def __call__(
+        self, device: torch.device, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Any, partial: Any,
+        *tensors: Tensor | None,
+    ) -> None:  # fmt: skip
+        given = CacheTensors(*tensors)
+        table = None if self._fill_table is None else self._fill_table(q, given)
+        gathered = (k, v) if self._gathers else (None, None)
+        self._kernel(
+            device, q, k, v, *gathered, out, lse, partial, table, given.cache_seqlens, given.cache_leftpad,
+            given.cache_batch_idx, given.block_table, given.cu_seqlens_q, given.cu_seqlens_k_new,
+            given.alibi_slopes, given.sink, given.tree_mask,
+        )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Which work tiles, and which parts of them, a program of attention over a cache computes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable.decode.schedule import (
+    Lengths,
+    Sequence,
+    Sequences,
+    WorkTile,
+    load_sequence,
+    reach_of,
+    sequence_of,
+    work_tile_at,
+)
+
+CHUNK = 256
+"""Sequences that a program compares its own with at a time."""
+
+
+@triton.jit
+def start_dependents():
+    """The combining kernel may start: it finds out what to combine, and waits for this kernel's end."""
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def balanced_tile(C: tl.constexpr, position, end, m_block, m_block_start, sequences, lengths):
+    """(work tile, its n_blocks [n_begin, n_end), slot, whether these are all, and where the next one is)."""
+    program = tl.program_id(0)
+    work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, sequences, lengths, C)
+    count = min(work.n_blocks - nth, end - position)
+    position += count
+    finished = position >= m_block_end
+    m_block += finished.to(tl.int32)
+    m_block_start = tl.where(finished, m_block_end, m_block_start)
+    # A work tile's first part is the last work of its program, any other part the first.
+    slot = 2 * program + (nth == 0).to(tl.int32)
+    n_begin = work.keys.first // C.BLOCK_N + nth
+    return work, n_begin, n_begin + count, slot, count == work.n_blocks, position, m_block, m_block_start
+
+
+@triton.jit
+def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits):
+    """(work tile, its n_blocks [n_begin, n_end), slot, whether these are all) of the queue's ``tile_index``:
+    heads side by side, split by split, m_block by m_block in the order of the table."""
+    head_kv = tile_index % lengths.num_heads_kv
+    split = tile_index // lengths.num_heads_kv % splits.num_splits
+    row = table + (1 + tile_index // lengths.num_heads_kv // splits.num_splits) * TABLE_WIDTH
+    m_block = tl.load(row)
+    sequence = Sequence(
+        tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    )
+    b, m = sequence_of(m_block, lengths, C)
+    num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
+    each = n_blocks
+    if C.SPLIT:
+        each = splits.split_n_blocks
+        if splits.split_n_blocks == 0:
+            each = max((n_blocks + splits.num_splits - 1) // splits.num_splits, 1)
+    nth = split * each
+    n_begin = keys.first // C.BLOCK_N + nth
+    last = lengths.m_blocks_per_sequence - 1 - m
+    slot = ((b * lengths.num_heads_kv + head_kv) * splits.num_splits + split) * lengths.m_blocks_per_sequence
+    work = WorkTile(m_block, head_kv, sequence, num_rows, keys, n_blocks)
+    return work, n_begin, n_begin + min(each, n_blocks - nth), slot + last, each >= n_blocks
+
+
+@triton.jit
+def count_m_blocks(sequence, lengths, C: tl.constexpr):
+    """m_blocks of sequences."""
+    return (sequence.len_q * lengths.group_size + C.BLOCK_M - 1) // C.BLOCK_M
+
+
+@kernel(do_not_specialize=("batch", *Lengths._fields))
+def table_kernel(
+    table, cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
+    m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
+    window_left, window_right, C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Row 1 + rank of ``table``: an m_block and the :class:`schedule.Sequence` that it is of. Row 0: how many
+    such rows there are, and 0 for those that were taken from the queue.
+
+    One program for each of ``batch`` sequences. Those with more keys come first, each from its last m_block,
+    which may see the most keys, to its first.
+    """
+    sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
+    lengths = Lengths(
+        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
+        window_left, window_right,
+    )  # fmt: skip
+    b = tl.program_id(0)
+    mine = load_sequence(b, True, sequences, lengths, C)
+    rank = 0
+    total = 0
+    for first in range(0, batch, CHUNK):
+        others = first + tl.arange(0, CHUNK)
+        sequence = load_sequence(others, others < batch, sequences, lengths, C)
+        counts = count_m_blocks(sequence, lengths, C)
+        before = (sequence.len_k > mine.len_k) | ((sequence.len_k == mine.len_k) & (others < b))
+        rank += tl.sum(tl.where(before, counts, 0))
+        total += tl.sum(counts)
+    if b == 0:
+        tl.store(table, total)
+        tl.store(table + 1, 0)
+    count = count_m_blocks(mine, lengths, C)
+    for first in range(0, count, CHUNK):
+        place = first + tl.arange(0, CHUNK)
+        row = table + (1 + rank + place) * WIDTH
+        inside = place < count
+        tl.store(row, b * m_blocks_per_sequence + count - 1 - place, mask=inside)
+        tl.store(row + 1, mine.start_q, mask=inside)
+        tl.store(row + 2, mine.len_q, mask=inside)
+        tl.store(row + 3, mine.len_k, mask=inside)
+        tl.store(row + 4, mine.leftpad, mask=inside)
+        tl.store(row + 5, mine.fault, mask=inside)

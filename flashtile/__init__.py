@@ -20,6 +20,7 @@ from flashtile.decode.functional import (
     flash_attn_combine,
     flash_attn_with_kvcache,
 )
+from flashtile.decode.score_profile import profile_scores
 from flashtile.explanations import Explanation, explain
 from flashtile.merge import merge_states
 
@@ -45,6 +46,7 @@ __all__ = [
     "fp8",
     "linear",
     "merge_states",
+    "profile_scores",
 ]
 
 

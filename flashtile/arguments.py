@@ -183,6 +183,13 @@ def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
     return num_splits, split_size
 
 
+def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None]:
+    """(a number for all heads, one for each), of which one is None."""
+    if isinstance(softmax_max, Tensor):
+        return None, softmax_max
+    return _as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
+
+
 def dense_tree(tree_mask: Tensor) -> Tensor:
     """(batch or 1, seqlen_q, seqlen_q), contiguous."""
     check_dense("tree_mask", tree_mask)

@@ -30,6 +30,7 @@ from flashtile.decode.problem import (
     FP8,
     MAX_HEAD_DIM,
     MAX_SPLITS,
+    MOST_SOFTMAX_MAX,
     AppendOptions,
     AppendTensors,
     CacheTensors,
@@ -72,6 +73,7 @@ def check_decode(
         check_int32("cu_seqlens_k_new", tensors.cu_seqlens_k_new, (batch + 1,), "(batch + 1,)", q)
     check_slopes(tensors.alibi_slopes, batch, q)
     check_sink(tensors.sink, q)
+    check_floats("softmax_max", tensors.softmax_max, ((q.shape[-2],),), "(heads_q,)", q)
     _check_descales(k_cache, tensors.k_descale, tensors.v_descale)
     check_pair("prior_out", tensors.prior_out, "prior_lse", tensors.prior_lse)
     if tensors.prior_out is not None:
@@ -253,6 +255,10 @@ def _batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int 
 
 def _check_options(options: DecodeOptions) -> None:
     check_score_options(options)
+    if options.phi is not None and not abs(options.phi) <= MOST_SOFTMAX_MAX:
+        raise ValueError(
+            f"softmax_max must be from {-MOST_SOFTMAX_MAX} to {MOST_SOFTMAX_MAX}, got {options.phi}"
+        )
     check_int("num_splits", options.num_splits, 0, MAX_SPLITS)
     check_int("split_size", options.split_size, 0, MAX_LENGTH)
     if options.num_splits > 0 and options.split_size > 0:

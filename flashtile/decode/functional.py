@@ -19,6 +19,7 @@ from flashtile.arguments import (
     dense_tree,
     lengths_tensor,
     make_options,
+    softmax_max_arguments,
     split_arguments,
 )
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
@@ -66,6 +67,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     split_size: int | None = None,
+    softmax_max: float | Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -111,6 +113,11 @@ def flash_attn_with_kvcache(
             sees token j of the last seqlen_q where it is True, and every earlier key. Excludes ``causal``,
             windows, ALiBi and rotary. With ``cu_seqlens_q`` its sides are max_seqlen_q.
         split_size: keys of a part, instead of ``num_splits``.
+        softmax_max: a number near the scores of this model, or (heads_q,) float32, one a head. It is
+            subtracted from scores in place of each row's maximum, which is then not looked for
+            (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 3). The result is as good for any
+            scores: those that lie too far from it are computed again, by the same kernel, at up to twice the
+            cost. :func:`flashtile.profile_scores` finds it.
         out, lse: memory for the results, as for :func:`flashtile.attention`. A given lse is written without
             ``return_softmax_lse``, too.
         backend: a backend to insist on, as for :func:`flashtile.attention`.
@@ -147,15 +154,18 @@ def flash_attn_with_kvcache(
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
+    phi = phi_by_head = None
+    if softmax_max is not None:
+        phi, phi_by_head = softmax_max_arguments(softmax_max)
     tensors = CacheTensors(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
         alibi_slopes, sink, k_descale, v_descale,
-        None if tree_mask is None else dense_tree(tree_mask),
+        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head,
     )  # fmt: skip
     options = DecodeOptions(
         masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
         masking.window_right, masking.softcap, num_splits, split_keys, False,
-        return_softmax_lse or lse is not None, backend, debug_checks,
+        return_softmax_lse or lse is not None, phi, backend, debug_checks,
     )  # fmt: skip
     buffers = () if out is lse is None else (out, lse)
     if k is None and v is None:

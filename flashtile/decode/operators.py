@@ -245,13 +245,15 @@ def _launch_both(
         queries = q.new_empty(q.shape)
         appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
     cache, new = (queries, k_cache, v_cache, *buffers), (k_cache, v_cache, k, v)
-    launches = _append_and_decode.get(key)
+    launches: Any = _append_and_decode.get(key)
     if launches is None:
         attend.check(*cache, tensors, options)  # before anything is prepared for the append
         launches = APPEND.prepared(new, appended, append_options), attend.prepared(cache, tensors, options)
         _append_and_decode.store(key, launches, SIGNATURE_BYTES)
     APPEND.check_values(new, appended, append_options)
     attend.check_values(cache, tensors, options)
+    if buffers:
+        launches[1].refuse_overlap(cache, tensors)
     launches[0](*new, appended)
     results = launches[1](*cache, tensors)
     return buffers or results

@@ -17,6 +17,8 @@ from flashtile.problem import UNLIMITED, Results
 MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
 MAX_TMA_ROWS = 2**30
+MOST_SOFTMAX_MAX = 1e6
+"""Far beyond any score whose exponent float32 can tell from the next."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """Quantisation saturates here: e4m3 has no infinity."""
@@ -41,6 +43,8 @@ class CacheTensors(NamedTuple):
     cover, too."""
     prior_lse: Tensor | None = None
     """(heads_q, tokens)."""
+    softmax_max: Tensor | None = None
+    """(heads_q,)."""
 
 
 class DecodeOptions(NamedTuple):
@@ -59,6 +63,8 @@ class DecodeOptions(NamedTuple):
     partial: bool = False
     """out in float32, to be merged with others before it is rounded."""
     return_lse: bool = True
+    phi: float | None = None
+    """``softmax_max``, where it is a number."""
     backend: str | None = None
     debug_checks: bool = False
 
@@ -159,6 +165,8 @@ class DecodeProblem(Results):
     split_size: int = 0
     return_lse: bool = True  # else lse may be None
     tma_obstacle: str | None = None  # why Hopper's tensor memory accelerator cannot address q or the caches
+    softmax_max: float | None = None  # what is subtracted from scores; None: their maximum
+    softmax_max_by_head: bool = False  # a tensor has it instead
 
     @classmethod
     def from_tensors(
@@ -207,6 +215,8 @@ class DecodeProblem(Results):
             split_size=options.split_size,
             return_lse=options.return_lse,
             tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
+            softmax_max=options.phi,
+            softmax_max_by_head=tensors.softmax_max is not None,
         )
 
 

@@ -19,7 +19,7 @@ from flashtile.decode.problem import FP8
 from flashtile.rounding import finite, largest, score_noise
 from flashtile.testing import LSE_UNITS, Report, compare, poisoned_memory
 
-IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "backend", "debug_checks")
+IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "softmax_max", "backend", "debug_checks")
 """Arguments that say how a result is computed, and not what it is."""
 
 

@@ -42,6 +42,7 @@ class Into(Operation):
         results_of: Callable[..., tuple[Result | None, ...]],
     ) -> None:
         self.of, self.buffers, self.results_of = operation, buffers, results_of
+        self.all_buffers = " and ".join(buffers)
         self._first = len(operation.tensors)
         """How many tensors come before the buffers."""
         optional = [f"{name}?" for name in buffers[1:]]
@@ -73,7 +74,8 @@ class Into(Operation):
 
     def complete(self, tensors: tuple, beside: Any, options: Any, buffers: tuple) -> tuple[Any, ...]:
         """``buffers``, with new memory for those that are asked for, but None."""
-        if all(buffer is not None for buffer in buffers):
+        out, lse = buffers
+        if out is not None and (lse is not None or not getattr(options, "return_lse", True)):
             return buffers
         try:
             results = self.results_of(*tensors, beside, options)
@@ -86,33 +88,17 @@ class Into(Operation):
             raise
 
     def launch(self, tensors: tuple, beside: Any, options: Any) -> None:
-        launch = self.prepared(tensors, beside, options)
-        self.check_values(tensors, beside, options)
+        launch: Any = self.prepared(tensors, beside, options)
+        launch.refuse_overlap(tensors, beside)
+        if beside is not self.nothing:
+            self.check_values(tensors, beside, options)
         launch(*tensors, beside)
 
-    def prepare(self, tensors: tuple, beside: Any, options: Any) -> Callable[..., None]:
-        """The operation's own launch, and which of the buffers it takes as they lie."""
-        launch = self.of.prepared(tensors[: self._first], beside, options)
-        straight = tuple(_takes(launch, buffer) for buffer in tensors[self._first :])
-        return partial(_launch_into, launch, self._first, straight)
-
     def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:
-        """Refuse buffers in the memory of another tensor: of every call, since launches are kept by
-        signatures, which know no addresses. Then what the operation itself checks."""
-        given, buffers = tensors[: self._first], tensors[self._first :]
-        written: list[tuple[int, int, str]] = []
-        for name, buffer in zip(self.buffers, buffers, strict=True):
-            if buffer is not None:
-                written.append((*_range(buffer), name))
-        for other, name in zip(given, self.names, strict=False):
-            _refuse_overlap(written, *_range(other), name)
-        if len(written) > 1:
-            _refuse_overlap(written[:-1], *written[-1])
-        if beside is not self.nothing:
-            for other, name in zip(beside, beside._fields, strict=True):
-                if other is not None:
-                    _refuse_overlap(written, *_range(other), name)
-            self.of.check_values(given, beside, options)
+        self.of.check_values(tensors[: self._first], beside, options)
+
+    def prepare(self, tensors: tuple, beside: Any, options: Any) -> LaunchInto:
+        return LaunchInto(self.of.prepared(tensors[: self._first], beside, options), self, tensors, beside)
 
     def refuse_gradients(self, buffers: tuple, names: Iterable[str], tensors: Iterable[Any]) -> None:
         """No gradient flows through memory that is written in place."""
@@ -120,13 +106,13 @@ class Into(Operation):
             if isinstance(buffer, Tensor) and buffer.requires_grad:
                 raise ValueError(f"{name} requires grad, but is written in place: it must be detached")
         if transforming():
-            raise NotImplementedError(f"{self.buffers[0]} must be None under a transform of torch.func")
+            raise NotImplementedError(f"{self.all_buffers} must be None under a transform of torch.func")
         if not torch.is_grad_enabled():
             return
         for name, tensor in zip(names, tensors, strict=False):
             if tensor is not None and getattr(tensor, "requires_grad", False):
                 raise ValueError(
-                    f"{self.buffers[0]} must be None where {name} requires grad: no gradient flows through "
+                    f"{self.all_buffers} must be None where {name} requires grad: no gradient flows through "
                     "memory that is written in place (call it under torch.no_grad())"
                 )
 
@@ -156,41 +142,62 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
         raise ValueError(f"{name} is expanded (strides {tuple(buffer.stride())}), but is written in place")
 
 
+class LaunchInto:
+    """``(*tensors, *buffers, beside)`` for tensors of one signature."""
+
+    def __init__(self, launch: Any, into: Into, tensors: tuple, beside: Any) -> None:
+        self._launch = launch
+        self._first = len(into.of.tensors)
+        self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
+        """Whether the launch writes to a buffer itself."""
+        spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *beside)) if t is not None]
+        spans = [span for span in spans if span[1]]
+        self._pairs = [
+            (*span, [other for other in spans if other is not span])
+            for span in spans
+            if span[2] in into.buffers
+        ]
+
+    def refuse_overlap(self, tensors: tuple, beside: Any) -> None:
+        """Of every call, since launches are kept by signatures, which know no addresses."""
+        given = (*tensors, *beside)
+        for i, size, name, others in self._pairs:
+            start = given[i].data_ptr()
+            end = start + size
+            for j, span, other in others:
+                address = given[j].data_ptr()
+                if address < end and start < address + span:
+                    raise ValueError(
+                        f"{name} lies in the memory of {other}, but is written: it needs its own memory"
+                    )
+
+    def __call__(self, *arguments: Any) -> None:
+        first = self._first
+        tensors, buffers, beside = arguments[:first], arguments[first:-1], arguments[-1]
+        straight = self._straight
+        if True in straight:
+            written = [buffer if takes else None for buffer, takes in zip(buffers, straight, strict=True)]
+            results = self._launch(*tensors, beside, *written)
+        else:
+            results = self._launch(*tensors, beside)
+        for buffer, takes, result in zip(buffers, straight, results, strict=True):
+            if buffer is None:
+                continue
+            if not takes:
+                buffer.copy_(result)
+            elif not buffer.is_inference():
+                increment_version(buffer)  # autograd may have saved what was there
+
+
 def _takes(launch: Any, buffer: Tensor | None) -> bool:
-    """Whether ``launch`` writes to this buffer itself."""
     if buffer is None or not getattr(launch, "writes_into", False):
         return False
     return buffer.is_contiguous() and buffer.data_ptr() % ALIGNMENT == 0
 
 
-def _launch_into(launch: Any, first: int, straight: tuple[bool, ...], *arguments: Any) -> None:
-    tensors, buffers, beside = arguments[:first], arguments[first:-1], arguments[-1]
-    if True in straight:
-        written = [buffer if takes else None for buffer, takes in zip(buffers, straight, strict=True)]
-        results = launch(*tensors, beside, *written)
-    else:
-        results = launch(*tensors, beside)
-    for buffer, takes, result in zip(buffers, straight, results, strict=True):
-        if buffer is None:
-            continue
-        if not takes:
-            buffer.copy_(result)
-        elif not buffer.is_inference():
-            increment_version(buffer)  # autograd may have saved what was there
-
-
-def _refuse_overlap(written: list[tuple[int, int, str]], start: int, end: int, other: str) -> None:
-    for first, last, name in written:
-        if first < end and start < last:
-            raise ValueError(
-                f"{name} lies in the memory of {other}, and is written: it needs memory of its own"
-            )
-
-
-def _range(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of that behind the last."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous() or tensor.numel() == 0:
-        return start, start + tensor.nbytes
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first to the last element; 0 if there is none."""
+    if tensor.numel() == 0:
+        return 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()

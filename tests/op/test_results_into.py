@@ -201,16 +201,16 @@ def test_a_call_that_needs_gradients_is_refused(name):
     arguments = cache_call() | {"sink": torch.zeros(4)}
     arguments[name] = arguments[name].clone().requires_grad_()
     out = torch.full_like(arguments["q"], NAN, requires_grad=False)
-    words = rf"out must be None where {name} requires grad.*torch\.no_grad"
+    words = rf"out and lse must be None where {name} requires grad.*torch\.no_grad"
     with pytest.raises(ValueError, match=words):
         flashtile.flash_attn_with_kvcache(**arguments, out=out)
     with torch.no_grad():
         assert flashtile.flash_attn_with_kvcache(**arguments, out=out) is out
     q, k, v = torch.randn(3, 1, 5, 4, 16).unbind()
     out = torch.empty_like(q)
-    with pytest.raises(ValueError, match="out must be None where v requires grad"):
+    with pytest.raises(ValueError, match="out and lse must be None where v requires grad"):
         flashtile.flash_attn_func(q, k, v.requires_grad_(), out=out)
-    with pytest.raises(NotImplementedError, match="out must be None under a transform"):
+    with pytest.raises(NotImplementedError, match="out and lse must be None under a transform"):
         torch.func.vmap(lambda q: flashtile.flash_attn_func(q, k, v.detach(), out=out))(q[None])
 
 

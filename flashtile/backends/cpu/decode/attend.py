@@ -19,6 +19,11 @@ from flashtile.decode.problem import CacheTensors, DecodeProblem
 BLOCK_ROWS = 256
 TILE_ELEMENTS = 1 << 18
 """Of a tile of scores over all heads: it stays in the second-level cache."""
+LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**16
+"""Of a row's exponentials over a unified maximum. Their logarithm is then as small as that of online sums,
+and what exp flushes to zero is nothing beside them."""
+LEAST_VALUE = 2.0**-60
+"""Of the largest sum of values: in smaller ones terms may have been flushed to zero."""
 
 
 def attend(
@@ -51,6 +56,10 @@ def _sequences(
         yield q[rows], out[rows], lse[:, rows]
 
 
+Sums = tuple[Tensor, Tensor, Tensor]
+"""(maximum, sum, acc) of a softmax, (heads_kv, group * rows, 1 or head_dim_v)."""
+
+
 class _Sequence:
     """One sequence's queries and where its keys lie."""
 
@@ -76,6 +85,9 @@ class _Sequence:
         slopes = given.alibi_slopes
         self.slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
         self.sink = given.sink
+        self.phi = given.softmax_max
+        if problem.softmax_max is not None:
+            self.phi = torch.full((problem.num_heads_q,), problem.softmax_max)
         self.prior = None
         if given.prior_out is not None and given.prior_lse is not None:
             first = b * self.seqlen_q if given.cu_seqlens_q is None else int(given.cu_seqlens_q[b])
@@ -88,13 +100,17 @@ class _Sequence:
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         q = self.q[rows.start : rows.stop].to(self.dtype) * self.problem.softmax_scale
         q = q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)
-        row_max, row_sum, acc = self._start(rows)
-        window = self.problem.window_left, self.problem.window_right
-        seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
-        seen = range(max(seen.start, self.first_key), seen.stop)
-        for keys in split(seen, max(256, TILE_ELEMENTS // (heads_kv * q.shape[1]))):
-            k = self._gather(self.k_cache, self.k_descale, keys)
-            scores = self._masked(torch.matmul(q, k.permute(1, 2, 0)), rows, keys)
+        start = self._start(rows)
+        sums = None if self.phi is None else self._unified(start, q, rows)
+        row_max, row_sum, acc = self._online(start, q, rows) if sums is None else sums
+        empty = row_sum == 0
+        out = acc.div_(row_sum.masked_fill(empty, 1.0)).view(heads_kv * group, len(rows), -1)
+        lse = (row_max + row_sum.log()).view(heads_kv * group, len(rows))
+        return out.transpose(0, 1), lse
+
+    def _online(self, start: Sums, q: Tensor, rows: range) -> Sums:
+        row_max, row_sum, acc = start
+        for scores, keys in self._tiles(q, rows):
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             p = scores.sub_(new_max).exp_()
             correction = torch.exp(row_max - new_max)
@@ -102,12 +118,41 @@ class _Sequence:
             v = self._gather(self.v_cache, self.v_descale, keys)
             acc = acc.mul_(correction).baddbmm_(p, v.transpose(0, 1))
             row_max = new_max
-        empty = row_sum == 0
-        out = acc.div_(row_sum.masked_fill(empty, 1.0)).view(heads_kv * group, len(rows), -1)
-        lse = (row_max + row_sum.log()).view(heads_kv * group, len(rows))
-        return out.transpose(0, 1), lse
+        return row_max, row_sum, acc
 
-    def _start(self, rows: range) -> tuple[Tensor, Tensor, Tensor]:
+    def _unified(self, start: Sums, q: Tensor, rows: range) -> Sums | None:
+        """As :meth:`_online`, by the unified maximum of FlashDecoding++ (Hong et al. 2023, section 3); None
+        where the scores are too far from it."""
+        row_max, row_sum, acc = start
+        assert self.phi is not None
+        phi = self.phi.to(self.dtype).view(row_sum.shape[0], -1, 1, 1).expand(-1, -1, len(rows), 1)
+        phi = phi.reshape(row_sum.shape)
+        factor = torch.exp(-phi)  # scores near zero would lose bits in a difference to a large phi
+        total, values = torch.zeros_like(row_sum), torch.zeros_like(acc)
+        for scores, keys in self._tiles(q, rows):
+            p = scores.exp_().mul_(factor)
+            total += p.sum(-1, keepdim=True)
+            values.baddbmm_(p, self._gather(self.v_cache, self.v_descale, keys).transpose(0, 1))
+        largest = values.abs().amax()  # NaN, if one of them is
+        in_range = ((total >= LEAST_SUM) & (total <= MOST_SUM)).all() & (largest >= LEAST_VALUE)
+        if not (in_range and largest.isfinite()):
+            return None
+        # What came before, a sink or other keys, may be far from phi.
+        lse = phi + total.log()
+        new_max = torch.maximum(row_max, lse)
+        before, here = torch.exp(row_max - new_max), torch.exp(lse - new_max)
+        return new_max, row_sum * before + here, acc * before + values / total * here
+
+    def _tiles(self, q: Tensor, rows: range) -> Iterator[tuple[Tensor, range]]:
+        """Masked scores (heads_kv, group * rows, keys) of the keys that any of the rows sees, and these."""
+        window = self.problem.window_left, self.problem.window_right
+        seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
+        seen = range(max(seen.start, self.first_key), seen.stop)
+        for keys in split(seen, max(256, TILE_ELEMENTS // (q.shape[0] * q.shape[1]))):
+            k = self._gather(self.k_cache, self.k_descale, keys)
+            yield self._masked(torch.matmul(q, k.permute(1, 2, 0)), rows, keys), keys
+
+    def _start(self, rows: range) -> Sums:
         """(max, sum, acc) before the first key, (heads_kv, group * rows, 1 or head_dim_v): those of the sink
         and of attention over other keys, if any.
         """

@@ -28,6 +28,8 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return f"its kernel takes caches in the dtype of q, not {problem.cache_dtype}"
     if problem.prior:
         return "its kernel takes no result over a shared prefix"
+    if problem.softmax_max is not None or problem.softmax_max_by_head:
+        return "its kernel takes no softmax_max: it finds the maximum of each row"
     sizes = problem.head_dim, problem.head_dim_v
     for name, size in zip(("head_dim", "head_dim_v"), sizes, strict=True):
         if size % 8:

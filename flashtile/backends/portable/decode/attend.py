@@ -50,6 +50,7 @@ from flashtile.backends.portable.decode.steps import (
     load_pages,
     prefetch_n_block,
 )
+from flashtile.backends.portable.decode.unified_max import as_online, is_in_range, load_shift
 
 
 class Pointers(NamedTuple):
@@ -70,6 +71,7 @@ class Pointers(NamedTuple):
     tree_mask: Any
     prior_out: Any
     prior_lse: Any
+    softmax_max: Any
 
 
 @triton.jit
@@ -143,6 +145,8 @@ def attend_work_tile(
         v_scale = tl.load(pointers.v_descale + work.head_kv)
     if C.HAS_TREE:
         tree_rows = pointers.tree_mask + b * strides.tree_stride + tokens * lengths.seqlen_q
+    if C.SOFTMAX_MAX != "none":
+        shift = load_shift(numbers.softmax_max, pointers.softmax_max, heads, exists, C)
     cache = cache_of(work, first, pointers, strides, num_blocks, lengths, C)
     next_cache = cache
     if C.PREFETCH != 0:
@@ -156,12 +160,32 @@ def attend_work_tile(
         q, q_scale = as_float16(q)
         k_scale = (k_scale * q_scale)[:, None]
     offset = sequence.len_k - sequence.len_q
-    acc, row_max, row_sum = attend_n_blocks(
-        q, first, first + count, work.keys, cache, faults,
-        NextWork(next_cache, next_first, next_work_tile.keys, more),
-        ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q), lengths, strides, numbers,
-        pointers.q.dtype.element_ty, C,
-    )  # fmt: skip
+    next_work = NextWork(next_cache, next_first, next_work_tile.keys, more)
+    score_rows = ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q)
+    dtype: tl.constexpr = pointers.q.dtype.element_ty
+    last = first + count
+    if C.SOFTMAX_MAX == "none":
+        acc, row_max, row_sum = attend_n_blocks(
+            q, first, last, work.keys, cache, faults, next_work, score_rows, lengths, strides, numbers, dtype,
+            C, C.PREFETCH,
+        )  # fmt: skip
+    else:
+        acc, _, row_sum = attend_n_blocks(
+            q, first, last, work.keys, cache, faults, next_work, score_rows, lengths, strides, numbers, dtype,
+            C, C.PREFETCH, True, shift,
+        )  # fmt: skip
+        row_max = shift + tl.zeros_like(row_sum)
+        OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype
+        if is_in_range(acc, row_sum, exists, count * C.BLOCK_N, OPERAND) == 0:
+            # Looked for again: no register holds through the first loop what few calls need after it.
+            again = cache_of(work, first, pointers, strides, num_blocks, lengths, C)
+            faults = find_faults(again, first, last, work.keys, C)
+            acc, row_max, row_sum = attend_n_blocks(
+                q, first, last, work.keys, again, faults, next_work, score_rows, lengths, strides, numbers,
+                dtype, C, 0,
+            )  # fmt: skip
+        if C.HAS_SINK or C.HAS_PRIOR:
+            acc, row_max, row_sum = as_online(acc, row_max, row_sum)
 
     if C.DESCALE == "head":
         acc = acc * v_scale
@@ -231,12 +255,12 @@ RUNTIME_INTEGERS = (
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_seqlens, cache_leftpad, cache_batch_idx,
     block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink_ptr, k_descale, v_descale, tree_mask,
-    prior_out, prior_lse,
+    prior_out, prior_lse, softmax_max_ptr,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
     v_stride_h, table_stride, alibi_stride, k_descale_stride, v_descale_stride, tree_stride,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
     window_left, window_right, softmax_scale, scale_log2, softcap, num_blocks, partial_rows, slots,
-    num_splits, split_n_blocks, C: tl.constexpr,
+    num_splits, split_n_blocks, softmax_max, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (teams * HEADS_PER_TEAM,) if BALANCED, else (m_blocks * splits * heads_kv * batch,).
 
@@ -247,7 +271,7 @@ def decode_kernel(
     """
     pointers = Pointers(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,
-        sink_ptr, k_descale, v_descale, tree_mask, prior_out, prior_lse,
+        sink_ptr, k_descale, v_descale, tree_mask, prior_out, prior_lse, softmax_max_ptr,
     )  # fmt: skip
     strides = Strides(
         q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
@@ -258,7 +282,7 @@ def decode_kernel(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
         window_left, window_right,
     )  # fmt: skip
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+    numbers = Numbers(softmax_scale, scale_log2, softcap, softmax_max)
     splits = Splits(partial_rows, slots, num_splits, split_n_blocks)
     program = tl.program_id(0)
     if C.PREFETCH != 0:

@@ -59,10 +59,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "splits": {"num_splits": 4},
     "tree": {"tree": True, "seqlen_q": 4},
     "prior": {"prior": True},
+    "unified max": {"softmax_max": 0.0},
+    "unified max, features": _FEATURES | {"softmax_max_by_head": True},
     "features": _FEATURES,
 }
 """Every tile is compiled for pages of 16, those of 16-bit heads of 128 for the rest, too."""
-_WIDE_VARIANTS = ("page 16", "splits", "features")
+_WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -74,7 +76,7 @@ _TYPES = {
 }
 _INT32_TENSORS = ("cache_seqlens", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "block_table")
 _FLOAT_TENSORS = ("rotary_cos", "rotary_sin", "prior_out", "prior_lse")
-_FLOATS = ("softmax_scale", "scale_log2", "softcap")
+_FLOATS = ("softmax_scale", "scale_log2", "softcap", "softmax_max")
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -86,6 +88,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for BLOCK_M in config.row_blocks(table_family, element_bytes, head_dim):
                 chosen = config.row(table_family, element_bytes, BLOCK_M, head_dim)
                 variants: Iterable[str] = ("page 16",)
+                if element_bytes == 1 and head_dim == 128 and BLOCK_M == config.NARROW:
+                    variants = ("page 16", "unified max")
                 if head_dim == 128 and element_bytes == 2:
                     variants = _VARIANTS if BLOCK_M == config.NARROW else _WIDE_VARIANTS
                 for variant in variants:
@@ -137,18 +141,21 @@ def _attention_case(
         "tree_mask": problem.tree,
         "prior_out": problem.prior,
         "prior_lse": problem.prior,
+        "softmax_max_ptr": problem.softmax_max_by_head,
+        "softmax_max": problem.softmax_max is not None,
     }
     tensors = {"q_ptr": problem.dtype, "out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
     constants: dict[str, Any] = {"C": compiled_for}
     constants |= {name: None for name, there in present.items() if not there}
     tile = chosen.tile
+    has_features = variant == "tree" or variant.endswith("features") or variant.startswith("unified")
     return CompileCase(
         name=name,
         kernel=decode_kernel,
         **_arguments(decode_kernel, tensors, constants, ("q_stride", "k_stride", "v_stride")),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        spill_budget=tile.features_spill_budget if variant in ("features", "tree") else tile.spill_budget,
+        spill_budget=tile.features_spill_budget if has_features else tile.spill_budget,
         tensor_cores=chosen.precision != "ieee",
     )
 

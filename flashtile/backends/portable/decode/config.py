@@ -64,7 +64,7 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("hopper", 4, NARROW, 256): _row(32, 8, 3, 1, 180),
     ("hopper", 4, NARROW, 512): _row(16, 4, 2, 1, 3132),
     ("ampere", 2, NARROW, 64): _row(128, 4, 3, 2),
-    ("ampere", 2, NARROW, 128): _row(64, 4, 3, 2),
+    ("ampere", 2, NARROW, 128): _row(64, 4, 3, 2, 0, 4),
     ("ampere", 2, NARROW, 256): _row(32, 4, 3, 2),
     ("ampere", 2, NARROW, 512): _row(16, 4, 3, 1),
     ("ampere", 2, WIDE, 64): _row(64, 4, 3, 2),

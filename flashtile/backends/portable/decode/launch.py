@@ -28,7 +28,7 @@ from flashtile.backends.portable.decode.combine import (
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
-from flashtile.backends.portable.decode.steps import Numbers, Strides, Variant
+from flashtile.backends.portable.decode.steps import Strides, Variant
 from flashtile.decode.problem import FP8, CacheTensors, CombineProblem, DecodeProblem
 from flashtile.problem import LOG2_E, UNLIMITED
 
@@ -51,6 +51,8 @@ FEW_N_BLOCKS = 16
 """For each multiprocessor. With so few, the programs of the next call find room beside this one's, if there
 is one of them on each; with more, two keep more bytes on their way."""
 MAX_BLOCK_N = 256
+LEAST_UNIFIED_N_BLOCKS = 8
+"""Of the longest sequence: with fewer, the check of a work tile costs more than a unified maximum saves."""
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -149,6 +151,15 @@ def effective_window(problem: DecodeProblem) -> tuple[int, int]:
     )
 
 
+def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
+    """Whether scores are taken over the caller's ``softmax_max``, "number" or "head", or "none"."""
+    if problem.capacity < LEAST_UNIFIED_N_BLOCKS * config.tile.BLOCK_N:
+        return "none"
+    if problem.softmax_max_by_head:
+        return "head"
+    return "none" if problem.softmax_max is None else "number"
+
+
 def variant_of(
     problem: DecodeProblem,
     config: DecodeConfig,
@@ -177,6 +188,7 @@ def variant_of(
         HAS_TREE=problem.tree,
         HAS_PRIOR=problem.prior,
         HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
+        SOFTMAX_MAX=softmax_max_kind(problem, config),
         DESCALE=problem.descale,
         E4M3=e4m3,
         E4M3_BITS=e4m3 and not native_e4m3,
@@ -378,8 +390,9 @@ class DecodeLaunch:
             0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
         )
         scale = problem.softmax_scale
-        numbers = Numbers(scale, scale * LOG2_E, problem.softcap)
-        scalars = (*strides, *lengths, *numbers, max(problem.num_blocks, 1), *splits)
+        numbers = (scale, scale * LOG2_E, problem.softcap)
+        softmax_max = problem.softmax_max if variant.SOFTMAX_MAX == "number" else None
+        scalars = (*strides, *lengths, *numbers, max(problem.num_blocks, 1), *splits, softmax_max)
         # With it, a kernel may start before the one that it follows has ended, and waits for that end itself.
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
         attend = KeptKernel(decode_kernel, programs, scalars, (variant,), tile, **options)

@@ -12,6 +12,7 @@ import triton.language as tl
 from flashtile.backends.common.tiles import tile_index
 from flashtile.backends.portable.decode.e4m3 import decode_bits, split_pairs
 from flashtile.backends.portable.decode.schedule import Layout
+from flashtile.backends.portable.decode.unified_max import shifted_exponentials
 from flashtile.backends.portable.tiles import apply_score_mod, visible
 
 
@@ -29,6 +30,8 @@ class Variant(Layout):
     HAS_PRIOR: bool
     HAS_SCORE_MOD: bool
     """Whether scores are more than raw products times a positive scale (which keeps their maximum)."""
+    SOFTMAX_MAX: str
+    """"none", "number", or "head": whether the caller says what is subtracted (:mod:`unified_max`)."""
     DESCALE: str
     """"none", "head", or "block": of each page, or of each row of a dense cache."""
     E4M3: bool
@@ -81,11 +84,13 @@ class Strides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Of the scores: softmax_scale, the same times log2(e), and softcap."""
+    """Of the scores: softmax_scale, the same times log2(e), softcap, and what is subtracted from scores."""
 
     softmax_scale: Any
     scale_log2: Any
     softcap: Any
+    softmax_max: Any
+    """None where the maximum is."""
 
 
 class Cache(NamedTuple):
@@ -396,13 +401,14 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr):
 @triton.jit
 def attend_n_blocks(
     q, first, last, keys, cache, faults, next_work, rows, lengths, strides, numbers, dtype: tl.constexpr,
-    C: tl.constexpr,
+    C: tl.constexpr, PREFETCH: tl.constexpr, UNIFIED: tl.constexpr = False, shift=None,
 ):  # fmt: skip
     """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over those of ``keys`` in n_blocks ``first`` to
     ``last`` (exclusive). Sums are NaN if there are ``faults``, as :func:`find_faults` has them, or if a page
     is not in the cache.
 
-    ``dtype``, that of the call's queries, is what values scaled by their page are rounded to.
+    ``dtype``, that of the call's queries, is what values scaled by their page are rounded to. UNIFIED:
+    ``shift`` is subtracted from scores, and not their maximum.
     """
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -441,8 +447,8 @@ def attend_n_blocks(
         if not C.faults_ahead:
             faults = faults | (given ^ current)
     for n in range(first, last):
-        if C.PREFETCH != 0:
-            i = n - tl.maximum(first, last - C.PREFETCH)
+        if PREFETCH != 0:
+            i = n - tl.maximum(first, last - PREFETCH)
             if (i == 0) | (i == 1):
                 if next_work.exists:
                     page = next_work.cache.row
@@ -474,14 +480,21 @@ def attend_n_blocks(
                 page_v_scale = page_v_scale[:, None]
             products = products * page_k_scale
         scores = score_keys(products, positions, seen, rows, lengths, numbers, C)
-        p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD)
-        if SUM_LATE:
-            row_sum = row_sum * alpha[:, None] + p
+        if UNIFIED:
+            p = shifted_exponentials(scores, shift, numbers.scale_log2, C, dtype)
+            if SUM_LATE:
+                row_sum += p
+            else:
+                row_sum += tl.sum(p, 1)
         else:
-            row_sum = row_sum * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        if C.E4M3_PAIRS:
-            acc_odd = acc_odd * alpha[:, None]
+            p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD)
+            if SUM_LATE:
+                row_sum = row_sum * alpha[:, None] + p
+            else:
+                row_sum = row_sum * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            if C.E4M3_PAIRS:
+                acc_odd = acc_odd * alpha[:, None]
         acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, page_v_scale, operand, dtype, C)
     if C.E4M3_PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])

@@ -24,7 +24,7 @@ from flashtile.engine import (
 )
 from flashtile.engine.config import parse_config
 
-SMALL = {"num_gpu_blocks_override": 14, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+SMALL = {"num_gpu_blocks_override": 10, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
 
 def random_params(draw: random.Random):
@@ -44,14 +44,14 @@ def random_prompt(draw: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True, "swap_space": 0.0005}])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_random_requests_all_end(seed, options):
     """Kinds, lengths and priorities at random in a small pool, bad ones among them; some are aborted."""
     draw = random.Random(seed)
     llm = load("llama3", **SMALL, **options)
     engine, manager = llm.engine, llm.engine.scheduler.manager
     taken, finished, refused = set(), Counter(), 0
-    for number in range(80):
+    for number in range(60):
         prompt, request_id = random_prompt(draw), f"r{number}"
         if draw.random() < 0.1:
             prompt = draw.choice([[], [VOCABULARY], "text", [1] * 200, None])
@@ -63,7 +63,7 @@ def test_random_requests_all_end(seed, options):
         outputs = []
         if draw.random() < 0.1 and engine.requests:
             outputs += engine.abort(draw.choice(list(engine.requests)))
-        for _ in range(draw.randrange(6)):
+        for _ in range(draw.randrange(4)):
             outputs += engine.step()
         finished.update(output.request_id for output in outputs if output.finished)
         manager.check_integrity()

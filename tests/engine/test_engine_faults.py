@@ -24,7 +24,7 @@ from flashtile.engine import (
 )
 from flashtile.engine.config import parse_config
 
-SMALL = {"num_gpu_blocks_override": 10, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
 
 def random_params(draw: random.Random):

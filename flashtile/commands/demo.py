@@ -35,6 +35,7 @@ from flashtile.visualizer.page import write_page
 from flashtile.visualizer.settings import grid
 
 PAGE = "visualize.html"
+MODEL = "model"
 PROMPT = b"class Reader:\n    def __init__(self"
 SAMPLE_BYTES = 600
 QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
@@ -79,7 +80,7 @@ def demo(
     workload = scaling.workload_for(chosen, dtype, quick)
     rows = measure_scaling(console, workload)
     config = replace(QUICK, device=str(chosen)) if quick else default_config(chosen)
-    training = run_training(console, config, corpus, seconds)
+    training = run_training(console, config, corpus, seconds, out)
 
     results = Results(started, time.perf_counter() - clock, quick, setting, errors, workload, rows, training)
     page = None if quick else write_visualization(console, out / PAGE)
@@ -132,7 +133,28 @@ def measure_scaling(console: Console, workload: scaling.Workload) -> list[scalin
     return rows
 
 
-def run_training(console: Console, config: TrainingConfig, corpus: Corpus, seconds: float) -> Training:
+def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:
+    """Serve the trained model, and leave it in ``folder`` for ``flashtile generate``."""
+    console.rule("the model, served: continuous batching over paged keys and values", align="left")
+    try:
+        from flashtile.demo.serving import serve
+
+        serving = serve(model, folder, config.seqlen, config.device)
+    except ModuleNotFoundError as error:
+        console.print(f"left out: it needs {error.name} (pip install 'flashtile[engine]')", markup=False)
+        return
+    for prompt, answers in serving.answers:
+        for answer in answers:
+            console.print(prompt, end="", markup=False, highlight=False, style="dim")
+            console.print(answer, markup=False, highlight=False)
+    for line in serving.lines():
+        console.print(line, markup=False)
+    console.print(f"flashtile generate {folder} 'def ' goes on from there", markup=False, soft_wrap=True)
+
+
+def run_training(
+    console: Console, config: TrainingConfig, corpus: Corpus, seconds: float, out: Path
+) -> Training:
     console.rule("training a byte-level GPT on Python's standard library", align="left")
     with progress_bar(console) as progress, fastest_threads(config, corpus) as threads:
 
@@ -159,6 +181,7 @@ def run_training(console: Console, config: TrainingConfig, corpus: Corpus, secon
     )
     console.print("[dim]sample:[/]")
     console.print(PROMPT.decode() + sample, markup=False, highlight=False)
+    run_engine(console, model, config, out / MODEL)
     return Training(
         config=config,
         corpus=corpus.source,

@@ -2,7 +2,7 @@
 
 from flashtile.engine.async_llm import AsyncLLM, EngineDeadError
 from flashtile.engine.config import ConfigError, ModelConfig
-from flashtile.engine.core import Engine
+from flashtile.engine.core import Engine, EngineStats
 from flashtile.engine.llm import LLM
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineDeadError",
+    "EngineStats",
     "Logprob",
     "ModelConfig",
     "RequestMetrics",

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
-from flashtile.engine.products import SWIGLU, linear, rms_norm
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import WHOLE, Shard, Weights
+from flashtile.linear import linear, linear_qkv
+
+SWIGLU = "silu_and_mul"
 
 
 class StepInput(NamedTuple):
@@ -28,6 +30,7 @@ class StepInput(NamedTuple):
         block_table: (batch, max_blocks) int32.
         cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start; None: each has one.
         max_seqlen_q: the most new tokens of a sequence.
+        seqused_k: (batch,) int32, tokens of each sequence with the new one, where each has one.
     """
 
     tokens: Tensor
@@ -35,6 +38,7 @@ class StepInput(NamedTuple):
     block_table: Tensor
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int
+    seqused_k: Tensor | None = None
 
 
 class Cache(NamedTuple):
@@ -62,7 +66,16 @@ class Norm:
         """The product of the normalised x, in one call where the dtypes allow it."""
         if not self.fused:
             return linear(self(x), weight, bias, activation=activation)
-        return linear(x, weight, bias, norm_weight=self.weight, norm_eps=self.eps, activation=activation)
+        return linear(
+            x, weight, bias, norm_weight=self.weight, norm_eps=self.eps, activation=activation, prefetch=True
+        )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In float32, rounded once."""
+    if x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 class Attention:
@@ -89,6 +102,29 @@ class Attention:
         self, x: Tensor, norm: Norm, step: StepInput, cache: Cache, residual: Tensor | None
     ) -> Tensor:
         """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        out = self._attend_to_one(x, norm, step, cache)
+        if out is None:
+            out = self._attend(x, norm, step, cache)
+        out = out.reshape(len(x), -1)
+        return linear(out, self.o, self.o_bias, residual=residual, prefetch=True)
+
+    def _attend_to_one(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
+        """(batch, 1, heads, head_dim) where each sequence has one new token and the product's kernel can
+        rotate it and write it into the cache; else None."""
+        if step.seqused_k is None or self.q_norm is not None or not norm.fused or cache.k.dtype != x.dtype:
+            return None
+        q = linear_qkv(
+            x, self.qkv, cache.k, cache.v, self.qkv_bias, positions=step.cache_seqlens,
+            block_table=step.block_table, rotary_cos=cache.cos, rotary_sin=cache.sin,
+            norm_weight=norm.weight, norm_eps=norm.eps, prefetch=True,
+        )  # fmt: skip
+        return flash_attn_with_kvcache(
+            q.unsqueeze(1), cache.k, cache.v, cache_seqlens=step.seqused_k, block_table=step.block_table,
+            softmax_scale=self.scale, causal=True, window_size=(self.window, -1), softcap=self.softcap,
+            sink=self.sink,
+        )  # fmt: skip
+
+    def _attend(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor:
         heads = (self.heads, self.kv_heads, self.kv_heads)
         qkv = norm.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
@@ -102,13 +138,12 @@ class Attention:
                 "cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q,
                 "cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q,
             }  # fmt: skip
-        out = flash_attn_with_kvcache(
+        return flash_attn_with_kvcache(
             q, cache.k, cache.v, k, v, cache.cos, cache.sin,
             cache_seqlens=step.cache_seqlens, block_table=step.block_table, softmax_scale=self.scale,
             causal=True, window_size=(self.window, -1), softcap=self.softcap, rotary_interleaved=False,
             sink=self.sink, **offsets,
         )  # fmt: skip
-        return linear(out.reshape(len(x), -1), self.o, self.o_bias, residual=residual)
 
 
 class MLP:
@@ -130,7 +165,7 @@ class MLP:
         else:
             gate, up = norm.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
             inner = F.gelu(gate, approximate="tanh") * up
-        return linear(inner, self.down, self.down_bias, residual=residual)
+        return linear(inner, self.down, self.down_bias, residual=residual, prefetch=True)
 
 
 class Experts:
@@ -213,6 +248,8 @@ class Model:
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """(total_new, hidden_size), what :meth:`logits` are made of; keys and values go into the caches,
         (num_layers, num_blocks, block_size, kv_heads, head_dim)."""
+        if step.cu_seqlens_q is None:
+            step = step._replace(seqused_k=step.cache_seqlens + 1)
         x = F.embedding(step.tokens, self.embedding)
         if self.config.family.unit_norm:
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)

@@ -48,6 +48,16 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
     """
     if choice.greedy:
         return logits.argmax(-1)
+    if logits.is_cuda:
+        from flashtile.backends.portable.sampling import sample
+
+        filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
+        return sample(logits, *choice[:5], positions, filtered)
+    return choose_in_torch(logits, choice, positions)
+
+
+def choose_in_torch(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
+    """:func:`choose` on any device, every step in torch."""
     greedy = (choice.temperature == 0).unsqueeze(1)
     scores = logits.float() / choice.temperature.masked_fill(choice.temperature == 0, 1.0).unsqueeze(1)
     kept = keep(scores, choice)

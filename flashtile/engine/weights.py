@@ -151,8 +151,8 @@ def random_weights(
             shape = (*shape[:split], inner.stop - inner.start, *shape[split + 1 :])
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
-        number = zlib.crc32(name.encode()) + 2**32 * (seed + shard.rank)
-        generator = torch.Generator(device).manual_seed(number % 2**63)
+        number = zlib.crc32(f"{seed} {shard.rank} {name}".encode())  # a CPU's generator takes 32 bits
+        generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
         std = 1.0 if name == "model.embed_tokens.weight" else fan_in**-0.5
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(std)

@@ -464,8 +464,10 @@ def test_command_shows_everything_and_can_be_repeated(run, tmp_path):
     for _ in range(2):
         result = run(*arguments)
         assert result.exit_code == 0, result.output
-        for part in ("machine", "served by cpu", "not by portable", "exactness", "speed-up", "class Reader"):
-            assert part in result.output
+        parts = ("machine", "served by cpu", "not by portable", "exactness", "speed-up", "class Reader")
+        for part in (*parts, "6 answers to 3 prompts", "tokens of prompts were found in the prefix cache"):
+            assert part in " ".join(result.output.split())
+        assert (tmp_path / "out" / "model" / "config.json").exists()
         assert json.loads((tmp_path / "out" / "results.json").read_text())["passed"] is True
 
 

@@ -1,0 +1,182 @@
+"""The next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
+
+What :mod:`flashtile.engine.sampler` says in torch. One program reads its row again and again, from the L2
+cache; the threshold of what top-k and top-p keep is found two bits a pass.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.backends.common.kernel_cache import kernel
+
+NUM_WARPS = 16
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    FILTERED: bool
+    """Whether a row may have min-p, top-k or top-p."""
+    BLOCK: int
+
+
+class Row(NamedTuple):
+    """A row of logits, what divides it, and what of it is kept: scores from ``least`` on."""
+
+    logits: tl.tensor
+    vocab_size: tl.tensor
+    temperature: tl.tensor
+    least: tl.tensor
+
+
+@triton.jit
+def load_scores(row, first, C: tl.constexpr):
+    """(scores [BLOCK] float32, -inf for what is dropped; their keys, uint32 in the same order)."""
+    column = first + tl.arange(0, C.BLOCK)
+    logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
+    scores = logits.to(tl.float32) / row.temperature
+    scores = tl.where(scores >= row.least, scores, -float("inf"))
+    bits = scores.to(tl.uint32, bitcast=True)
+    keys = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return scores, keys
+
+
+@triton.jit
+def weights_of(scores, keys, lowest, row_max, BY_MASS: tl.constexpr):
+    """What each score from key ``lowest`` on counts: its probability, not normalised, or 1."""
+    weights = tl.exp(scores - row_max) if BY_MASS else tl.full(scores.shape, 1.0, tl.float32)
+    return tl.where((scores > -float("inf")) & (keys >= lowest), weights, 0.0)
+
+
+@triton.jit
+def total_weight(row, lowest, row_max, C: tl.constexpr):
+    BLOCK: tl.constexpr = C.BLOCK
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, row.vocab_size, C.BLOCK):
+        scores, keys = load_scores(row, first, C)
+        total += weights_of(scores, keys, lowest, row_max, True)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def largest_threshold(row, lowest, row_max, wanted, BY_MASS: tl.constexpr, C: tl.constexpr):
+    """The largest key such that what lies from it on weighs ``wanted`` or more."""
+    BLOCK: tl.constexpr = C.BLOCK
+    threshold = tl.full([], 0, tl.uint32)
+    for digit in range(16):
+        unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
+        one = tl.zeros([BLOCK], tl.float32)
+        two = tl.zeros([BLOCK], tl.float32)
+        three = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, row.vocab_size, C.BLOCK):
+            scores, keys = load_scores(row, first, C)
+            weights = weights_of(scores, keys, lowest, row_max, BY_MASS)
+            one += tl.where(keys >= threshold + unit, weights, 0.0)
+            two += tl.where(keys >= threshold + unit * 2, weights, 0.0)
+            three += tl.where(keys >= threshold + unit * 3, weights, 0.0)
+        steps = (tl.sum(one, 0) >= wanted).to(tl.uint32) + (tl.sum(two, 0) >= wanted).to(tl.uint32)
+        threshold += unit * (steps + (tl.sum(three, 0) >= wanted).to(tl.uint32))
+    return tl.maximum(threshold, lowest)
+
+
+@triton.jit
+def mix64(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def mix32(x):
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel(column, key):
+    """Noise of the tokens ``column`` [BLOCK], of a key uint64."""
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    bits = mix32(mix32(column.to(tl.uint32) ^ low) + high)
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1 - 1.0 / 16777216)
+    # log(1 - u) has no digits left where u is small, and there the largest noise comes from.
+    series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
+    return -tl.log(tl.where(u < 0.00390625, series, -tl.log(1 - u)))
+
+
+@kernel(do_not_specialize=("vocab_size", "logits_stride"))
+def sample_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr,
+    logits_stride, vocab_size, C: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows,). Logits (rows, vocab_size); the rest (rows,); out int64."""
+    BLOCK: tl.constexpr = C.BLOCK
+    at = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + at)
+    greedy = temperature == 0
+    minus_infinity = temperature * 0 - float("inf")
+    row = Row(
+        logits_ptr + at.to(tl.int64) * logits_stride, vocab_size, tl.where(greedy, 1.0, temperature),
+        minus_infinity,
+    )  # fmt: skip
+    lowest = tl.full([], 0, tl.uint32)
+    if C.FILTERED:
+        top_k = tl.load(top_k_ptr + at).to(tl.float32)
+        top_p = tl.load(top_p_ptr + at)
+        min_p = tl.load(min_p_ptr + at)
+        if (top_k > 0) | (top_p < 1) | (min_p > 0):
+            most = tl.full([BLOCK], -float("inf"), tl.float32)
+            for first in range(0, vocab_size, C.BLOCK):
+                scores, keys = load_scores(row, first, C)
+                most = tl.maximum(most, scores)
+            row_max = tl.max(most, 0)
+            row = Row(row.logits, vocab_size, row.temperature, row_max + tl.log(min_p))
+            if top_k > 0:
+                lowest = largest_threshold(row, lowest, row_max, top_k, False, C)
+            if top_p < 1:
+                wanted = total_weight(row, lowest, row_max, C) * top_p
+                lowest = largest_threshold(row, lowest, row_max, wanted, True, C)
+    seed = tl.load(seed_ptr + at).to(tl.uint64)
+    position = tl.load(position_ptr + at).to(tl.uint64)
+    key = mix64(seed + position * GOLDEN)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    token = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, vocab_size, C.BLOCK):
+        column = first + tl.arange(0, C.BLOCK)
+        scores, keys = load_scores(row, first, C)
+        noisy = scores + tl.where(greedy, 0.0, gumbel(column, key))
+        noisy = tl.where(keys >= lowest, noisy, -float("inf"))
+        better = noisy > best
+        best = tl.where(better, noisy, best)
+        token = tl.where(better, column, token)
+    winner = tl.min(tl.where(best == tl.max(best, 0), token, vocab_size), 0)
+    tl.store(out_ptr + at, tl.minimum(winner, vocab_size - 1).to(tl.int64))
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
+    positions: Tensor, filtered: bool,
+) -> Tensor:  # fmt: skip
+    """(rows,) int64 tokens of logits (rows, vocab_size), whose rows may lie apart.
+
+    Args:
+        temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
+        filtered: whether a row may have min-p, top-k or top-p.
+    """
+    rows, vocab_size = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    variant = Variant(filtered, min(4096, triton.next_power_of_2(vocab_size)))
+    sample_kernel[(rows,)](
+        logits, temperature, top_k, top_p, min_p, seed, positions, out, logits.stride(0), vocab_size,
+        C=variant, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out

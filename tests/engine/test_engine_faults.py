@@ -1,0 +1,318 @@
+"""Nothing is lost and nothing is trusted: random requests, aborts, failed steps, threads, hostile folders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import struct
+from collections import Counter
+
+import pytest
+import torch
+from engine_models import MODELS, SIZES, VOCABULARY, folder, greedy, load, prompts
+
+from flashtile.engine import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    ConfigError,
+    EngineDeadError,
+    RequestOutputKind,
+    SamplingParams,
+)
+from flashtile.engine.config import parse_config
+
+SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+
+
+def random_params(draw: random.Random):
+    if draw.random() < 0.1:
+        return BeamSearchParams(draw.randrange(1, 5), draw.randrange(1, 9))
+    return SamplingParams(
+        n=draw.choice([1, 1, 1, 2, 4]), temperature=draw.choice([0, 1]), max_tokens=draw.randrange(1, 12),
+        top_p=draw.choice([1, 0.9]), logprobs=draw.choice([None, None, 2]),
+        prompt_logprobs=draw.choice([None, None, None, 1]),
+        presence_penalty=draw.choice([0, 0, 0, 1]), stop_token_ids=draw.choice([None, [3, 4, 5, 6, 7, 8]]),
+        min_tokens=draw.choice([0, 1]), output_kind=draw.choice(list(RequestOutputKind)),
+    )  # fmt: skip
+
+
+def random_prompt(draw: random.Random) -> list[int]:
+    return [draw.randrange(4) for _ in range(draw.randrange(1, 20))]
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True, "swap_space": 0.0005}])
+@pytest.mark.parametrize("seed", [0])
+def test_random_requests_all_end(seed, options):
+    """Kinds, lengths and priorities at random in a small pool, bad ones among them; some are aborted."""
+    draw = random.Random(seed)
+    llm = load("llama3", **SMALL, **options)
+    engine, manager = llm.engine, llm.engine.scheduler.manager
+    taken, finished, refused = set(), Counter(), 0
+    for number in range(60):
+        prompt, request_id = random_prompt(draw), f"r{number}"
+        if draw.random() < 0.1:
+            prompt = draw.choice([[], [VOCABULARY], "text", [1] * 200, None])
+        try:
+            engine.add_request(request_id, prompt, random_params(draw), priority=draw.randrange(3))
+            taken.add(request_id)
+        except (TypeError, ValueError):
+            refused += 1
+        outputs = []
+        if draw.random() < 0.1 and engine.requests:
+            outputs += engine.abort(draw.choice(list(engine.requests)))
+        for _ in range(draw.randrange(4)):
+            outputs += engine.step()
+        finished.update(output.request_id for output in outputs if output.finished)
+        manager.check_integrity()
+    while engine.has_unfinished:
+        finished.update(output.request_id for output in engine.step() if output.finished)
+    assert set(finished) == taken
+    assert set(finished.values()) == {1}
+    assert refused > 1
+    assert manager.sequences == ()
+    assert [engine.requests, engine._texts, engine._sent, engine._beams] == [{}] * 4
+    assert llm.get_metrics().num_preemptions > 0
+    (output,) = llm.generate(prompts()[0], SamplingParams(temperature=0, max_tokens=9))
+    assert output.outputs[0].token_ids == greedy("llama3", 14)[0][:9]
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch):
+    llm = load("llama3", async_scheduling=True)
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=6)
+    engine.add_request("a", prompts()[0], params)
+    engine.step()
+    hidden = engine.runner.model.hidden
+    monkeypatch.setattr(engine.runner.model, "hidden", lambda *_: 1 / 0)
+    (failed,) = engine.step()
+    assert (failed.finished, failed.outputs[0].finish_reason) == (True, "error")
+    assert "ZeroDivisionError" in failed.outputs[0].stop_reason
+    monkeypatch.setattr(engine.runner.model, "hidden", hidden)
+    (output,) = llm.generate([prompts()[0]], params)
+    assert output.num_cached_tokens == 0  # what the failed step computed is not found again
+    assert output.outputs[0].token_ids == greedy("llama3", 14)[0][:6]
+    assert engine.scheduler.manager.sequences == ()
+
+
+def serve(work, **options):
+    """What ``work`` gives for an engine in its thread, which is shut down after it."""
+    llm = load("llama3", **options)
+
+    async def run():
+        server = AsyncLLM(llm.engine)
+        try:
+            return await asyncio.wait_for(work(server), 60)
+        finally:
+            await server.shutdown(1)
+
+    result = asyncio.run(run())
+    assert llm.engine.scheduler.manager.sequences == ()
+    return result
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_many_tasks_get_their_own_answers(overlapped):
+    params = SamplingParams(temperature=0, max_tokens=14, output_kind=RequestOutputKind.DELTA)
+
+    async def one(server, i):
+        tokens = []
+        async for output in server.generate(prompts()[i % 5], params, f"r{i}"):
+            tokens += output.outputs[0].token_ids
+        return tokens
+
+    async def work(server):
+        return await asyncio.gather(*(one(server, i) for i in range(15)))
+
+    assert serve(work, **SMALL, async_scheduling=overlapped) == greedy("llama3", 14) * 3
+
+
+def test_who_stops_reading_aborts():
+    async def work(server):
+        params = SamplingParams(max_tokens=100, seed=1)
+        async for output in server.generate(prompts()[0], params, "left"):
+            assert not output.finished
+            break
+        reader = asyncio.create_task(anext(server.generate(prompts()[1], params, "cancelled")))
+        await asyncio.sleep(0)
+        reader.cancel()
+        stream = await server.add_request("aborted", prompts()[2], params)
+        await server.abort("aborted")
+        last = [output async for output in stream][-1]
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+        for _ in range(200):
+            if not await server.call(lambda engine: engine.requests):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("requests are left")
+
+    serve(work)
+
+
+def test_refusals_shutdown_and_death_reach_every_task():
+    async def work(server):
+        with pytest.raises(ValueError, match="prompt_token_ids must be from 0"):
+            await server.add_request("bad", [VOCABULARY], SamplingParams())
+        await server.add_request("same", [1], SamplingParams(max_tokens=100))
+        with pytest.raises(ValueError, match="request_id must be new"):
+            await server.add_request("same", [1], SamplingParams())
+        streams = [
+            await server.add_request(f"r{i}", prompts()[i], SamplingParams(max_tokens=90)) for i in range(3)
+        ]
+        await server.shutdown(0)
+        for stream in streams:
+            outputs = [output async for output in stream]
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+        assert not server.is_alive
+        with pytest.raises(EngineDeadError):
+            await server.add_request("late", [1], SamplingParams())
+        with pytest.raises(EngineDeadError):
+            await server.abort("late")
+
+    serve(work)
+
+    async def dying(server):
+        stream = await server.add_request("a", prompts()[0], SamplingParams(max_tokens=100))
+        server.engine.scheduler.schedule = lambda: 1 / 0
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+            [output async for output in stream]
+        assert not server.is_alive
+        server.engine.abort(list(server.engine.requests))
+
+    serve(dying)
+
+
+CONFIG = {**SIZES, "model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model_type": "mamba"}, NotImplementedError, "model_type must be one of llama"),
+        ({"model_type": ["llama"]}, NotImplementedError, "model_type must be one of"),
+        ({"hidden_size": None}, ConfigError, "hidden_size must be an integer from 1"),
+        ({"hidden_size": -64}, ConfigError, "hidden_size must be an integer from 1"),
+        ({"hidden_size": 2**40}, ConfigError, "hidden_size must be an integer from 1"),
+        ({"hidden_size": True}, ConfigError, "hidden_size must be an integer"),
+        ({"num_hidden_layers": "2"}, ConfigError, "num_hidden_layers must be an integer"),
+        ({"num_key_value_heads": 3}, ConfigError, "num_attention_heads must be a multiple"),
+        ({"head_dim": 7}, ConfigError, "head_dim must be even"),
+        ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps must be a positive number"),
+        ({"hidden_act": "relu"}, NotImplementedError, "hidden_act must be one of silu"),
+        ({"rope_scaling": {"type": "longrope"}}, NotImplementedError, "rope_type must be one of"),
+        ({"rope_scaling": {"type": "linear"}}, ConfigError, "factor must be a positive number"),
+        ({"rope_scaling": [1]}, ConfigError, "rope_parameters must be an object"),
+        ({"partial_rotary_factor": 0.5}, NotImplementedError, "partial_rotary_factor must be 1"),
+        ({"eos_token_id": [5, 900]}, ConfigError, "eos_token_id must be a token or a list"),
+        ({"quantization_config": {"quant_method": "gptq"}}, NotImplementedError, "got 'gptq'"),
+        ({"model_type": "mistral", "sliding_window": 0}, ConfigError, "sliding_window must be an integer"),
+        (
+            {"model_type": "gemma2", "sliding_window": 4, "layer_types": ["x"]}, ConfigError,
+            "layer_types must be",
+        ),
+        ({"dtype": "int8"}, NotImplementedError, "dtype must be float16"),
+        ({"attention_bias": "yes"}, ConfigError, "attention_bias must be true or false"),
+    ],
+)
+def test_configs_that_say_nonsense_or_what_is_not_served_are_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        parse_config({**CONFIG, **change})
+
+
+def test_old_and_new_ways_to_write_a_config():
+    old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"}
+    rope = {"rope_type": "linear", "rope_theta": 500, "factor": 2}
+    new = {"rope_parameters": rope, "dtype": "float16"}
+    assert parse_config({**CONFIG, **old}) == parse_config({**CONFIG, **new})
+    gemma = {**SIZES, **MODELS["gemma2"], "num_hidden_layers": 4}
+    assert parse_config(gemma).windows == (5, -1, 5, -1)
+    assert parse_config({**SIZES, **MODELS["qwen2"]}).windows == (-1, 8)
+    assert parse_config({**gemma, "layer_types": ["full_attention"] * 4}).windows == (-1,) * 4
+    assert parse_config({**CONFIG, "eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
+
+
+def header(entries: object, size: int | None = None) -> bytes:
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a safetensors file"),
+        (b"\x80\x04pickle", "not a safetensors file"),
+        (header({}, size=2**62), "not a safetensors file"),
+        (
+            header({"model.norm.weight": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}),
+            "not a safetensors file",
+        ),
+        (header({"evil": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}) + b"\0" * 4, "'evil'"),
+        (
+            header({"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}) + b"\0" * 4,
+            r"model.norm.weight must have shape \(64,\)",
+        ),
+        (
+            header({"model.norm.weight": {"dtype": "I32", "shape": [64], "data_offsets": [0, 256]}})
+            + b"\0" * 256,
+            "must be one of F16, BF16, F32, got I32",
+        ),
+        (header({}), "has no weight 'model.embed_tokens.weight'"),
+    ],
+)
+def test_hostile_weights_are_refused(tmp_path, content, message):
+    shutil.copy(folder("llama3") / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
+
+
+def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        LLM(tmp_path, device="cpu")
+    shutil.copy(folder("llama3") / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        LLM(tmp_path, device="cpu")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(FileNotFoundError, match="they may run code"):
+        LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../etc/passwd"}}))
+    with pytest.raises(ConfigError, match="files of this folder"):
+        LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
+    index.write_text("[" * 100000)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
+        ({"quantization": "awq"}, "quantization must be None"),
+        ({"load_format": "pt"}, "load_format must be auto"),
+        ({"dtype": "int8"}, "dtype must be auto"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be auto"),
+        ({"max_model_len": 0}, "max_model_len must be from 1"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens must be at least"),
+        ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes must be at least two blocks"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0"),
+        ({"swap_space": -1}, "swap_space must be at least 0"),
+        ({"device": "tpu"}, "device must be cuda"),
+    ],
+)
+def test_options_of_the_engine_are_refused_by_name(options, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        load("llama3", **options)
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path):
+    shutil.copy(folder("gpt_oss") / "config.json", tmp_path)
+    first, second, other = (
+        LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    params = SamplingParams(temperature=0, max_tokens=5)
+    answers = [llm.generate([1, 2, 3], params)[0].outputs[0].token_ids for llm in (first, second, other)]
+    assert answers[0] == answers[1] != answers[2]
+    assert torch.isfinite(first.engine.runner.k_cache).all()

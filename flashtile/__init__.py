@@ -29,6 +29,7 @@ __all__ = [
     "Explanation",
     "append_kvcache",
     "attention",
+    "compat",
     "copy_blocks",
     "explain",
     "flash_attn_combine",
@@ -42,13 +43,23 @@ __all__ = [
     "flash_attn_with_shared_prefix",
     "fp8",
     "merge_states",
+    "nn",
+    "sdpa",
 ]
+
+_LATER = {
+    "compat": "flashtile.compat",
+    "fp8": "flashtile.fp8",
+    "nn": "flashtile.nn",
+    "sdpa": "flashtile.integrations.sdpa",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """``flashtile.fp8`` comes when it is asked for: it would double the time that the import takes."""
-    if name == "fp8":
+    """What comes when it is asked for: FP8 alone would double the time that the import takes."""
+    if name in _LATER:
         import importlib
 
-        return importlib.import_module("flashtile.fp8")
+        module = importlib.import_module(_LATER[name])
+        return module.sdpa if name == "sdpa" else module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

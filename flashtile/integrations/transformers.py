@@ -29,8 +29,8 @@ _IN_CONFIG = {
 def register() -> None:
     """Make ``attn_implementation="flashtile"`` known to Transformers. A second call changes nothing.
 
-    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` take the name. Padding on either
-    side, static caches, windows, soft-caps, sinks and packed ``position_ids`` are served, and
+    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` take the name. Served are
+    padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids`` and
     ``generate_batch``: on a GPU as ``"flashtile_2"``, which attends to the pages where they lie.
 
     Raises:

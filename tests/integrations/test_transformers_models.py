@@ -192,7 +192,7 @@ def test_what_would_be_left_out_is_refused():
             attn_implementation=NAMES[0],
         )
     _, ours = decoders("llama", attention_dropout=0.1)
-    with pytest.raises(NotImplementedError, match="output_attentions.*eager"):
+    with pytest.raises(NotImplementedError, match=r"output_attentions.*eager"):
         ours(TOKENS, output_attentions=True)
     with pytest.raises(NotImplementedError, match=r"attention_mask.*\(3, 1, 12, 12\).*sdpa"):
         ours(TOKENS, attention_mask=torch.ones(3, 1, 12, 12, dtype=torch.bool))

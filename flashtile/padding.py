@@ -57,6 +57,23 @@ class MaskPattern(NamedTuple):
     right_padded: bool  # the keys that are there come first
 
 
+def as_booleans(name: str, mask: Tensor) -> Tensor:
+    """True for what takes part, of a mask that says so or that is to be added: 0 there, and -inf elsewhere.
+
+    Raises:
+        TypeError: it is neither of booleans nor of floats.
+        NotImplementedError: it adds anything else. Looking waits for the device.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool or floating, got {mask.dtype}")
+    taking_part = mask == 0
+    if not bool((taking_part | (mask == -torch.inf)).all()):
+        raise NotImplementedError(f"{name} must be 0 or -inf throughout: biases are not implemented yet")
+    return taking_part
+
+
 def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPattern | None:
     """What a boolean ``mask``, True for what takes part, says in words; None if it is another pattern.
 
@@ -71,21 +88,28 @@ def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPat
     keys = one.any(1)
     earlier = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
     of_keys = keys[:, None]
-    findings = [
-        (mask == mask[:, :1]).all(),
-        (one == of_keys).all(),
-        (one == (of_keys & earlier)).all(),
-        keys.all(),
-        (keys[:, 1:] >= keys[:, :-1]).all(),
-        (keys[:, 1:] <= keys[:, :-1]).all(),
-    ]
-    same_heads, padding, causal, whole, from_left, from_right = torch.stack(findings).tolist()
+    findings = (mask == mask[:, :1]).all(), (one == of_keys).all(), (one == (of_keys & earlier)).all()
+    same_heads, padding, causal = torch.stack(findings).tolist()
     if not same_heads or not (padding or causal):
         return None
-    causal = not padding
-    if causal and not (whole or from_left or (from_right and seqlen_q == seqlen_k)):
-        return None
-    return MaskPattern(None if whole else keys, causal, causal and not whole and not from_left)
+    return pattern_of(keys, not padding, seqlen_q)
+
+
+def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
+    """The pattern of a padding mask, (batch, seqlen_k) and True for keys that are there; None if none fits.
+
+    With ``causal`` (aligned to the bottom right) padding must be on one side; on the right there must be as
+    many queries as keys. It waits for the device, to see where the padding is.
+    """
+    if not causal:
+        return MaskPattern(None if bool(keys.all()) else keys, False, False)
+    findings = keys.all(), (keys[:, 1:] >= keys[:, :-1]).all(), (keys[:, 1:] <= keys[:, :-1]).all()
+    whole, last, first = torch.stack(findings).tolist()
+    if whole:
+        return MaskPattern(None, True, False)
+    if last or (first and keys.shape[1] == seqlen_q):
+        return MaskPattern(keys, True, not last)
+    return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any) -> tuple[Tensor, Tensor]:

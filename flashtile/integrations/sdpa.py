@@ -19,7 +19,7 @@ from torch.overrides import has_torch_function
 from flashtile.attn.functional import attention
 from flashtile.attn.gradients import attention_backward
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
-from flashtile.padding import MaskPattern, attend, recognise
+from flashtile.padding import MaskPattern, as_booleans, attend, recognise
 
 FUNCTION = "scaled_dot_product_attention"
 NAME = "flashtile"
@@ -185,7 +185,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         key = (mask.data_ptr(), version, mask.shape, mask.stride(), mask.dtype, batch, seqlen_q, seqlen_k)
         if self._last is None or self._last[1] != key or version < 0:
             # The mask itself is kept, so that its memory is no other's while its address is compared.
-            self._last = mask, key, recognise(_booleans(mask), batch, seqlen_q, seqlen_k)
+            self._last = mask, key, recognise(as_booleans("attn_mask", mask), batch, seqlen_q, seqlen_k)
         pattern = self._last[2]
         if pattern is None:
             raise NotImplementedError(
@@ -230,24 +230,13 @@ def _upper_left(q: Tensor, k: Tensor, is_causal: bool) -> dict[str, Any]:
     return {"window_size": (-1, beyond)}
 
 
-def _booleans(mask: Tensor) -> Tensor:
-    """True for what takes part, of a mask of booleans or of 0 and -inf."""
-    if mask.dtype == torch.bool:
-        return mask
-    if not mask.is_floating_point():
-        raise TypeError(f"attn_mask must be bool or floating, got {mask.dtype}")
-    shown = mask == 0
-    if not bool((shown | (mask == -torch.inf)).all()):
-        raise NotImplementedError("attn_mask must be 0 or -inf throughout: biases are not implemented yet")
-    return shown
-
-
 def register() -> None:
     """Offer flashtile to torch's registry of flash attention implementations, under the name "flashtile".
 
     ``torch.nn.attention.activate_flash_attention_impl("flashtile")`` then puts it under
     ``F.scaled_dot_product_attention`` wherever torch chooses its flash backend: fp16 and bf16 on a GPU,
-    without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that. Dropout raises meanwhile.
+    without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that. Meanwhile dropout
+    raises.
 
     Raises:
         NotImplementedError: torch is older than the registry; :class:`flashtile.sdpa` needs none.

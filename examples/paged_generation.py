@@ -200,7 +200,8 @@ def pretrained(folder: Path, device: torch.device) -> tuple[Llama, Text]:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
         raise ModuleNotFoundError("--model needs transformers: pip install 'flashtile[hf]'") from None
-    return load_llama(folder, device), AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # of a class that depends on the folder
+    return load_llama(folder, device), tokenizer
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if self.bias_k is not None:
             if pattern.causal:
                 raise NotImplementedError("attn_mask must not be causal with add_bias_kv")
-            added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in (self.bias_k, self.bias_v))
+            biases: tuple[Any, Any] = self.bias_k, self.bias_v
+            added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in biases)
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
             if pattern.keys is not None:
                 pattern = pattern._replace(keys=F.pad(pattern.keys, (0, 1), value=True))

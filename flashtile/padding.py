@@ -121,9 +121,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any
     """
     causal = pattern.causal
     if pattern.keys is None:
-        return attention(q, k, v, causal=causal, return_lse=True, **options)
-    packed_k, indices, *of_k = unpad(k, pattern.keys)
-    packed_v = v.flatten(0, 1).index_select(0, indices)
+        result: Any = attention(q, k, v, causal=causal, return_lse=True, **options)
+        return result
+    packed = unpad(k, pattern.keys)
+    packed_v = v.flatten(0, 1).index_select(0, packed.indices)
     everything = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     if not pattern.right_padded:
         # The last keys stay the last ones, so that a causal mask is aligned as before.
@@ -131,13 +132,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any
     else:
         # Queries beside a key see the keys up to theirs; those after the last key see every key.
         parts = [(pattern.keys, True), (~pattern.keys, False)]
-    out = lse = None
+    out: Any = 0
+    lse: Any = 0
     for rows, causal in parts:
-        packed_q, indices, *of_q = unpad(q, rows)
+        of_q = unpad(q, rows)
         part, part_lse = attention(
-            packed_q, packed_k, packed_v, cu_seqlens_q=of_q[0], cu_seqlens_k=of_k[0], max_seqlen_q=of_q[1],
-            max_seqlen_k=of_k[1], causal=causal, return_lse=True, **options,
+            of_q.tokens, packed.tokens, packed_v, cu_seqlens_q=of_q.cu_seqlens,
+            cu_seqlens_k=packed.cu_seqlens, max_seqlen_q=of_q.max_seqlen, max_seqlen_k=packed.max_seqlen,
+            causal=causal, return_lse=True, **options,
         )  # fmt: skip
-        part, part_lse = (pad(t, indices, *q.shape[:2]) for t in (part, part_lse.T))
-        out, lse = (part, part_lse) if out is None else (out + part, lse + part_lse)
+        part, part_lse = (pad(t, of_q.indices, *q.shape[:2]) for t in (part, part_lse.T))
+        out, lse = out + part, lse + part_lse
     return out, lse.transpose(1, 2)

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = {"algorithms", "bench", "commands", "demo", "fp8", "io_model", "kv_cache", "testing", "visualizer"}
+PARTS = {
+    "algorithms", "bench", "commands", "compat", "demo", "fp8", "integrations", "io_model", "kv_cache", "nn",
+    "padding", "testing", "visualizer",
+}  # fmt: skip
 """What comes when it is asked for."""
 
 

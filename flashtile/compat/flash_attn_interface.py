@@ -75,10 +75,10 @@ def flash_attn_qkvpacked_func(
     Or (batch, seqlen, num_heads_q + 2 heads_kv, head_dim) with ``num_heads_q``.
     """
     if qkv.dim() == 5 and qkv.shape[2] == 3:
-        parts: tuple[Tensor, ...] = qkv.unbind(2)
+        q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
-        parts = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
     else:
         raise ValueError(
             "qkv must have shape (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
@@ -86,7 +86,7 @@ def flash_attn_qkvpacked_func(
         )
     try:
         return flash_attn_func(
-            *parts, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+            q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
             attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
         )  # fmt: skip
     except ERRORS as error:

@@ -160,12 +160,13 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask must be None beside is_causal=True")
         q, k, v = (_heads_second(t) for t in (query, key, value))
-        options = {"softmax_scale": scale, "backend": self.backend}
+        options: dict[str, Any] = {"softmax_scale": scale, "backend": self.backend}
         if isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT:
             out = attention(q, k, v, causal=True, **options)
         elif attn_mask is None or isinstance(attn_mask, CausalBias):
             is_causal = is_causal or attn_mask is not None
-            out = attention(q, *_seen(q, k, v, is_causal), **_upper_left(q, k, is_causal), **options)
+            k, v, masking = _masked(q, k, v, is_causal)
+            out = attention(q, k, v, **masking, **options)
         else:
             out, _ = attend(q, k, v, self._pattern(attn_mask, query, k.shape[1]), **options)
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
@@ -217,17 +218,14 @@ def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
         raise ValueError(f"attn_mask is on {mask.device}, not on {query.device}: all must be on one device")
 
 
-def _seen(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Keys that a mask aligned to the upper left shows to some query."""
-    return (k[:, : q.shape[1]], v[:, : q.shape[1]]) if is_causal else (k, v)
-
-
-def _upper_left(q: Tensor, k: Tensor, is_causal: bool) -> dict[str, Any]:
-    """The masking of ours that is aligned to the upper left, over the keys that are seen."""
+def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The keys and values that a query may see, and our options, for torch's mask of the upper left."""
     beyond = q.shape[1] - k.shape[1]
-    if not is_causal or beyond <= 0:
-        return {"causal": is_causal}
-    return {"window_size": (-1, beyond)}
+    if not is_causal or beyond == 0:
+        return k, v, {"causal": is_causal}
+    if beyond > 0:
+        return k, v, {"window_size": (-1, beyond)}
+    return k[:, : q.shape[1]], v[:, : q.shape[1]], {"causal": True}
 
 
 def register() -> None:
@@ -287,8 +285,8 @@ def forward(
         )
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     with torch.no_grad():  # autograd is torch's here
-        masking = _upper_left(q, k, is_causal)
-        out, lse = attention(q, *_seen(q, k, v, is_causal), softmax_scale=scale, return_lse=True, **masking)
+        k, v, masking = _masked(q, k, v, is_causal)
+        out, lse = attention(q, k, v, softmax_scale=scale, return_lse=True, **masking)
     unused = query.new_empty(0)
     states = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
     return _as(query, out), lse, None, None, query.shape[2], key.shape[2], *states, unused
@@ -314,11 +312,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten._scaled_dot_product_flash_attention_backward``."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    seen = _seen(q, k, v, is_causal)
-    dq, dk, dv, _ = attention_backward(
-        dout, q, *seen, o, logsumexp, softmax_scale=scale, **_upper_left(q, k, is_causal)
-    )
-    hidden = k.shape[1] - seen[0].shape[1]
+    k, v, masking = _masked(q, k, v, is_causal)
+    dq, dk, dv, _ = attention_backward(dout, q, k, v, o, logsumexp, softmax_scale=scale, **masking)
+    hidden = key.shape[2] - k.shape[1]
     if hidden:
         dk, dv = (F.pad(t, (0, 0, 0, 0, 0, hidden)) for t in (dk, dv))
     return _as(query, dq), _as(key, dk), _as(value, dv)

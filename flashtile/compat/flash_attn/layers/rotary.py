@@ -150,9 +150,6 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
-        self.register_buffer("scale", scale, persistent=False)
 
     def _frequencies(self, device: torch.device | None) -> Tensor:
         even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
@@ -174,11 +171,12 @@ class RotaryEmbedding(torch.nn.Module):
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = torch.outer(positions, self._frequencies(device))
         cos, sin = angles.cos(), angles.sin()
-        if self.scale is None:
+        if self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
         power = (positions - seqlen // 2) / self.scale_base
-        scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        scale = ((even + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 

@@ -32,6 +32,7 @@ __all__ = [
     "SamplingParams",
     "append_kvcache",
     "attention",
+    "compat",
     "copy_blocks",
     "explain",
     "flash_attn_combine",
@@ -46,18 +47,27 @@ __all__ = [
     "fp8",
     "linear",
     "merge_states",
+    "nn",
     "profile_scores",
+    "sdpa",
 ]
+
+_LATER = ("compat", "fp8", "linear", "nn")
+_IN_MODULES = {
+    "LLM": "flashtile.engine",
+    "SamplingParams": "flashtile.engine",
+    "sdpa": "flashtile.integrations.sdpa",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What comes when it is asked for: it would double the time that the import takes."""
     import importlib
 
-    if name in ("fp8", "linear"):
+    if name in _LATER:
         return importlib.import_module(f"flashtile.{name}")
-    if name in ("LLM", "SamplingParams"):
-        return getattr(importlib.import_module("flashtile.engine"), name)
+    if name in _IN_MODULES:
+        return getattr(importlib.import_module(_IN_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile.attn.problem import Options
 from flashtile.checks.arguments import check_dense, check_offsets
-from flashtile.problem import MAX_LENGTH
+from flashtile.problem import MAX_LENGTH, UNLIMITED
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -45,6 +45,7 @@ def make_options(
         left = as_int("window_size[0]", left)
     if type(right) is not int:
         right = as_int("window_size[1]", right)
+    left, right = max(left, UNLIMITED), max(right, UNLIMITED)
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
@@ -101,6 +102,13 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     dtype = torch.get_autocast_dtype(device_type)
     cast = [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in (q, k, v)]
     return cast[0], cast[1], cast[2]
+
+
+def with_unit_stride(tensor: Any) -> Any:
+    """``tensor``, or a copy of one whose last stride is not 1, as FlashAttention makes it."""
+    if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride()[-1] == 1:
+        return tensor
+    return tensor.contiguous() if tensor.shape[-1] > 1 and tensor.layout == torch.strided else tensor
 
 
 def as_int(name: str, value: Any) -> Any:

@@ -21,6 +21,8 @@ FLOORS = (
     ("flashtile.attn.operators", "flashtile.decode.operators", "flashtile.fp8.operators"),
     ("flashtile.attn.functional", "flashtile.decode.functional", "flashtile.fp8.functional"),
     ("flashtile.explanations",),
+    ("flashtile.padding",),
+    ("flashtile.integrations", "flashtile.compat", "flashtile.nn"),
     ("flashtile.commands",),
 )
 """Each may import from those before it, never from those after."""

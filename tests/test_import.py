@@ -12,8 +12,8 @@ import flashtile
 
 ROOT = Path(__file__).parents[1]
 PARTS = {
-    "algorithms", "bench", "commands", "demo", "engine", "fp8", "io_model", "kv_cache", "testing",
-    "visualizer",
+    "algorithms", "bench", "commands", "compat", "demo", "engine", "fp8", "integrations", "io_model",
+    "kv_cache", "nn", "padding", "testing", "visualizer",
 }  # fmt: skip
 """What comes when it is asked for."""
 

@@ -14,7 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, check_flag, make_options, refuse_descales, refuse_unknown
+from flashtile.arguments import (
+    apply_autocast,
+    check_flag,
+    make_options,
+    refuse_descales,
+    refuse_unknown,
+    with_unit_stride,
+)
 from flashtile.attn import operators
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
@@ -61,7 +68,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
-            float16, bfloat16, float32, or float64 (CPU only). Any strides whose last is 1.
+            float16, bfloat16, float32, or float64 (CPU only). Any strides; a last one that is not 1 is
+            copied.
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
             of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
         v: as k, its head_dim may differ. Every head_dim is from 1 to 256.
@@ -76,8 +84,8 @@ def attention(
         softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
         causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
             ``i + seqlen_k - seqlen_q``.
-        window_size: (left, right) keys that a query sees beside its own position, inclusive; -1 is unlimited.
-            ``causal`` makes right 0.
+        window_size: (left, right) keys that a query sees beside its own position, inclusive; a negative
+            number is unlimited. ``causal`` makes right 0.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
         sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
@@ -205,7 +213,7 @@ def flash_attn_kvpacked_func(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim).
-        kv: (batch, seqlen_k, 2, heads_kv, head_dim): keys, then values. Any strides whose last is 1.
+        kv: (batch, seqlen_k, 2, heads_kv, head_dim): keys, then values.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
 
@@ -256,7 +264,7 @@ def flash_attn_qkvpacked_func(
     Their gradients are written into one tensor, too: nothing is copied or concatenated.
 
     Args:
-        qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values. Any strides whose last is 1.
+        qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
 
@@ -348,6 +356,7 @@ def flash_attn_varlen_func(
     buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
+        q = with_unit_stride(q)
         out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers)
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -384,7 +393,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Args:
         q: (total_q, heads_q, head_dim).
-        kv: (total_k, 2, heads_kv, head_dim): keys, then values. Any strides whose last is 1.
+        kv: (total_k, 2, heads_kv, head_dim): keys, then values.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more).
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -441,7 +450,7 @@ def flash_attn_varlen_qkvpacked_func(
     q, k and v are read in place, and their gradients are written into one tensor.
 
     Args:
-        qkv: (total, 3, heads, head_dim): queries, keys, values. Any strides whose last is 1.
+        qkv: (total, 3, heads, head_dim): queries, keys, values.
         cu_seqlens: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
         max_seqlen: the longest sequence (or more).
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -485,6 +494,27 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
+    others: Any = (extras, options, descales, buffers)
+    if torch.compiler.is_dynamo_compiling():  # which traces no check of strides
+        return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
+    try:
+        return _attend(q, k, v, *others)
+    except ValueError:  # a call that is right does not pay for a look at strides
+        copied = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+        if copied[0] is q and copied[1] is k and copied[2] is v:
+            raise
+    return _attend(*copied, *others)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    options: Options,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    buffers: tuple,
+) -> tuple[Tensor, Tensor]:
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         from flashtile.fp8.functional import attend_descaled
 

@@ -21,6 +21,7 @@ from flashtile.arguments import (
     make_options,
     softmax_max_arguments,
     split_arguments,
+    with_unit_stride,
 )
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
 from flashtile.decode import operators
@@ -151,6 +152,7 @@ def flash_attn_with_kvcache(
     check_flag("return_softmax_lse", return_softmax_lse)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast_for_autocast(k_cache, q, k, v)
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)

@@ -21,9 +21,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
         interleaved: pairs are elements (0, 1), (2, 3), ... (GPT-J); otherwise elements i and
             ``i + rotary_dim / 2`` (GPT-NeoX, Llama).
     """
+    return turn(x, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), interleaved)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """:func:`rotate` by angles that are each token's own: cos and sin (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rotary_dim = 2 * cos.shape[1]
-    c, s = (table[positions].to(wide).unsqueeze(1) for table in (cos, sin))  # (tokens, 1, rotary_dim / 2)
+    rotary_dim = 2 * cos.shape[-1]
+    c, s = cos.to(wide), sin.to(wide)
     part = x[..., :rotary_dim].to(wide)
     if interleaved:
         a, b = part[..., 0::2], part[..., 1::2]

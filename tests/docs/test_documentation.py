@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ NAMES = {document: document.relative_to(ROOT).as_posix() for document in DOCUMEN
 
 NEEDS_GPU = "# needs a GPU\n"
 """First line of a Python block that the CPU cannot run."""
+
+NEEDS_TRANSFORMERS = "# needs transformers\n"
+"""Likewise, of one that needs the extra of that name."""
 
 LANGUAGES = {"python", "bash", "text", ""}
 """What a block may be: Python runs, shell commands are checked, the rest is no code."""
@@ -49,6 +53,8 @@ def run_python(document: Path, *, gpu: bool) -> None:
     for line, code in blocks(document, "python"):
         # Blank lines in front make tracebacks point to the document's own lines.
         compiled = compile("\n" * (line - 1) + code, str(document), "exec")
+        if code.startswith(NEEDS_TRANSFORMERS) and find_spec("transformers") is None:
+            continue
         if gpu or not code.startswith(NEEDS_GPU):
             exec(compiled, namespace)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 
@@ -12,6 +13,10 @@ import torch
 
 import flashtile
 import flashtile.algorithms
+import flashtile.attn.gradients
+import flashtile.integrations.sdpa
+import flashtile.integrations.transformers
+import flashtile.padding
 
 MADE_BY_US = {
     "Array", "Batch", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant", "Span", "Step",
@@ -50,6 +55,13 @@ def own_functions(module_name: str) -> dict[str, object]:
 
 
 PUBLIC = own_functions("flashtile.testing")
+PUBLIC["flashtile.compat.install_as_flash_attn"] = flashtile.compat.install_as_flash_attn
+PUBLIC["flashtile.nn.MultiheadAttention"] = flashtile.nn.MultiheadAttention
+PUBLIC["flashtile.padding.unpad"] = flashtile.padding.unpad
+PUBLIC["flashtile.attn.gradients.attention_backward"] = flashtile.attn.gradients.attention_backward
+PUBLIC["flashtile.integrations.sdpa.register"] = flashtile.integrations.sdpa.register
+if importlib.util.find_spec("transformers") is not None:
+    PUBLIC["flashtile.integrations.transformers.register"] = flashtile.integrations.transformers.register
 for module in MODULES:
     PUBLIC.update(public(module))
 for algorithm in pkgutil.iter_modules(flashtile.algorithms.__path__, "flashtile.algorithms."):

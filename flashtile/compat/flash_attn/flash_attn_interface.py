@@ -1,0 +1,176 @@
+"""``flash_attn.flash_attn_interface``: the public functions, and FlashAttention's own below autograd.
+
+The latter are what ring-flash-attention and other context parallelism are built of. The lse of a row without
+keys is -inf, as in FlashAttention-3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.functional import (
+    attention,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from flashtile.attn.gradients import attention_backward
+from flashtile.decode.functional import flash_attn_with_kvcache
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Results = tuple[Tensor, Tensor, None, None]
+"""(out, softmax_lse, S_dmask, rng_state): without dropout there are no last two."""
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+) -> Results:
+    _refuse_dropout(dropout_p)
+    with torch.no_grad():
+        out, lse = attention(
+            q, k, v, softmax_scale=softmax_scale, causal=causal,
+            window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+            return_lse=True,
+        )  # fmt: skip
+    return out, lse, None, None
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Results:
+    _refuse_dropout(dropout_p)
+    if leftpad_k is not None:
+        raise NotImplementedError("leftpad_k must be None: use flash_attn_with_kvcache's cache_leftpad")
+    with torch.no_grad():
+        out, lse = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+            (window_size_left, window_size_right), softcap, alibi_slopes, block_table=block_table,
+            seqused_k=seqused_k, return_lse=True,
+        )  # fmt: skip
+    return out, lse, None, None
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+) -> None:
+    """Write the gradients into dq, dk and dv; None for one that is not wanted."""
+    _refuse_dropout(dropout_p)
+    gradients = attention_backward(
+        dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal,
+        window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )  # fmt: skip
+    _write(gradients, dq, dk, dv)
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> None:
+    """Write the gradients into dq, dk and dv; None for one that is not wanted."""
+    _refuse_dropout(dropout_p)
+    gradients = attention_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
+        window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )  # fmt: skip
+    _write(gradients, dq, dk, dv)
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
+
+
+def _write(gradients: tuple[Any, ...], *buffers: Tensor | None) -> None:
+    for gradient, buffer in zip(gradients, buffers, strict=False):
+        if buffer is not None:
+            buffer.copy_(gradient)

@@ -1,0 +1,1 @@
+"""FlashAttention-2's layers, of which there is rotary embedding."""

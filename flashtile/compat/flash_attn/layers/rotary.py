@@ -1,0 +1,213 @@
+"""``flash_attn.layers.rotary``: rotary embedding (Su et al. 2021, arXiv:2104.09864) in plain torch.
+
+Within ``flash_attn_with_kvcache`` and ``flashtile.fp8`` it is fused. Here a model rotates before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.decode.rotary import turn
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Rotate the first ``rotary_dim`` elements of each head of x by the angles of its position.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``.
+        cos, sin: (positions, rotary_dim / 2).
+        interleaved: pairs are neighbours (GPT-J), not half a rotary_dim apart (Llama).
+        inplace: write into x, and return it.
+        seqlen_offsets: int or (batch,), the position of a sequence's first token. A token whose position has
+            no row in cos is left as it is.
+        max_seqlen: the longest sequence with ``cu_seqlens``; it is not needed here.
+
+    Raises:
+        ValueError: cos and sin differ in shape, are too wide, or have too few rows for an int offset.
+    """
+    rows, half = cos.shape[-2:]
+    if cos.dim() != 2 or sin.shape != cos.shape or 2 * half > x.shape[-1]:
+        raise ValueError(
+            f"cos and sin must have shape (positions, rotary_dim / 2), rotary_dim at most {x.shape[-1]}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    tokens = torch.arange(x.shape[-3], device=x.device)
+    if cu_seqlens is not None:
+        sequence = torch.bucketize(tokens, cu_seqlens[1:].long(), right=True)
+        offsets = seqlen_offsets
+        if isinstance(offsets, Tensor):
+            offsets = offsets[sequence.clamp_max(offsets.shape[0] - 1)]
+        positions = tokens - cu_seqlens.long()[sequence.clamp_max(cu_seqlens.shape[0] - 1)] + offsets
+    elif isinstance(seqlen_offsets, Tensor):
+        positions = tokens + seqlen_offsets[:, None]
+    else:
+        if not 0 <= seqlen_offsets <= rows - x.shape[-3]:
+            raise ValueError(
+                f"cos and sin must have rows for positions to {seqlen_offsets + x.shape[-3]}, got {rows}"
+            )
+        positions = tokens + seqlen_offsets
+    # A last row that turns nothing, for positions without a row.
+    positions = torch.where((positions < 0) | (positions > rows), rows, positions)
+    cos, sin = torch.cat([cos, torch.ones_like(cos[:1])]), torch.cat([sin, torch.zeros_like(sin[:1])])
+    out = turn(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), interleaved)
+    return x.copy_(out) if inplace else out
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate x (batch, seqlen, heads, head_dim) by cos and sin ([batch,] seqlen, rotary_dim / 2)."""
+    return turn(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotate the queries and keys within qkv, in place.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 heads_kv, head_dim).
+        cos_k, sin_k: those of the keys where they differ (XPos).
+        num_heads_q: of the second form.
+
+    Raises:
+        ValueError: qkv has another shape, or its heads cannot be told apart.
+    """
+    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        heads_kv = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_kv]
+    else:
+        raise ValueError(
+            "qkv must have shape (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
+            f"(batch, seqlen, num_heads_q + 2 heads_kv, head_dim), got {tuple(qkv.shape)} and {num_heads_q}"
+        )
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """Rotate the keys within kv (batch, seqlen, 2, heads, head_dim), in place."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary embedding of packed queries, keys and values, with its tables of cos and sin.
+
+    Args:
+        dim: rotary_dim.
+        base: of the geometric series of frequencies.
+        interleaved: as for :func:`apply_rotary_emb`.
+        scale_base: XPos (Sun et al. 2022, arXiv:2212.10554), with 512 for one; None is none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+
+    def _frequencies(self, device: torch.device | None) -> Tensor:
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return self.base ** -(even / self.dim)
+
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Tables for positions below ``seqlen``, computed in float32 (whatever the module was cast to)."""
+        kept = self._cos_cached
+        if (
+            kept is not None
+            and seqlen <= self._seq_len_cached
+            and (kept.device, kept.dtype) == (device, dtype)
+            and not (self.training and kept.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angles = torch.outer(positions, self._frequencies(device))
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (positions - seqlen // 2) / self.scale_base
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        scale = ((even + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """qkv with its queries and keys rotated in place; with ``kv``, qkv is q: (q, kv).
+
+        Args:
+            qkv: as for :func:`apply_rotary_emb_qkv_`; (batch, seqlen, heads, head_dim) beside kv.
+            kv: (batch, seqlen, 2, heads, head_dim).
+            seqlen_offset: int or (batch,), the position of a sequence's first token.
+            max_seqlen: the most positions, needed where ``seqlen_offset`` is a tensor.
+        """
+        seqlen = qkv.shape[1]
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        elif isinstance(seqlen_offset, int):
+            self._update_cos_sin_cache(seqlen + seqlen_offset, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            raise ValueError("max_seqlen must be given where seqlen_offset is a tensor, got None")
+        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
+        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        if kv is None:
+            tables = cos, sin, cos_k, sin_k
+            return apply_rotary_emb_qkv_(qkv, *tables, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)

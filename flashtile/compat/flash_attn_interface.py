@@ -1,0 +1,211 @@
+"""``flash_attn_interface``: FlashAttention-3's functions, by its names, positions and results.
+
+What directs its kernels and changes no result is taken and not needed: ``num_splits`` outside of
+``flash_attn_with_kvcache``, ``pack_gqa``, ``sm_margin``, and ``scheduler_metadata``, for our kernels read
+lengths on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.functional import attention
+from flashtile.checks.arguments import ERRORS, renamed
+from flashtile.decode import functional as decoding
+from flashtile.decode.functional import flash_attn_combine
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | Any:
+    """:func:`flashtile.attention`; (out, lse) with ``return_attn_probs``."""
+    _refuse(qv=qv, attention_chunk=attention_chunk or None)
+    return attention(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        deterministic=deterministic, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        return_lse=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | Any:
+    """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, head_dim).
+
+    Or (batch, seqlen, num_heads_q + 2 heads_kv, head_dim) with ``num_heads_q``.
+    """
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        heads_kv = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
+    else:
+        raise ValueError(
+            "qkv must have shape (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
+            f"(batch, seqlen, num_heads_q + 2 heads_kv, head_dim), got {tuple(qkv.shape)} and {num_heads_q}"
+        )
+    try:
+        return flash_attn_func(
+            q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+            attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, dict.fromkeys("qkv", "qkv")) from None
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | Any:
+    """:func:`flashtile.attention` of packed sequences; (out, lse) with ``return_attn_probs``."""
+    _refuse(qv=qv, attention_chunk=attention_chunk or None, seqused_q=seqused_q)
+    return attention(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, deterministic=deterministic, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, return_lse=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | Any:
+    """:func:`flashtile.flash_attn_with_kvcache`; ``page_table`` is its ``block_table``.
+
+    Args:
+        cache_batch_idx: with ``page_table``, the row of it that each sequence has.
+        k_descale, v_descale: (batch, heads_kv), of the sequences: for a dense cache without
+            ``cache_batch_idx``. flashtile's own function takes them by page.
+    """
+    _refuse(qv=qv, attention_chunk=attention_chunk or None, q_descale=q_descale)
+    if page_table is not None or cache_batch_idx is not None:
+        where = "page_table" if page_table is not None else "cache_batch_idx"
+        for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+            if descale is not None:
+                raise NotImplementedError(
+                    f"{name} of each sequence must be None with {where}: flashtile.flash_attn_with_kvcache "
+                    "takes one for each page"
+                )
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = page_table.index_select(0, cache_batch_idx), None
+    try:
+        return decoding.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
+            return_softmax_lse, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+            cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, k_descale=k_descale,
+            v_descale=v_descale,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, {"block_table": "page_table"}) from None
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    *others: Any,
+    **named: Any,
+) -> Tensor:
+    """What ``scheduler_metadata`` takes: empty, for there is nothing to prepare."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not implemented yet: it must be left out")

@@ -1,0 +1,327 @@
+"""flashtile under ``torch.nn.functional.scaled_dot_product_attention``.
+
+:class:`sdpa` puts itself in the function's place, for every call of the process that looks it up in
+``torch.nn.functional``. :func:`register` offers flashtile to torch's own choice of a flash attention
+implementation, which lies below autograd and serves what torch's flash backend would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import has_torch_function
+
+from flashtile.attn.functional import attention
+from flashtile.attn.gradients import attention_backward
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.padding import MaskPattern, as_booleans, attend, recognise
+
+FUNCTION = "scaled_dot_product_attention"
+NAME = "flashtile"
+_OF_SDPA = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+
+
+class sdpa:  # noqa: N801 - a context manager, named as torch names its own
+    """``F.scaled_dot_product_attention`` computed by flashtile, within a ``with`` block or until disabled.
+
+    It means what torch means: ``is_causal`` is aligned to the upper left, a mask is True for what takes part,
+    heads are grouped by ``enable_gqa`` alone. Masks are served that are padding of keys, causal or both, as
+    booleans or as floats of 0 and -inf, and those of ``torch.nn.attention.bias``. Looking at a mask waits for
+    the device, once for successive calls with the same one. ``nn.MultiheadAttention`` comes this way, but for
+    torch's fast path of inference (``torch.backends.mha.set_fastpath_enabled(False)`` turns that off).
+
+    A name that was imported before (``from torch.nn.functional import scaled_dot_product_attention``) is not
+    replaced, nor is it within what ``torch.compile`` has compiled before.
+
+    Args:
+        fallback: hand what flashtile does not serve (dropout, other masks, head sizes above 256) to torch;
+            False: raise, saying what it was.
+        backend: as for :func:`flashtile.attention`.
+
+    Attributes:
+        served: how many calls flashtile has computed.
+        passed: how many calls torch has computed, by reason.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: with ``fallback=False``, as :func:`flashtile.attention`,
+            under torch's names of the arguments.
+
+    Examples:
+        >>> from torch.nn import functional as F
+        >>> q, k, v = torch.randn(3, 2, 4, 128, 64).unbind()  # (batch, heads, seqlen, head_dim)
+        >>> with flashtile.sdpa() as door:
+        ...     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> door.served, door.passed
+        (1, Counter())
+        >>> torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    """
+
+    def __init__(self, fallback: bool = True, backend: str | None = None) -> None:
+        if type(fallback) is not bool:
+            raise TypeError(f"fallback must be True or False, got {type(fallback).__name__}")
+        self.fallback, self.backend = fallback, backend
+        self.served = 0
+        self.passed: Counter[str] = Counter()
+        self._replaced: Any = None
+        self._last: tuple[Tensor, tuple, MaskPattern | None] | None = None
+
+    def enable(self) -> None:
+        """Take the function's place until :meth:`disable`.
+
+        Raises:
+            RuntimeError: it has it already.
+        """
+        if self._replaced is not None:
+            raise RuntimeError("this flashtile.sdpa is enabled already")
+        self._replaced = getattr(F, FUNCTION)
+        setattr(F, FUNCTION, self._attend)
+
+    def disable(self) -> None:
+        """Give the function its place back.
+
+        Raises:
+            RuntimeError: it has not got it, or something else has taken it since.
+        """
+        if self._replaced is None or getattr(F, FUNCTION) != self._attend:
+            raise RuntimeError(f"this flashtile.sdpa is not what stands in torch.nn.functional.{FUNCTION}")
+        setattr(F, FUNCTION, self._replaced)
+        self._replaced = self._last = None
+
+    def __enter__(self) -> sdpa:
+        self.enable()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.disable()
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        try:
+            out = self._serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        except ERRORS as error:
+            named = renamed(error, _OF_SDPA)
+            if not self.fallback:
+                raise named from None
+            self.passed[str(named)] += 1
+            return self._fall_back(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        self.served += 1
+        return out
+
+    def _fall_back(self, *arguments: Any, **named: Any) -> Tensor:
+        """torch's result. Tensor subclasses know the function by its place, in which it stands meanwhile."""
+        if not has_torch_function([a for a in arguments if isinstance(a, Tensor)]):
+            return self._replaced(*arguments, **named)
+        setattr(F, FUNCTION, self._replaced)
+        try:
+            return self._replaced(*arguments, **named)
+        finally:
+            setattr(F, FUNCTION, self._attend)
+
+    def _serve(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_dense(name, tensor)
+        if dropout_p != 0.0:
+            text = f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}"
+            raise NotImplementedError(text)
+        lead = query.shape[:-2]
+        if not lead == key.shape[:-2] == value.shape[:-2] and not (
+            enable_gqa and query.dim() == key.dim() == 4 and lead[:1] == key.shape[:1] == value.shape[:1]
+        ):
+            raise ValueError(
+                "key and value must have the leading dimensions of query (heads grouped with enable_gqa), "
+                f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if is_causal and attn_mask is not None:
+            raise ValueError("attn_mask must be None beside is_causal=True")
+        q, k, v = (_heads_second(t) for t in (query, key, value))
+        options: dict[str, Any] = {"softmax_scale": scale, "backend": self.backend}
+        if isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT:
+            out = attention(q, k, v, causal=True, **options)
+        elif attn_mask is None or isinstance(attn_mask, CausalBias):
+            is_causal = is_causal or attn_mask is not None
+            k, v, masking = _masked(q, k, v, is_causal)
+            out = attention(q, k, v, **masking, **options)
+        else:
+            out, _ = attend(q, k, v, self._pattern(attn_mask, query, k.shape[1]), **options)
+        return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+
+    def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern:
+        """What a mask says, remembered for the layers that follow with the same one."""
+        if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise NotImplementedError(
+                "attn_mask must be None in a graph, where its values cannot be looked at: is_causal is served"
+            )
+        check_dense("attn_mask", mask)
+        if mask.requires_grad:
+            raise NotImplementedError("attn_mask must need no gradient: biases are not implemented yet")
+        batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
+        _check_broadcast(mask, query, seqlen_k)
+        version = -1 if mask.is_inference() else mask._version
+        key = (mask.data_ptr(), version, mask.shape, mask.stride(), mask.dtype, batch, seqlen_q, seqlen_k)
+        if self._last is None or self._last[1] != key or version < 0:
+            # The mask itself is kept, so that its memory is no other's while its address is compared.
+            self._last = mask, key, recognise(as_booleans("attn_mask", mask), batch, seqlen_q, seqlen_k)
+        pattern = self._last[2]
+        if pattern is None:
+            raise NotImplementedError(
+                "attn_mask must be padding of keys, causal (lower right) or both: other masks are not "
+                "implemented yet"
+            )
+        return pattern
+
+
+def _heads_second(tensor: Tensor) -> Tensor:
+    """(batch, seqlen, heads, head_dim) of (..., heads, seqlen, head_dim); fewer dimensions are of size 1."""
+    if tensor.dim() < 2:
+        raise ValueError(f"query, key and value must have 2 dimensions or more, got {tuple(tensor.shape)}")
+    if tensor.dim() < 4:
+        tensor = tensor[(None,) * (4 - tensor.dim())]
+    elif tensor.dim() > 4:
+        tensor = tensor.flatten(0, -4)
+    return tensor.transpose(1, 2)
+
+
+def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
+    """``mask`` broadcasts to the scores; in front of 4 dimensions none of it may vary."""
+    scores = (*query.shape[:-1], seqlen_k)
+    allowed = scores if len(scores) <= 4 else (1, *scores[-2:])
+    pairs = zip(reversed(mask.shape), reversed(allowed), strict=False)
+    if mask.dim() > len(allowed) or any(size not in (1, whole) for size, whole in pairs):
+        raise ValueError(f"attn_mask must broadcast to {allowed}, got shape {tuple(mask.shape)}")
+    if mask.device != query.device:
+        raise ValueError(f"attn_mask is on {mask.device}, not on {query.device}: all must be on one device")
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The keys and values that a query may see, and our options, for torch's mask of the upper left."""
+    beyond = q.shape[1] - k.shape[1]
+    if not is_causal or beyond == 0:
+        return k, v, {"causal": is_causal}
+    if beyond > 0:
+        return k, v, {"window_size": (-1, beyond)}
+    return k[:, : q.shape[1]], v[:, : q.shape[1]], {"causal": True}
+
+
+def register() -> None:
+    """Offer flashtile to torch's registry of flash attention implementations, under the name "flashtile".
+
+    ``torch.nn.attention.activate_flash_attention_impl("flashtile")`` then puts it under
+    ``F.scaled_dot_product_attention`` wherever torch chooses its flash backend: fp16 and bf16 on a GPU,
+    without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that. Meanwhile dropout
+    raises.
+
+    Raises:
+        NotImplementedError: torch is older than the registry; :class:`flashtile.sdpa` needs none.
+
+    Examples:
+        >>> import torch.nn.attention
+        >>> from flashtile.integrations import sdpa
+        >>> if hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        ...     sdpa.register()
+        ...     assert "flashtile" in torch.nn.attention.list_flash_attention_impls()
+    """
+    import torch.nn.attention as registry
+
+    if not hasattr(registry, "register_flash_attention_impl"):
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no registry of flash implementations: use flashtile.sdpa"
+        )
+    registry.register_flash_attention_impl(NAME, register_fn=_Registration)
+
+
+class _Registration:
+    """The kernels of ``aten`` that flashtile stands in for, until they are removed."""
+
+    def __init__(self) -> None:
+        self._library: Any = torch.library.Library("aten", "IMPL", "CUDA")
+        self._library.impl("_scaled_dot_product_flash_attention", forward, "CUDA")
+        self._library.impl("_scaled_dot_product_flash_attention_backward", backward, "CUDA")
+
+    def remove(self) -> None:
+        self._library = None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    """``aten._scaled_dot_product_flash_attention``."""
+    if dropout_p != 0.0 or return_debug_mask:
+        raise NotImplementedError(
+            f"dropout_p must be 0.0 while flashtile is the flash attention implementation, got {dropout_p}: "
+            "torch.nn.attention.restore_flash_attention_impl() brings torch's own back"
+        )
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    with torch.no_grad():  # autograd is torch's here
+        k, v, masking = _masked(q, k, v, is_causal)
+        out, lse = attention(q, k, v, softmax_scale=scale, return_lse=True, **masking)
+    unused = query.new_empty(0)
+    states = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    return _as(query, out), lse, None, None, query.shape[2], key.shape[2], *states, unused
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten._scaled_dot_product_flash_attention_backward``."""
+    dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    k, v, masking = _masked(q, k, v, is_causal)
+    dq, dk, dv, _ = attention_backward(dout, q, k, v, o, logsumexp, softmax_scale=scale, **masking)
+    hidden = key.shape[2] - k.shape[1]
+    if hidden:
+        dk, dv = (F.pad(t, (0, 0, 0, 0, 0, hidden)) for t in (dk, dv))
+    return _as(query, dq), _as(key, dk), _as(value, dv)
+
+
+def _as(given: Tensor, result: Tensor) -> Tensor:
+    """``result`` (batch, seqlen, heads, head_dim) in the shape and layout of ``given``, as torch promises."""
+    result = result.transpose(1, 2)
+    expected = torch.empty_like(given)
+    return result if result.stride() == expected.stride() else expected.copy_(result)

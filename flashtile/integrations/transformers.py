@@ -1,0 +1,236 @@
+"""``attn_implementation="flashtile"`` for Hugging Face Transformers, once :func:`register` has been called.
+
+Transformers' own code for its flash implementations removes padding, packs and casts. It gets our functions
+where it would load FlashAttention's. It passes on only what a function names, so that the ones here take
+Transformers' names: ``s_aux`` is the attention sink.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flashtile.attn.functional import flash_attn_func, flash_attn_varlen_func
+from flashtile.checks.arguments import renamed
+from flashtile.decode.functional import flash_attn_with_kvcache
+
+NAMES = ("flashtile", "flashtile_2")
+"""Both are the same. Continuous batching decodes over pages only where a name ends in 2 or 3."""
+
+_PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
+_IN_CONFIG = {
+    "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
+}
+
+
+def register() -> None:
+    """Make ``attn_implementation="flashtile"`` known to Transformers. A second call changes nothing.
+
+    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` take the name. Served are
+    padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids`` and
+    ``generate_batch``: on a GPU as ``"flashtile_2"``, which attends to the pages where they lie.
+
+    Raises:
+        ModuleNotFoundError: Transformers is not installed.
+        NotImplementedError: it is older than 5.17.
+
+    Afterwards models raise
+        ValueError: the model adds a bias to its scores (T5) or supports no flash implementation otherwise.
+        NotImplementedError: attention dropout, ``output_attentions=True``, or an attention mask that is not
+            one of padding, (batch, seqlen).
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from flashtile.integrations.transformers import register
+        >>> register()
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=4, num_key_value_heads=2,
+        ... )
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="flashtile")
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 64])
+    """
+    loading, modeling = _modules()
+    if isinstance(loading._lazy_imports, _Loader):
+        return
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.masking_utils import flash_attention_mask
+
+    forwards = dict.fromkeys(NAMES, _checked(flash_attention_forward))
+    if any(name.startswith("paged|flash") for name in modeling.ALL_ATTENTION_FUNCTIONS):
+        from transformers.integrations.flash_paged import paged_attention_forward
+
+        forwards |= dict.fromkeys(_PAGED, paged_attention_forward)
+    for name, function in forwards.items():
+        modeling.AttentionInterface.register(name, function)
+        _masks().register(name, flash_attention_mask)
+    loading._lazy_imports = _Loader(loading)
+    model = modeling.PreTrainedModel
+    model._check_and_adjust_attn_implementation = _admitting(model._check_and_adjust_attn_implementation)
+
+
+def unregister() -> None:
+    """Leave Transformers as it was before :func:`register`."""
+    loading, modeling = _modules()
+    if not isinstance(loading._lazy_imports, _Loader):
+        return
+    loading._lazy_imports = loading._lazy_imports.original
+    if loading._loaded_implementation in NAMES + _PAGED:
+        loading._loaded_implementation = None
+    for name in NAMES + _PAGED:
+        modeling.AttentionInterface._global_mapping.pop(name, None)
+        _masks()._global_mapping.pop(name, None)
+    model = modeling.PreTrainedModel
+    model._check_and_adjust_attn_implementation = model._check_and_adjust_attn_implementation.__wrapped__
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """:func:`flashtile.flash_attn_func` under Transformers' names."""
+    try:
+        return flash_attn_func(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+            deterministic=deterministic, sink=s_aux,
+        )  # fmt: skip
+    except NotImplementedError as error:
+        raise renamed(error, _IN_CONFIG) from None
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """:func:`flashtile.flash_attn_varlen_func` under Transformers' names."""
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q.int(), cu_seqlens_k.int(), max_seqlen_q, max_seqlen_k, dropout_p,
+            softmax_scale, causal, window_size, softcap, deterministic=deterministic, sink=s_aux,
+        )  # fmt: skip
+    except NotImplementedError as error:
+        raise renamed(error, _IN_CONFIG) from None
+
+
+def with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """:func:`flashtile.flash_attn_with_kvcache` under Transformers' names, for continuous batching."""
+    return flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, block_table=block_table,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sink=s_aux,
+    )  # fmt: skip
+
+
+class _Loader:
+    """What Transformers loads an implementation's functions by: ours under our names, its own otherwise."""
+
+    def __init__(self, loading: Any) -> None:
+        self.original = loading._lazy_imports
+        self.padding = loading._pad_input, loading._unpad_input
+
+    def __call__(self, implementation: str | None, *arguments: Any, **named: Any) -> Any:
+        if implementation in NAMES + _PAGED:
+            return dense, varlen, with_kvcache, *self.padding
+        return self.original(implementation, *arguments, **named)
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' flash attention, refusing what it would leave out or trip over."""
+
+    @functools.wraps(forward)
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any) -> Any:
+        if named.get("output_attentions"):
+            raise NotImplementedError(
+                "output_attentions must be False: flashtile keeps no attention weights; use "
+                'model.set_attn_implementation("eager") for them'
+            )
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise NotImplementedError(
+                "attention_mask must be one of padding, (batch, seqlen), got shape "
+                f'{tuple(attention_mask.shape)}: use attn_implementation="sdpa" for other masks'
+            )
+        return forward(module, query, key, value, attention_mask, **named)
+
+    return attention
+
+
+def _admitting(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' choice of an implementation, with our names among those that a model may have.
+
+    A model that lists the flash implementations it is compatible with (they know sinks) would otherwise fall
+    back to one of its list, and one that supports none would lose the bias that it adds to its scores.
+    """
+
+    @functools.wraps(check)
+    def choose(self: Any, attn_implementation: str | None, *arguments: Any, **named: Any) -> Any:
+        if attn_implementation in NAMES + _PAGED:
+            model = type(self)
+            if not self._supports_flash_attn:
+                raise ValueError(
+                    f"attn_implementation={attn_implementation!r}: {model.__name__} supports no flash "
+                    'attention (T5, for one, adds a bias to its scores); use "sdpa" or "eager"'
+                )
+            listed = model._compatible_flash_implementations
+            if listed and any("flash" in name for name in listed) and NAMES[0] not in listed:
+                model._compatible_flash_implementations = [*listed, *NAMES]
+        return check(self, attn_implementation, *arguments, **named)
+
+    return choose
+
+
+def _modules() -> tuple[Any, Any]:
+    """Transformers' ``modeling_flash_attention_utils`` and ``modeling_utils``."""
+    try:
+        import transformers
+        from transformers import modeling_utils
+    except ModuleNotFoundError:
+        text = "flashtile.integrations.transformers needs transformers: pip install 'flashtile[hf]'"
+        raise ModuleNotFoundError(text) from None
+    major, minor = (int(number) for number in transformers.__version__.split(".")[:2])
+    if (major, minor) < (5, 17):
+        raise NotImplementedError(f"transformers must be 5.17 or newer, got {transformers.__version__}")
+    from transformers import modeling_flash_attention_utils
+
+    return modeling_flash_attention_utils, modeling_utils
+
+
+def _masks() -> Any:
+    from transformers.masking_utils import AttentionMaskInterface
+
+    return AttentionMaskInterface

@@ -1,0 +1,244 @@
+"""Code written for FlashAttention runs unchanged once flashtile stands under its names."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.compat import MODULES, install_as_flash_attn, uninstall_as_flash_attn
+
+
+@pytest.fixture
+def installed():
+    install_as_flash_attn()
+    yield
+    uninstall_as_flash_attn()
+
+
+def tensors(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def test_the_names_are_lent_and_given_back():
+    assert not set(MODULES) & set(sys.modules)
+    install_as_flash_attn()
+    install_as_flash_attn()
+    import flash_attn
+    import flash_attn.bert_padding
+    import flash_attn_interface
+
+    assert flash_attn.flash_attn_varlen_func is flashtile.flash_attn_varlen_func
+    assert flash_attn.bert_padding.pad_input.__module__ == "flashtile.compat.flash_attn.bert_padding"
+    assert tuple(int(n) for n in flash_attn.__version__.split(".")) >= (2, 8)
+    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
+        import flash_attn.losses
+    uninstall_as_flash_attn()
+    uninstall_as_flash_attn()
+    assert not set(MODULES) & set(sys.modules)
+    assert flash_attn_interface.flash_attn_func is not flashtile.flash_attn_func
+
+
+def test_a_package_that_is_imported_is_not_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn.layers", types.ModuleType("flash_attn.layers"))
+    with pytest.raises(RuntimeError, match=r"flash_attn\.layers has been imported"):
+        install_as_flash_attn()
+    assert "flash_attn" not in sys.modules
+    uninstall_as_flash_attn()
+    assert "flash_attn.layers" in sys.modules
+
+
+def test_the_functions_below_autograd_make_a_ring(installed):
+    """Attention over two shards of keys, merged; backward by shards, from the out and lse of the whole."""
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+    q, k, v = tensors((2, 6, 4, 8), (2, 10, 2, 8), (2, 10, 2, 8))
+    expected = flashtile.attention(q, k, v, softmax_scale=0.3)
+    dout = torch.randn(expected.shape)
+    shards = [(k[:, :4], v[:, :4]), (k[:, 4:], v[:, 4:])]
+    parts = [_flash_attn_forward(q, *shard, 0.0, 0.3, causal=False) for shard in shards]
+    assert all(len(part) == 4 and not part[0].requires_grad for part in parts)
+    out, lse = flashtile.merge_states(*parts[0][:2], *parts[1][:2])
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    dq = torch.zeros_like(q)
+    gradients = []
+    for shard in shards:
+        buffers = [torch.full_like(t, torch.nan) for t in (q, *shard)]
+        _flash_attn_backward(dout, q, *shard, out, lse, *buffers, 0.0, 0.3, False, -1, -1, 0.0, None, False)
+        dq += buffers[0]
+        gradients.append(buffers[1:])
+    found = dq, *(torch.cat(pair, 1) for pair in zip(*gradients, strict=True))
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (q, k, v), dout), atol=1e-5, rtol=1e-4)
+
+
+def test_the_packed_functions_below_autograd(installed):
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
+
+    q, k, v = tensors((9, 4, 8), (9, 2, 8), (9, 2, 8))
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    lengths = offsets, offsets, 5, 5
+    expected = flashtile.flash_attn_varlen_func(q, k, v, *lengths, causal=True, window_size=(2, 0))
+    dout = torch.randn(expected.shape)
+    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *lengths, 0.0, None, True, 2, 0)
+    buffers = [torch.full_like(t, torch.nan) for t in (q, k, v)]
+    _flash_attn_varlen_backward(dout, q, k, v, out, lse, *buffers, *lengths, 0.0, None, True, 2, 0)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, buffers, torch.autograd.grad(expected, (q, k, v), dout)))
+    with pytest.raises(ValueError, match=r"lse must have shape \(4, 9\)"):
+        _flash_attn_varlen_backward(dout, q, k, v, out, lse.T, *buffers, *lengths, 0.0, None, True)
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        _flash_attn_varlen_forward(q, k, v, *lengths, 0.1, None, True)
+
+
+def test_bert_padding(installed):
+    from flash_attn import bert_padding
+
+    (states,) = tensors((3, 5, 2, 4))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 1, 0, 1, 0]])
+    tokens, indices, cu_seqlens, longest, used = bert_padding.unpad_input(states, mask)
+    assert torch.equal(tokens, states[mask.bool()])
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3, 8, 10], 5, [3, 5, 2])
+    padded = bert_padding.pad_input(tokens, indices, 3, 5)
+    assert torch.equal(padded, states * mask[:, :, None, None])
+    (gradient,) = torch.autograd.grad(padded.sum(), states)
+    assert torch.equal(gradient, mask[:, :, None, None].expand_as(states).float())
+    unused = torch.tensor([[0, 0, 0, 1, 0], [0] * 5, [1, 0, 0, 0, 0]])
+    _, _, cu_seqlens, _, used = bert_padding.unpad_input(states, mask, unused)
+    assert (cu_seqlens.tolist(), used.tolist()) == ([0, 4, 9, 12], [3, 5, 2])
+    several = torch.tensor([[2, 1, 0, 0, 0], [5, 0, 0, 0, 0], [1, 1, 2, 0, 0]])
+    tokens, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(
+        states, several
+    )
+    assert (cu_seqlens.tolist(), longest, tokens.shape[0]) == ([0, 2, 3, 8, 9, 10, 12], 5, 12)
+    assert torch.equal(bert_padding.index_first_axis(states.flatten(0, 1), indices), tokens)
+    assert bert_padding.index_put_first_axis(tokens, indices, 15).shape == (15, 2, 4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_turns_pairs_by_their_positions(installed, interleaved):
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_torch
+
+    (x,) = tensors((2, 3, 2, 8))
+    rotary = RotaryEmbedding(6, interleaved=interleaved)
+    rotary._update_cos_sin_cache(20, x.device, x.dtype)
+    cos, sin = rotary._cos_cached, rotary._sin_cached
+    offsets = torch.tensor([4, 18])
+    turned = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets)
+    frequencies = 10000.0 ** -(torch.arange(3) / 3)
+    for b, i in ((0, 2), (1, 0), (1, 1)):
+        angles = (offsets[b] + i) * frequencies
+        pairs = (slice(0, 6, 2), slice(1, 6, 2)) if interleaved else (slice(0, 3), slice(3, 6))
+        numbers = torch.complex(x[b, i, :, pairs[0]], x[b, i, :, pairs[1]]) * torch.polar(
+            torch.ones(3), angles
+        )
+        torch.testing.assert_close(turned[b, i, :, pairs[0]], numbers.real, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(turned[b, i, :, pairs[1]], numbers.imag, atol=1e-5, rtol=1e-5)
+    assert torch.equal(turned[..., 6:], x[..., 6:])
+    assert torch.equal(turned[1, 2], x[1, 2])  # position 20 has no row
+    packed = apply_rotary_emb(
+        x.flatten(0, 1)[:5], cos, sin, interleaved, seqlen_offsets=offsets,
+        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32), max_seqlen=3,
+    )  # fmt: skip
+    torch.testing.assert_close(packed, turned.flatten(0, 1)[:5])
+    torch.testing.assert_close(
+        apply_rotary_emb_torch(x, cos[4:7], sin[4:7], interleaved)[0], turned[0], atol=1e-6, rtol=1e-6
+    )
+    with pytest.raises(ValueError, match="positions to 21, got 20"):
+        apply_rotary_emb(x, cos, sin, seqlen_offsets=18)
+
+
+def test_rotary_module_turns_queries_and_keys_in_place_and_learns(installed):
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+
+    (leaf,) = tensors((2, 5, 3, 2, 8))
+    rotary = RotaryEmbedding(8)
+    qkv = leaf * 1
+    out = rotary(qkv)
+    assert out is qkv
+    q = apply_rotary_emb(leaf[:, :, 0], rotary._cos_cached, rotary._sin_cached)
+    assert torch.equal(out[:, :, 0], q)
+    assert torch.equal(out[:, :, 2], leaf[:, :, 2])
+    (gradient,) = torch.autograd.grad((out**2).sum(), leaf)
+    torch.testing.assert_close(gradient, 2 * leaf, atol=1e-5, rtol=1e-5)  # a rotation keeps lengths
+    by_heads = rotary((leaf * 1).flatten(2, 3), num_heads_q=2)
+    torch.testing.assert_close(by_heads.unflatten(2, (3, 2)), out)
+    q, kv = rotary(leaf[:, :, 0] * 1, leaf[:, :, 1:] * 1)
+    torch.testing.assert_close(torch.cat([q[:, :, None], kv], 2), out)
+    xpos = RotaryEmbedding(8, scale_base=512.0)
+    products = [(t[:, i, 0] * t[:, j, 1]).sum(-1) for t in (xpos(leaf[:, :1].expand(2, 5, 3, 2, 8) * 1),)
+                for i, j in ((1, 0), (4, 3))]  # fmt: skip
+    torch.testing.assert_close(*products)  # scores depend on distances alone
+
+
+def test_flash_attention_3_s_functions(installed):
+    import flash_attn_interface as fa3
+
+    q, k, v = tensors((2, 6, 4, 8), (2, 10, 2, 8), (2, 10, 2, 8))
+    out, lse = fa3.flash_attn_func(
+        q, k, v, 0.3, True, num_splits=3, pack_gqa=True, sm_margin=4, return_attn_probs=True
+    )
+    expected = flashtile.attention(q, k, v, softmax_scale=0.3, causal=True, return_lse=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    qkv = torch.cat([q, k[:, :6], v[:, :6]], 2)
+    packed = fa3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4)
+    assert torch.equal(packed, flashtile.attention(q, k[:, :6], v[:, :6], causal=True))
+    offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
+    used = torch.tensor([2, 8], dtype=torch.int32)
+    flat = q.flatten(0, 1), k.flatten(0, 1)[:12], v.flatten(0, 1)[:12]
+    packed = fa3.flash_attn_varlen_func(*flat, offsets, offsets, 8, 8, None, used, None, True)
+    expected = flashtile.flash_attn_varlen_func(*flat, offsets, offsets, 8, 8, causal=True, seqused_k=used)
+    assert torch.equal(packed, expected)
+    for name, value in (("qv", q), ("attention_chunk", 4)):
+        with pytest.raises(NotImplementedError, match=name):
+            fa3.flash_attn_func(q, k, v, **{name: value})
+    with pytest.raises(NotImplementedError, match="seqused_q"):
+        fa3.flash_attn_varlen_func(*flat, offsets, offsets, 8, 8, used)
+
+
+def test_flash_attention_3_s_cache(installed):
+    import flash_attn_interface as fa3
+
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randn(2, 8, 4, 2, 8, generator=generator).unbind()
+    table = torch.tensor([[3, 1], [0, 7], [5, 2]], dtype=torch.int32)
+    q = torch.randn(2, 1, 4, 8, generator=generator)
+    lengths, rows = torch.tensor([5, 8], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    metadata = fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 8, lengths, page_size=4, causal=True)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=lengths, cache_batch_idx=rows, page_table=table, causal=True,
+        scheduler_metadata=metadata, pack_gqa=False, return_softmax_lse=True,
+    )  # fmt: skip
+    expected = flashtile.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=lengths, block_table=table[rows], causal=True, return_softmax_lse=True
+    )
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    with pytest.raises(NotImplementedError, match="k_descale of each sequence"):
+        fa3.flash_attn_with_kvcache(q, *pages, page_table=table[:2], k_descale=torch.ones(2, 2))
+    with pytest.raises(ValueError, match="page_table"):
+        fa3.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, page_table=table)
+
+
+def test_what_flash_attention_takes_is_taken():
+    """Any negative window is unlimited, and a last stride that is not 1 is copied, with its gradient."""
+    q, k, v = tensors((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    expected = flashtile.attention(q, k, v)
+    assert torch.equal(flashtile.attention(q, k, v, window_size=(-5, -2)), expected)
+    cache = k.detach(), v.detach()
+    assert torch.equal(
+        flashtile.flash_attn_with_kvcache(q.detach(), *cache, window_size=(-7, -3)),
+        flashtile.flash_attn_with_kvcache(q.detach(), *cache),
+    )
+    apart = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
+    assert all(t.stride(-1) != 1 for t in apart)
+    out = flashtile.flash_attn_func(*apart)
+    assert torch.equal(out, expected)
+    gradients = [torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, expected)]
+    assert all(map(torch.equal, *gradients))
+    decoded = flashtile.flash_attn_with_kvcache(apart[0].detach(), *cache)
+    assert torch.equal(decoded, flashtile.flash_attn_with_kvcache(q.detach(), *cache))

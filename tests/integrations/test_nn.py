@@ -1,0 +1,133 @@
+"""flashtile.nn.MultiheadAttention computes what torch's does, from torch's weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import flashtile
+
+KINDS = {
+    "plain": {},
+    "batch_first": {"batch_first": True},
+    "no bias": {"bias": False, "batch_first": True},
+    "other widths": {"kdim": 12, "vdim": 20, "batch_first": True},
+    "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True, "batch_first": True},
+    "both": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+}
+LENGTHS = torch.tensor([7, 4, 1])
+RIGHT = torch.arange(7) >= LENGTHS[:, None]  # True is left out
+CAUSAL = torch.ones(7, 7, dtype=torch.bool).triu(1)
+CALLS = {
+    "nothing": {},
+    "right padding": {"key_padding_mask": RIGHT},
+    "padding as floats": {"key_padding_mask": torch.zeros(3, 7).masked_fill(RIGHT, -torch.inf)},
+    "causal": {"attn_mask": CAUSAL},
+    "causal of each head": {"attn_mask": CAUSAL.expand(6, 7, 7)},
+    "causal hint": {"attn_mask": torch.nn.Transformer.generate_square_subsequent_mask(7), "is_causal": True},
+    "causal, right padding": {"attn_mask": CAUSAL, "key_padding_mask": RIGHT},
+    "causal hint, right padding": {"attn_mask": CAUSAL, "is_causal": True, "key_padding_mask": RIGHT},
+}
+
+
+def pair(**options):
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(16, 2, **options)
+    for parameter in theirs.parameters():  # torch's biases are 0 at first
+        torch.nn.init.normal_(parameter, std=0.2)
+    ours = flashtile.nn.MultiheadAttention(16, 2, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def inputs(module, seqlen_q=7):
+    generator = torch.Generator().manual_seed(1)
+    sizes = (seqlen_q, 16), (7, module.kdim), (7, module.vdim)
+    tensors = [torch.randn(3, *size, generator=generator) for size in sizes]
+    return tensors if module.batch_first else [t.transpose(0, 1) for t in tensors]
+
+
+def compare(modules, tensors, **call):
+    results = []
+    for module in modules:
+        given = [t.detach().requires_grad_() for t in tensors]
+        out, weights = module(*given, **call)
+        call = {**call, "is_causal": False}  # with the hint torch forgets the key of add_zero_attn
+        gradients = torch.autograd.grad(out.square().sum(), [*given, *module.parameters()])
+        results.append((out, weights, gradients))
+    torch.testing.assert_close(results[0], results[1], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", CALLS)
+def test_out_weights_and_gradients_are_torch_s(kind, call):
+    modules = pair(**KINDS[kind])
+    if KINDS[kind].get("add_bias_kv") and "causal" in call:
+        with pytest.raises(NotImplementedError, match="add_bias_kv"):
+            modules[0](*inputs(modules[0]), **CALLS[call])
+        return
+    compare(modules, inputs(modules[0]), **CALLS[call])
+
+
+def test_queries_of_another_length_weights_of_each_head_and_no_batch():
+    modules = pair(batch_first=True)
+    compare(modules, inputs(modules[0], 5), key_padding_mask=RIGHT, average_attn_weights=False)
+    compare(modules, [t[0] for t in inputs(modules[0], 5)], key_padding_mask=RIGHT[1])
+
+
+def test_self_attention_projects_once():
+    modules = pair(batch_first=True)
+    results = []
+    for module in modules:
+        x = inputs(module)[0].clone().requires_grad_()
+        out, weights = module(x, x, x, need_weights=False)
+        assert weights is None
+        results.append((out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])))
+    torch.testing.assert_close(results[0], results[1], atol=5e-5, rtol=1e-4)
+
+
+def test_weights_have_the_gradient_of_torch_s():
+    modules = pair(batch_first=True)
+    gradients = []
+    for module in modules:
+        q = inputs(module)[0].clone().requires_grad_()
+        _, weights = module(q, q, q, attn_mask=CAUSAL)
+        gradients.append(torch.autograd.grad(weights.square().sum(), q))
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5, rtol=1e-4)
+
+
+def test_it_serves_within_torch_s_layers():
+    torch.manual_seed(0)
+    theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    ours = copy.deepcopy(theirs)
+    ours.self_attn = flashtile.nn.MultiheadAttention(16, 2, batch_first=True)
+    ours.self_attn.load_state_dict(theirs.self_attn.state_dict())
+    x = torch.randn(3, 7, 16)
+    out, expected = (layer(x, src_key_padding_mask=RIGHT) for layer in (ours, theirs))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_it_does_not_serve_has_a_name():
+    module = flashtile.nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+    x = torch.randn(3, 7, 16)
+    with pytest.raises(NotImplementedError, match=r"dropout must be 0\.0 in training"):
+        module(x, x, x)
+    module.eval()
+    refused = [
+        (NotImplementedError, "attn_mask must be causal", {"attn_mask": torch.eye(7, dtype=torch.bool)}),
+        (NotImplementedError, "0 or -inf", {"attn_mask": torch.full((7, 7), 0.1)}),
+        (TypeError, "attn_mask must be bool", {"attn_mask": torch.zeros(7, 7, dtype=torch.int64)}),
+        (ValueError, r"key_padding_mask must have shape \(3, 7\)", {"key_padding_mask": RIGHT[:2]}),
+    ]
+    for error, text, call in refused:
+        with pytest.raises(error, match=text):
+            module(x, x, x, **call)
+    with pytest.raises(ValueError, match="key must have"):
+        module(x, x[..., :8], x)
+    with pytest.raises(ValueError, match="key has batch size 2"):
+        module(x, x[:2], x[:2])
+    with pytest.raises(TypeError, match="nested"):
+        module(*[torch.nested.nested_tensor([x[0], x[1]])] * 3)

@@ -1,0 +1,258 @@
+"""flashtile in the place of torch's scaled_dot_product_attention means what torch means."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import flashtile
+from flashtile.integrations import sdpa as door_module
+
+torch_attention = F.scaled_dot_product_attention
+
+
+def tensors(*shapes, **options):
+    generator = torch.Generator().manual_seed(len(shapes))
+    return [torch.randn(s, generator=generator).to(**options).requires_grad_() for s in shapes]
+
+
+def compare(q, k, v, **options):
+    """Out and gradients of a call, which flashtile must serve, beside those of torch's plain computation."""
+    results = []
+    with flashtile.sdpa(fallback=False) as door:
+        results.append(F.scaled_dot_product_attention(q, k, v, **options))
+    assert door.served == 1
+    with sdpa_kernel(SDPBackend.MATH):
+        results.append(torch_attention(q, k, v, **options))
+    grad = torch.randn(results[0].shape, generator=torch.Generator().manual_seed(1))
+    grads = [torch.autograd.grad(out, (q, k, v), grad) for out in results]
+    torch.testing.assert_close(results[0], results[1], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seqlen_q", [5, 9, 14])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_causal_is_aligned_to_the_upper_left(seqlen_q, is_causal):
+    q, k, v = tensors((2, 4, seqlen_q, 8), (2, 2, 9, 8), (2, 2, 9, 6))
+    compare(q, k, v, is_causal=is_causal, enable_gqa=True, scale=0.3)
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (3, 7, 8), (2, 3, 4, 7, 8)])
+def test_any_number_of_leading_dimensions(shape):
+    compare(*tensors(shape, shape, shape), is_causal=True)
+
+
+def masks():
+    """Masks of (3, 4, 6, 6) that flashtile serves, by what they are; every row has a key."""
+    lengths = torch.tensor([6, 4, 1])
+    right = torch.arange(6) < lengths[:, None]
+    holes = torch.tensor([[1, 0, 1, 1, 0, 1], [1] * 6, [0, 0, 1, 0, 0, 0]], dtype=torch.bool)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    return {
+        "right padding": right[:, None, None],
+        "left padding": right.flip(1)[:, None, None].expand(3, 4, 6, 6),
+        "holes": holes[:, None, None],
+        "one for all": holes[0].expand(6, 6),
+        "everything": torch.ones(6, 6, dtype=torch.bool),
+        "causal": causal,
+        "causal, right padding": causal & right[:, None, None],
+        "causal by -inf": torch.zeros(6, 6).masked_fill(~causal, -torch.inf),
+    }
+
+
+@pytest.mark.parametrize("name", masks())
+def test_masks_that_padding_and_causality_make(name):
+    compare(*tensors(*[(3, 4, 6, 8)] * 3), attn_mask=masks()[name])
+
+
+def test_causal_with_left_padding_leaves_rows_without_keys_at_zero():
+    mask = (torch.ones(4, 6, dtype=torch.bool).tril(2)) & (torch.arange(6) >= 4)
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    compare(q, k, v, attn_mask=mask)
+    with flashtile.sdpa(fallback=False):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask)[:, :, :2], torch.zeros(1, 2, 2, 8))
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right(4, 6), causal_upper_left(4, 6)], ids=str)
+def test_torch_s_causal_biases(bias):
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    expected = torch_attention(q, k, v, bias)
+    with flashtile.sdpa(fallback=False) as door:
+        out = F.scaled_dot_product_attention(q, k, v, bias)
+    with flashtile.sdpa(backend="portable") as refusing:  # which needs a GPU
+        by_torch = F.scaled_dot_product_attention(q, k, v, bias)
+    assert (door.served, refusing.passed.total()) == (1, 1)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    assert torch.equal(by_torch, expected)
+
+
+def test_a_mask_that_changes_is_looked_at_again():
+    q, k, v = tensors(*[(1, 2, 6, 8)] * 3)
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    with flashtile.sdpa() as door:
+        F.scaled_dot_product_attention(q, k, v, mask)
+        mask[:, 3:] = False
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+        mask[0, 0] = False
+        other = F.scaled_dot_product_attention(q, k, v, mask)
+    assert (door.served, door.passed.total()) == (2, 1)
+    torch.testing.assert_close(out, torch_attention(q, k[:, :, :3], v[:, :, :3]), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(other, torch_attention(q, k, v, mask))
+
+
+NOT_SERVED = {
+    "dropout_p must be 0.0": {"dropout_p": 0.5},
+    "attn_mask must be padding of keys": {"attn_mask": torch.eye(6, dtype=torch.bool)},
+    "attn_mask must be 0 or -inf": {"attn_mask": torch.full((6, 6), 0.5)},
+    "attn_mask must need no gradient": {"attn_mask": torch.zeros(6, 6, requires_grad=True)},
+    "head_dim 300": {},
+}
+
+
+@pytest.mark.parametrize("reason", NOT_SERVED)
+def test_what_is_not_served_goes_to_torch_or_raises(reason):
+    head_dim = 300 if "300" in reason else 8
+    q, k, v = tensors(*[(1, 2, 6, head_dim)] * 3)
+    torch.manual_seed(0)
+    expected = torch_attention(q, k, v, **NOT_SERVED[reason])
+    torch.manual_seed(0)
+    with flashtile.sdpa() as door:
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, **NOT_SERVED[reason]), expected)
+    assert door.served == 0
+    assert reason in "".join(door.passed)
+    with flashtile.sdpa(fallback=False), pytest.raises(NotImplementedError, match=reason):
+        F.scaled_dot_product_attention(q, k, v, **NOT_SERVED[reason])
+
+
+def test_what_torch_refuses_stays_refused():
+    q, k, v = tensors((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    with flashtile.sdpa(), pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, k, v)
+    with flashtile.sdpa(fallback=False), pytest.raises(ValueError, match="enable_gqa"):
+        F.scaled_dot_product_attention(q, k, v)
+    with flashtile.sdpa(fallback=False), pytest.raises(TypeError, match=r"^value has dtype"):
+        F.scaled_dot_product_attention(q, q, q.half())
+
+
+def test_the_function_s_place_is_given_back():
+    outer, inner = flashtile.sdpa(), flashtile.sdpa()
+    with outer, pytest.raises(ZeroDivisionError), inner:
+        raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is torch_attention
+    with pytest.raises(RuntimeError, match="is not what stands"):
+        outer.disable()
+    outer.enable()
+    with pytest.raises(RuntimeError, match="already"):
+        outer.enable()
+    inner.enable()
+    with pytest.raises(RuntimeError, match="is not what stands"):
+        outer.disable()
+    inner.disable()
+    outer.disable()
+    assert F.scaled_dot_product_attention is torch_attention
+
+
+def causal_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_multihead_attention_comes_this_way_and_compiles():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    expected = layer(x)
+    with flashtile.sdpa() as door:
+        torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
+        q, k, v = tensors(*[(1, 2, 6, 8)] * 3)
+        attend = torch.compile(causal_attention, backend="eager", fullgraph=True)
+        out = attend(q, k, v)
+    assert door.served == 2
+    torch.testing.assert_close(out, torch_attention(q, k, v, is_causal=True), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_kernels_that_torch_s_registry_gets(is_causal):
+    """Below autograd, on either layout, with the strides that torch promises to its compiler."""
+    for q, k, v in (
+        tensors(*[(2, 3, 7, 8)] * 3),
+        [t.transpose(1, 2) for t in tensors(*[(2, 7, 3, 8)] * 3)],
+    ):
+        out, lse, _, _, *others = door_module.forward(q, k, v, 0.0, is_causal, scale=0.3)
+        dout = torch.randn(out.shape)
+        saved = q, k, v, out, lse, None, None, *others[:2], 0.0, is_causal, *others[2:4]
+        gradients = door_module.backward(dout, *saved, scale=0.3)
+        expected = torch_attention(q, k, v, is_causal=is_causal, scale=0.3)
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            gradients, torch.autograd.grad(expected, (q, k, v), dout), atol=1e-5, rtol=1e-4
+        )
+        assert not out.requires_grad
+        for result, given in zip((out, *gradients), (q, q, k, v), strict=True):
+            assert result.stride() == torch.empty_like(given).stride()
+    with pytest.raises(NotImplementedError, match=r"dropout_p.*restore_flash_attention_impl"):
+        door_module.forward(q, k, v, 0.1)
+
+
+registry = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="torch has no registry"
+)
+
+
+@registry
+def test_the_registry_puts_flashtile_in_and_takes_it_out():
+    import torch.nn.attention as attention
+
+    def kernels() -> list[str]:
+        names = ("", "_backward")
+        dump = [torch._C._dispatch_dump(f"aten::_scaled_dot_product_flash_attention{n}") for n in names]
+        return [line for text in dump for line in text.splitlines() if "CUDA" in line and "sdpa.py" in line]
+
+    door_module.register()
+    assert kernels() == []
+    attention.activate_flash_attention_impl("flashtile")
+    try:
+        assert attention.current_flash_attention_impl() == "flashtile"
+        assert len(kernels()) == 2
+    finally:
+        attention.restore_flash_attention_impl()
+    assert kernels() == []
+
+
+@registry
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "gqa"), list(itertools.product([64, 72], [False, True], [False, True]))
+)
+def test_torch_s_flash_backend_is_flashtile(head_dim, is_causal, gqa, monkeypatch):
+    import torch.nn.attention as attention
+
+    heads = 2 if gqa else 4
+    q, k, v = tensors(
+        (2, 4, 96, head_dim), *[(2, heads, 96, head_dim)] * 2, device="cuda", dtype=torch.bfloat16
+    )
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    calls = []
+    original = door_module.forward
+    monkeypatch.setattr(door_module, "forward", lambda *a, **o: calls.append(1) or original(*a, **o))
+    options = {"is_causal": is_causal, "enable_gqa": gqa}
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch_attention(q.float(), k.float(), v.float(), **options)
+    grad = torch.randn_like(q)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad.float())
+    door_module.register()
+    attention.activate_flash_attention_impl("flashtile")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = torch_attention(q, k, v, **options)
+            gradients = torch.autograd.grad(out, (q, k, v), grad)
+            attend = torch.compile(lambda *t: torch_attention(*t, **options) * 2)
+            torch.testing.assert_close(attend(q, k, v), out * 2)
+    finally:
+        attention.restore_flash_attention_impl()
+    assert calls
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(gradients, wanted, atol=6e-2, rtol=6e-2)

@@ -1,0 +1,221 @@
+"""Transformers' models compute with flashtile what they compute eagerly: small ones with random weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+
+from flashtile.integrations.transformers import NAMES, register, unregister  # noqa: E402
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WINDOW = {"head_dim": 8, "sliding_window": 5}
+DECODERS = {
+    "llama": ("Llama", SMALL),
+    "qwen3": ("Qwen3", {**SMALL, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "gemma2": ("Gemma2", {**SMALL, **WINDOW, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
+    "gpt_oss": ("GptOss", {**SMALL, **WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+MASK = torch.tensor([[0] * 4 + [1] * 8, [1] * 12, [0] * 7 + [1] * 5])
+TOKENS = torch.randint(3, 96, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    register()
+    yield
+    unregister()
+    transformers.logging.set_verbosity(verbosity)
+
+
+def pair(kind: str, config, **options) -> tuple:
+    """The same weights, computed eagerly and by flashtile."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    ours = cls._from_config(copy.deepcopy(config), attn_implementation=NAMES[0]).eval()
+    ours.load_state_dict(eager.state_dict())
+    assert eager.config._attn_implementation == "eager"
+    assert ours.config._attn_implementation == NAMES[0]
+    return eager, ours
+
+
+def decoders(name: str, **changed) -> tuple:
+    kind, settings = DECODERS[name]
+    models = pair(f"{kind}ForCausalLM", getattr(transformers, f"{kind}Config")(**{**settings, **changed}))
+    if name == "gpt_oss":  # a sink of 0 would be nearly none
+        for model in models:
+            for layer in model.model.layers:
+                torch.nn.init.constant_(layer.self_attn.sinks, 1.5)
+    return models
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_are_those_of_eager(name):
+    eager, ours = decoders(name)
+    for mask in (MASK, MASK.flip(1), None):
+        expected, logits = (model(TOKENS, attention_mask=mask).logits for model in (eager, ours))
+        tokens = torch.ones_like(MASK) if mask is None else mask
+        torch.testing.assert_close(logits[tokens == 1], expected[tokens == 1], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generated_tokens_are_those_of_eager(name):
+    """Greedily, with a static cache, and by beams; the window is shorter than the text."""
+    eager, ours = decoders(name)
+    for options in ({}, {"cache_implementation": "static"}, {"num_beams": 3}):
+        expected, tokens = (
+            model.generate(TOKENS, attention_mask=MASK, do_sample=False, max_new_tokens=6, **options)
+            for model in (eager, ours)
+        )
+        assert torch.equal(tokens, expected), options
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_loss_and_gradients_are_those_of_eager(name):
+    models = decoders(name)
+    mask = MASK.flip(1)  # with padding on the left, the first token would be predicted from it
+    labels = TOKENS.masked_fill(mask == 0, -100)
+    losses = [model.train()(TOKENS, attention_mask=mask, labels=labels).loss for model in models]
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-6)
+    for loss in losses:
+        loss.backward()
+    expected, gradients = ({n: p.grad for n, p in model.named_parameters()} for model in models)
+    assert any("sinks" in n for n in gradients) == (name == "gpt_oss")
+    torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=1e-4)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    """By ``position_ids`` that restart, and by Transformers' own ``cu_seq_lens``."""
+    _, ours = decoders("llama")
+    lengths = [5, 12, 7]
+    tokens = TOKENS.flatten()[None, : sum(lengths)]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    offsets = torch.tensor([0, 5, 17, 24], dtype=torch.int32)
+    expected = torch.cat([ours(part).logits for part in tokens.split(lengths, 1)], 1)
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 12, "max_length_k": 12}
+    for named in ({}, given):
+        logits = ours(tokens, position_ids=positions, **named).logits
+        torch.testing.assert_close(logits, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_continuous_batching_generates_what_generate_does():
+    if transformers.__version__.startswith("5.17"):
+        pytest.importorskip("psutil")  # it asks for the machine's memory
+    check_continuous_batching("qwen3", NAMES[0], "cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_continuous_batching_decodes_over_pages(name, monkeypatch):
+    """Under the name that ends in 2 it calls ``with_kvcache`` with its pages."""
+    from flashtile.integrations import transformers as door
+
+    calls = []
+    monkeypatch.setattr(door, "with_kvcache", counted(door.with_kvcache, calls))
+    check_continuous_batching(name, NAMES[1], "cuda", torch.float32)
+    assert calls
+
+
+def counted(function, calls: list):
+    import functools
+
+    @functools.wraps(function)
+    def call(*arguments, **named):
+        calls.append(named)
+        return function(*arguments, **named)
+
+    return call
+
+
+def check_continuous_batching(name: str, implementation: str, device: str, dtype: torch.dtype) -> None:
+    _, ours = decoders(name)
+    ours.to(device, dtype).set_attn_implementation(implementation)
+    prompts = [TOKENS[0, :3].tolist(), TOKENS[1].tolist(), TOKENS[2, :7].tolist()]
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    memory = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    results = ours.generate_batch(prompts, config, memory)
+    generated = {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
+    for prompt in prompts:
+        tokens = ours.generate(torch.tensor([prompt], device=device), do_sample=False, max_new_tokens=6)
+        assert generated[tuple(prompt)] == tokens[0, len(prompt) :].tolist()
+
+
+def test_bert_attends_both_ways_without_its_padding():
+    config = transformers.BertConfig(**{**SMALL, "num_key_value_heads": None})
+    expected, states = (
+        model(TOKENS, attention_mask=MASK).last_hidden_state for model in pair("BertModel", config)
+    )
+    torch.testing.assert_close(states[MASK == 1], expected[MASK == 1], atol=5e-6, rtol=1e-5)
+
+
+def test_vit_sees_pictures_as_eager_does():
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16,
+        patch_size=4,
+    )  # fmt: skip
+    pixels = torch.randn(2, 3, 16, 16)
+    expected, states = (model(pixels).last_hidden_state for model in pair("ViTModel", config))
+    torch.testing.assert_close(states, expected, atol=5e-6, rtol=1e-5)
+
+
+def test_whisper_s_decoder_looks_at_its_encoder():
+    config = transformers.WhisperConfig(
+        vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8,
+        max_source_positions=20, max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    eager, ours = pair("WhisperForConditionalGeneration", config)
+    sound = torch.randn(2, 8, 40)
+    expected, logits = (model(sound, decoder_input_ids=TOKENS[:2]).logits for model in (eager, ours))
+    torch.testing.assert_close(logits, expected, atol=5e-6, rtol=1e-5)
+    expected, tokens = (
+        model.generate(sound, max_new_tokens=6, do_sample=False, num_beams=2) for model in (eager, ours)
+    )
+    assert torch.equal(tokens, expected)
+
+
+def test_what_would_be_left_out_is_refused():
+    with pytest.raises(ValueError, match=r"T5ForConditionalGeneration supports no flash attention.*sdpa"):
+        transformers.T5ForConditionalGeneration._from_config(
+            transformers.T5Config(d_model=32, d_kv=8, num_layers=1, num_heads=4, vocab_size=96),
+            attn_implementation=NAMES[0],
+        )
+    _, ours = decoders("llama", attention_dropout=0.1)
+    with pytest.raises(NotImplementedError, match=r"output_attentions.*eager"):
+        ours(TOKENS, output_attentions=True)
+    with pytest.raises(NotImplementedError, match=r"attention_mask.*\(3, 1, 12, 12\).*sdpa"):
+        ours(TOKENS, attention_mask=torch.ones(3, 1, 12, 12, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="attention_dropout"):
+        ours.train()(TOKENS)
+
+
+def test_transformers_changes_when_asked_to_and_back():
+    from transformers import modeling_flash_attention_utils, modeling_utils
+
+    def state() -> tuple:
+        return (
+            modeling_flash_attention_utils._lazy_imports,
+            modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation,
+            set(modeling_utils.ALL_ATTENTION_FUNCTIONS.keys()),
+        )
+
+    with_ours = state()
+    register()
+    assert state() == with_ours
+    unregister()
+    before = state()
+    assert before[0] is not with_ours[0]
+    assert set(NAMES) & before[2] == set()
+    unregister()
+    assert state() == before

@@ -75,13 +75,14 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
-        tracked = {path.split("/")[0] for path in _git_files()}
-        for name in tracked:
-            source, target = ROOT / name, folder / name
+        folder.mkdir()
+        for source in ROOT.iterdir():
+            if source.name.startswith(".") or source.name in LEFT_OUT:
+                continue
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
-            elif source.exists():
-                shutil.copy2(source, target)
+                shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns(*LEFT_OUT))
+            else:
+                shutil.copy2(source, folder / source.name)
 
     def run(self, mutant: Mutant) -> int:
         """Exit code of its tests."""
@@ -108,11 +109,6 @@ class Checkout:
         if code not in (PASSED, *FAILED):
             raise RuntimeError(f"pytest ended with {code} for {mutant}: {mutant.tests}")
         return code in FAILED
-
-
-def _git_files() -> list[str]:
-    output = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return output.splitlines()
 
 
 def main() -> None:

@@ -33,8 +33,10 @@ LEAST = 0.95
 """Of the faults that are not equivalent."""
 PATIENCE = 300
 """Seconds after which tests count as failed: a fault may never end."""
-PASSED, FAILED, COLLECTED_NOTHING = 0, (1, 2), 5
+PASSED, FAILED = 0, (1, 2)
 """Exit codes of pytest; 2 is a file that cannot be imported."""
+RAN = 100
+"""Is added to them, lest a process that never came to pytest passes for a test that failed."""
 PROCESSES = multiprocessing.get_context("forkserver")
 LEFT_OUT = ("__pycache__", "*.pyc", "*.egg-info", "build", "dist")
 
@@ -94,7 +96,7 @@ class Checkout:
             process.kill()
             process.join()
             return FAILED[0]
-        return process.exitcode
+        return process.exitcode - RAN
 
     def is_killed(self, mutant: Mutant) -> bool:
         path = self.root / mutant.file
@@ -120,7 +122,7 @@ def _run_tests(root: Path, mutant: Mutant) -> None:
     os.dup2(sink, 2)
     import pytest
 
-    sys.exit(pytest.main(list(mutant.command)))
+    sys.exit(RAN + int(pytest.main(list(mutant.command))))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-compile test-newest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-compile mutants test-newest-triton test-gpu bench docs dist inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -36,6 +36,9 @@ test-interpreter: $(READY)
 
 test-compile: $(READY) ## compile every configuration of every kernel, of which make test compiles a third
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
+
+mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
+	$(RUN) scripts/mutants.py $(ARGS)
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
 	OMP_NUM_THREADS=1 bash scripts/with-newest-triton $(VENV) \

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +33,11 @@ LEAST = 0.95
 """Of the faults that are not equivalent."""
 PATIENCE = 300
 """Seconds after which tests count as failed: a fault may never end."""
-PASSED, FAILED, COLLECTED_NOTHING = 0, (1, 2), 5
+PASSED, FAILED = 0, (1, 2)
 """Exit codes of pytest; 2 is a file that cannot be imported."""
+RAN = 100
+"""Is added to them, lest a process that never came to pytest passes for a test that failed."""
+PROCESSES = multiprocessing.get_context("forkserver")
 LEFT_OUT = ("__pycache__", "*.pyc", "*.egg-info", "build", "dist")
 
 
@@ -75,27 +78,25 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
-        tracked = {path.split("/")[0] for path in _git_files()}
-        for name in tracked:
-            source, target = ROOT / name, folder / name
+        folder.mkdir()
+        for source in ROOT.iterdir():
+            if source.name.startswith(".") or source.name in LEFT_OUT:
+                continue
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
-            elif source.exists():
-                shutil.copy2(source, target)
+                shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns(*LEFT_OUT))
+            else:
+                shutil.copy2(source, folder / source.name)
 
     def run(self, mutant: Mutant) -> int:
-        """Exit code of its tests."""
-        environment = {
-            **os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if mutant.interpreted else "0",
-        }  # fmt: skip
-        try:
-            return subprocess.run(
-                [sys.executable, "-m", "pytest", *mutant.command],
-                cwd=self.root, env=environment, capture_output=True, timeout=PATIENCE,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
+        """Exit code of its tests, in a process of their own that has torch already."""
+        process = PROCESSES.Process(target=_run_tests, args=(self.root, mutant))
+        process.start()
+        process.join(PATIENCE)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
             return FAILED[0]
+        return process.exitcode - RAN
 
     def is_killed(self, mutant: Mutant) -> bool:
         path = self.root / mutant.file
@@ -110,9 +111,18 @@ class Checkout:
         return code in FAILED
 
 
-def _git_files() -> list[str]:
-    output = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return output.splitlines()
+def _run_tests(root: Path, mutant: Mutant) -> None:
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ["TRITON_INTERPRET"] = "1" if mutant.interpreted else "0"
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    import pytest
+
+    sys.exit(RAN + int(pytest.main(list(mutant.command))))
 
 
 def main() -> None:
@@ -128,6 +138,8 @@ def main() -> None:
         print("\n".join(map(str, mutants)))
         return
     killed = 0
+    os.environ["OMP_NUM_THREADS"] = "1"
+    PROCESSES.set_forkserver_preload(["torch", "pytest"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
         checkouts: SimpleQueue[Checkout] = SimpleQueue()
         for number in range(options.workers):

@@ -16,13 +16,14 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from flashtile.io_model.cards import CARDS
+from flashtile.visualizer import prebuilt
 from flashtile.visualizer.recording import record
 from flashtile.visualizer.settings import SRAM_SIZES, Setting
 
 SCRIPTS = (
     "elements", "format", "language", "address", "trace", "grid", "catalog", "matrix", "memories",
     "statistics", "programs", "pages", "timeline", "merge", "charts",
-    "run", "player", "questions", "controls", "main",
+    "lines", "run", "player", "moments", "questions", "tour", "controls", "main",
 )  # fmt: skip
 """The page's program in the order in which its parts use each other; they share one scope."""
 
@@ -42,14 +43,15 @@ def write_page(
     progress: Callable[[], None] = lambda: None,
     workers: int | None = None,
 ) -> int:
-    """Record the settings and write the page; returns its bytes.
+    """Write the page with recordings of the settings; returns its bytes.
 
     Args:
         path: of the HTML file; folders that it needs are made.
-        settings: what the page offers.
+        settings: what the page offers; those of :func:`flashtile.visualizer.settings.grid` are kept in the
+            package and need no recording.
         own: further settings.
         start: the state in which the page opens where its address says nothing else.
-        progress: called after each recording.
+        progress: called for each recording.
         workers: processes that record; by default as many as there are cores, at most 8. Python starts them
             anew: a script that calls this needs ``if __name__ == "__main__":``.
 
@@ -66,23 +68,29 @@ def write_page(
 
 def recordings(
     settings: list[Setting], progress: Callable[[], None] = lambda: None, workers: int | None = None
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """(what the catalogue says, packed events) of each setting, in order."""
+) -> Iterator[prebuilt.Recorded]:
+    """(what the catalogue says, packed events) of each setting, in order: kept ones, the others recorded."""
+    kept = prebuilt.load()
+    new = [setting for setting in settings if setting not in kept]
+    made = record_all(new, workers)
+    for setting in settings:
+        yield kept[setting] if setting in kept else next(made)
+        progress()
+
+
+def record_all(settings: list[Setting], workers: int | None = None) -> Iterator[prebuilt.Recorded]:
+    """The same, every one of them recorded."""
     if workers is None:
         workers = min(os.cpu_count() or 1, MOST_WORKERS) if len(settings) >= FEW else 1
     if workers == 1:
-        for setting in settings:
-            yield _record(setting)
-            progress()
+        yield from map(_record, settings)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _one_thread) as pool:
-        for recorded in pool.map(_record, settings, chunksize=4):
-            yield recorded
-            progress()
+        yield from pool.map(_record, settings, chunksize=4)
 
 
-def _record(setting: Setting) -> tuple[dict[str, Any], str]:
+def _record(setting: Setting) -> prebuilt.Recorded:
     recording = record(setting)
     return recording.as_record(), recording.packed()
 
@@ -91,7 +99,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def catalogue(recorded: Iterable[tuple[dict[str, Any], str]], sram_sizes: list[int]) -> dict[str, Any]:
+def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> dict[str, Any]:
     """Everything that the page plays. Runs with the same events share them."""
     packed: dict[str, str] = {}
     entries = []

@@ -29,6 +29,10 @@ class Compiled:
 
     def run(self, *arguments: object) -> None:
         self.direct.append(arguments)
+        self.on_launch()
+
+    def on_launch(self) -> None:
+        """A test may look at the world as a launch finds it."""
 
     def __getitem__(self, grid: tuple[int, int, int]):
         return lambda *arguments, stream: self.hooked.append((grid, stream, *arguments))
@@ -75,6 +79,8 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
     monkeypatch.setattr(compat, "cuda_stream", lambda index: 100 + index)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", On)
+    launched_on: list[int] = []
+    compiled.on_launch = lambda: launched_on.append(current[0])  # type: ignore[method-assign]
     kernel = KeptKernel(Kernel(), GRID[0], (5,), ("constant",), None)
     tensor = torch.empty(3)
     assert not kernel.takes_addresses
@@ -86,6 +92,7 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
         assert current == [there]
     assert compilations == [(tensor, None, 5, "constant")]
     assert [run[3] for run in compiled.direct] == [101, 101]
+    assert launched_on == [DEVICE.index, DEVICE.index]
     assert [run[9:] for run in compiled.direct] == [(tensor.data_ptr(), 4096, 5, "constant")] * 2
 
 

@@ -55,6 +55,17 @@ class TestGrowing:
         assert snapshot(manager) == before
         manager.reserve(sequence, 6)  # exactly what is left
 
+    @pytest.mark.parametrize("before", range(5))
+    @pytest.mark.parametrize("count", range(7))
+    def test_a_batch_grows_as_a_sequence_alone(self, before, count):
+        alone, together = make(), make()
+        for manager in (alone, together):
+            with_tokens(manager, before)
+        (sequence,) = alone.sequences
+        alone.reserve(sequence, count)
+        together.reserve_batch(together.batch([sequence]), [count])
+        assert snapshot(together) == snapshot(alone)
+
     def test_a_batch_grows_as_a_whole_or_not_at_all(self):
         manager = make(num_blocks=4)
         sequences = [with_tokens(manager, 4) for _ in range(3)]

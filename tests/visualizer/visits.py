@@ -9,6 +9,10 @@ from flashtile.visualizer.settings import Setting
 
 KIB = 1024
 SETTINGS = (
+    Setting("standard", 8, 4, sram_bytes=100 * KIB),
+    Setting("flash2", 8, 4, block="4x4"),
+    Setting("standard", 1024, 64, sram_bytes=100 * KIB),
+    Setting("flash2", 1024, 64, block="64x64"),
     Setting("standard", 256, 64, sram_bytes=64 * KIB),
     *(Setting("standard", 256, 64, mask=mask, sram_bytes=100 * KIB) for mask in ("full", "causal", "window")),
     *(Setting("flash1", 256, 64, mask=mask, block="64x64") for mask in ("full", "causal")),

@@ -48,8 +48,13 @@ class Controls {
     this.speed.addEventListener("change", () => (clock.speed = Number(this.speed.value)));
   }
 
+  setSpeed(speed) {
+    this.speed.value = speed;
+    this.page.clock.speed = speed;
+  }
+
   #questions() {
-    this.questions = QUESTIONS.filter(({ state }) => this.#answerable(state)).map((question, i) => {
+    this.questions = QUESTIONS.filter(({ state }) => this.answerable(state)).map((question, i) => {
       const button = element("button", { type: "button", "data-question": question.name, "data-text": `question_${question.name}`, "aria-keyshortcuts": String(i + 1) });
       button.addEventListener("click", () => this.page.ask(question));
       return { ...question, button };
@@ -59,7 +64,7 @@ class Controls {
   }
 
   /** Whether the recordings hold what a question compares. */
-  #answerable({ a, b, ...rest }) {
+  answerable({ a, b, ...rest }) {
     const shared = pick(rest, SHARED);
     return [a, b].filter(Boolean).every((run) => this.page.catalog.matching({ ...shared, ...run }).length > 0);
   }
@@ -146,7 +151,9 @@ class Controls {
     this.questions.forEach((question, i) => (keys[String(i + 1)] = () => this.page.ask(question)));
     const action = keys[event.key];
     if (!action) return;
-    if (inField && (inField.matches("select") || event.key === " " && inField.matches("button"))) return;
+    // A select that was just used keeps the focus: arrows to the sides step all the same, other keys are its own.
+    const aside = event.key === "ArrowLeft" || event.key === "ArrowRight";
+    if (inField && ((inField.matches("select") && !aside) || (event.key === " " && inField.matches("button")))) return;
     event.preventDefault();
     action();
   }

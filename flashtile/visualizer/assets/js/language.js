@@ -26,7 +26,11 @@ class Language {
 
   /** Fill in every element of `root` that names its text in data-text, or its label in data-label. */
   apply(root) {
-    for (const element of root.querySelectorAll("[data-text]")) element.textContent = this.text(element.dataset.text);
+    for (const element of root.querySelectorAll("[data-text]")) {
+      element.textContent = this.text(element.dataset.text);
+      const meaning = this.textOr(`word_${element.dataset.text}`, null);
+      if (meaning) element.title = meaning;
+    }
     for (const element of root.querySelectorAll("[data-label]")) {
       const label = this.text(element.dataset.label);
       element.setAttribute("aria-label", label);

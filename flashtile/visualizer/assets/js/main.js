@@ -24,6 +24,7 @@ class Page {
     this.roofline = new RooflineChart(document.querySelector(".roofline"), this.language);
     this.clock = new Clock(() => this.draw());
     this.controls = new Controls(this);
+    this.tour = new Tour(this);
     this.state = { ...DEFAULTS, ...data.start };
     this.shown = Promise.resolve();
   }
@@ -53,7 +54,14 @@ class Page {
 
   ask(question) {
     this.clock.pause();
-    return this.change({ ...question.state, question: question.name });
+    return this.change({ ...question.state, question: question.name, tour: null }).then(() => this.play(question.speed));
+  }
+
+  /** Play from here, unless the reader wants nothing to move by itself. */
+  play(speed) {
+    if (window.matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    this.controls.setSpeed(speed);
+    this.clock.play();
   }
 
   /** One change after the other: loading a trace takes time. */
@@ -93,6 +101,7 @@ class Page {
     this.clock.setRuns(Object.values(runs), this.state.sync === "bytes" ? "bytes" : "share");
     this.#place(this.state.at);
     this.controls.show(settled);
+    this.tour.show(baseline);
     this.draw();
   }
 
@@ -117,10 +126,12 @@ class Page {
   }
 
   #place(at) {
-    const { trace } = this.clock.leader;
-    if (at === "end") this.clock.at = trace.length;
-    else if (at === "copy") this.clock.at = (trace.data.find(([, data]) => data.op === "copy_on_write")?.[0] ?? 0) + 1;
-    else this.clock.at = Math.min(Math.max(Number(at) || 0, 0), trace.length);
+    if (at in MOMENTS) {
+      const [run, position] = Object.values(this.runs).map((run) => [run, MOMENTS[at](run)]).find(([, found]) => found !== undefined) ?? [this.clock.leader, 0];
+      this.clock.at = this.clock.placeOf(run, position);
+    } else {
+      this.clock.at = Math.min(Math.max(Number(at) || 0, 0), this.clock.end);
+    }
     this.state.at = Math.floor(this.clock.at);
   }
 

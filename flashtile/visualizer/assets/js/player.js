@@ -41,6 +41,14 @@ class Clock {
     return Math.floor((at / this.end) * trace.length);
   }
 
+  /** The clock's time at which `run` is at `position`: the first, where it stands still. */
+  placeOf(run, position) {
+    const { trace } = this.leader;
+    if (run === this.leader) return position;
+    if (this.sync === "bytes") return Math.max(countUpTo(trace.moved, run.trace.moved[position]) - 1, 0);
+    return Math.min(Math.ceil((position / run.trace.length) * trace.length), trace.length);
+  }
+
   seek(at) {
     this.at = Math.min(Math.max(at, 0), this.end);
     this.draw();

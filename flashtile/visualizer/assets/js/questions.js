@@ -1,13 +1,14 @@
-// The questions that the page answers: each sets up the page and is answered with the numbers of the recordings shown.
+// The questions that the page answers: each sets up the page at its telling moment, plays from there at `speed`, and is
+// answered with the numbers of the recordings shown.
 
 const LONG = { queries: "all", seqlen: 4096, head_dim: 64, mask: "full" };
 
 const QUESTIONS = [
-  { name: "memory_bound", state: { ...LONG, a: { algorithm: "standard" }, b: null, at: "end" }, answer: answerMemoryBound },
-  { name: "tiling", state: { ...LONG, a: { algorithm: "flash2", block: "auto" }, b: { algorithm: "standard" }, sync: "bytes", at: "end" }, answer: answerTiling },
-  { name: "loops", state: { ...LONG, a: { algorithm: "flash1", block: "64x64" }, b: { algorithm: "flash2", block: "64x64" }, sync: "share", at: "end" }, answer: answerLoops },
-  { name: "splits", state: { ...LONG, queries: "one", a: { algorithm: "flash_decoding", block: "1x128", num_splits: 1 }, b: { algorithm: "flash_decoding", block: "1x128", num_splits: 8 }, sync: "share", at: "end" }, answer: answerSplits },
-  { name: "pages", state: { queries: "one", seqlen: 64, a: { algorithm: "paged", page_size: 8 }, b: null, at: "copy" }, answer: answerPages },
+  { name: "memory_bound", state: { ...LONG, a: { algorithm: "standard" }, b: null, at: "scores_stored" }, speed: 0.25, answer: answerMemoryBound },
+  { name: "tiling", state: { ...LONG, a: { algorithm: "flash2", block: "auto" }, b: { algorithm: "standard" }, sync: "bytes", at: "nearly_done" }, speed: 0.25, answer: answerTiling },
+  { name: "loops", state: { ...LONG, a: { algorithm: "flash1", block: "64x64" }, b: { algorithm: "flash2", block: "64x64" }, sync: "share", at: "output_returns" }, speed: 0.05, answer: answerLoops },
+  { name: "splits", state: { ...LONG, queries: "one", a: { algorithm: "flash_decoding", block: "1x128", num_splits: 1 }, b: { algorithm: "flash_decoding", block: "1x128", num_splits: 8 }, sync: "share", at: "merge" }, speed: 0.05, answer: answerSplits },
+  { name: "pages", state: { queries: "one", seqlen: 64, a: { algorithm: "paged", page_size: 8 }, b: null, at: "copy" }, speed: 0.05, answer: answerPages },
 ];
 
 function movedBy({ recording }, names) {

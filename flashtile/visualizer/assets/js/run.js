@@ -32,6 +32,7 @@ class RunView {
     this.about = this.root.querySelector(".about");
     this.now = this.root.querySelector(".now");
     this.step = this.root.querySelector("[data-counter=position]");
+    this.line = this.root.querySelector(".line");
     this.bound = this.root.querySelector("[data-counter=bound]");
     this.share = this.root.querySelector(".beside i");
     this.ratio = this.root.querySelector("[data-counter=beside_standard]");
@@ -92,6 +93,8 @@ class RunView {
     const watched = this.statistics.nearestRow(row);
     setText(this.now, event ? describe(event, trace.dataAt(position), this.language) : this.language.text("before_start"));
     setText(this.step, `${position} / ${trace.length}`);
+    const line = lineOf(this.run.recording.algorithm, event);
+    setText(this.line, line ? this.language.text("line", line) : "");
     this.step.dataset.value = position;
     for (const [key, target] of this.counters) setCounter(target, trace[COUNTERS[key][0]][position], COUNTERS[key][1]);
     this.matrix.draw(position, tiles, colours, watched);

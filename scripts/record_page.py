@@ -1,0 +1,19 @@
+"""Record all runs of the interactive page for the package: a minute on two idle cores.
+
+python scripts/record_page.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashtile.visualizer import prebuilt
+from flashtile.visualizer.page import record_all
+from flashtile.visualizer.settings import grid
+
+PATH = Path(__file__).parents[1] / "flashtile" / "visualizer" / "assets" / prebuilt.NAME
+
+if __name__ == "__main__":
+    settings = list(grid())
+    size = PATH.write_bytes(prebuilt.dump(zip(settings, record_all(settings), strict=True)))
+    print(f"{PATH.name}: {len(settings)} runs, {size / 2**20:.1f} MiB")

@@ -1,0 +1,54 @@
+"""The recordings in the package: those of the code that is here, and used instead of recording."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flashtile.cli import application
+from flashtile.visualizer import page, prebuilt
+from flashtile.visualizer.recording import record
+from flashtile.visualizer.settings import Setting, grid
+
+KEPT = prebuilt.load()
+SAMPLE = [setting for setting in grid() if setting.seqlen <= 64] + [Setting("flash2", 256, 64, block="64x64")]
+
+
+def test_they_are_up_to_date() -> None:
+    assert set(KEPT) == set(grid()), "python scripts/record_page.py makes them anew"
+
+
+@pytest.mark.parametrize("setting", SAMPLE, ids=lambda setting: f"{setting.algorithm}-{setting.seqlen}")
+def test_they_are_what_a_run_records(setting: Setting) -> None:
+    """All but statistics of watched rows, which may differ in their last digits between machines."""
+    entry, packed = KEPT[setting]
+    recording = record(setting)
+    assert entry == json.loads(json.dumps(recording.as_record()))
+    kept, now = (unpacked(events) for events in (packed, recording.packed()))
+    assert {**kept, "series": None} == {**now, "series": None}
+    assert [(s["name"], s["row"]) for s in kept["series"]] == [(s["name"], s["row"]) for s in now["series"]]
+
+
+def unpacked(events: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(events)))
+
+
+def test_the_command_records_only_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Setting] = []
+    original = page._record
+    monkeypatch.setattr(page, "_record", lambda setting: recorded.append(setting) or original(setting))
+    for options, new in (([], 0), (["--seqlen", "48", "--head-dim", "24"], 2)):
+        result = CliRunner().invoke(application(), ["visualize", "-o", str(tmp_path / "page.html"), *options])
+        assert result.exit_code == 0, result.output
+        assert len(recorded) == new
+
+
+def test_other_code_records_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prebuilt, "stamp", lambda: "another")
+    assert prebuilt.load() == {}

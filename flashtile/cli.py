@@ -16,12 +16,13 @@ def application() -> Any:
     from flashtile.commands.explain import explain
     from flashtile.commands.info import info
     from flashtile.commands.inspect import inspect
+    from flashtile.commands.profile import profile
     from flashtile.commands.visualize import visualize
 
     app = typer.Typer(
         help="Exact, IO-aware attention in pure Python.", no_args_is_help=True, pretty_exceptions_enable=False
     )
-    for command in (info, demo, bench, inspect, explain, visualize):
+    for command in (info, demo, bench, profile, inspect, explain, visualize):
         app.command()(command)
     return app
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from flashtile.backends.common.linear_launch import end_variant
 from flashtile.backends.hopper.compile_cases import HOPPER
@@ -24,6 +25,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             yield _case("plain", problem, make(problem, tile))
         for name, ended in everything(problem).items():
             yield _case(name, ended, make(ended, DEFAULT[rows]))
+    narrow = _case("K of 8 times an odd number", problem, make(problem, DEFAULT[rows]))
+    yield replace(narrow, divisible_by_16=frozenset())
 
 
 def _case(name: str, problem: LinearProblem, config: FlatConfig) -> CompileCase:

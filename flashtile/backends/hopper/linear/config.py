@@ -25,6 +25,10 @@ class FlatConfig:
 
 
 WARPS = 4
+SHARED_BYTES = 228 * 2**10
+"""Of a multiprocessor."""
+PROGRAM_BYTES = 3 * 2**10
+"""Of a program, beside its ring: what CUDA takes, and the sums of the warps."""
 DEFAULT = {8: (16, 64, 8, 2), 16: (16, 64, 6, 2)}
 """BLOCK_M -> (BLOCK_N, BLOCK_K, num_stages, programs_per_sm)."""
 TILES = {
@@ -38,8 +42,18 @@ def padded_rows(rows: int) -> int:
     return 8 if rows <= 8 else MOST_ROWS
 
 
+def fits(problem: LinearProblem, tile: tuple[int, int, int, int]) -> bool:
+    """Whether as many programs as the tile means to run on a multiprocessor have the shared memory."""
+    BLOCK_N, BLOCK_K, stages, programs_per_sm = tile
+    columns = stages * WARPS * BLOCK_K
+    rows = padded_rows(problem.M) + problem.norm  # the norm's weights are one more
+    ring = columns * (BLOCK_N * problem.weight_dtype.itemsize + rows * problem.dtype.itemsize)
+    return programs_per_sm * (ring + PROGRAM_BYTES) <= SHARED_BYTES
+
+
 def make(problem: LinearProblem, tile: tuple[int, int, int, int]) -> FlatConfig:
-    return FlatConfig(FLAT, padded_rows(problem.M), *tile)
+    rows = padded_rows(problem.M)
+    return FlatConfig(FLAT, rows, *(tile if fits(problem, tile) else DEFAULT[rows]))
 
 
 def choose(problem: LinearProblem, measured: tuple[int, int, int, int] | None) -> FlatConfig:

@@ -182,7 +182,8 @@ def flat_kernel(
 ):  # fmt: skip
     """Grid: as many programs as run at a time, but no more than there are places."""
     operands = Operands(x, w, norm_weight)
-    depth = Depth(K, x_stride, w_stride)
+    # Copies are of whole vectors (``LinearProblem.aligned``), which the compiler can see so.
+    depth = Depth(K // VECTOR * VECTOR, x_stride // VECTOR * VECTOR, w_stride // VECTOR * VECTOR)
     pointers = EndPointers(
         y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache
     )

@@ -8,7 +8,6 @@ in a forward pass.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -24,11 +23,6 @@ from flashtile.bench.timing import capture, replay_time
 from flashtile.linear.problem import E4M3, LinearProblem, LinearTensors
 from flashtile.linear.table import FLAT, GEMV, LIBRARY, Row
 
-MODELS = {
-    "llama-2-7b": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
-    "llama-3-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
-}
-"""(N, K) of a layer's products: queries, keys and values; output; gate and up; down."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROTATED_BYTES = 2.5e8
 """Of weights, beyond any L2 cache of today."""
@@ -175,33 +169,6 @@ def inflections(kernels: dict[str, dict[str, dict[str, Any]]]) -> tuple[int, int
             break
         library_from = m + 1
     return gemv_below, library_from
-
-
-def layer_chain(
-    shapes: Sequence[tuple[int, int]], rows: int, device: torch.device, library: bool, layers: int = 4
-) -> float:
-    """10^12 bytes of weights a second in a chain of a layer's products in a graph, as :func:`linear` has them
-    or the library."""
-    from flashtile.linear import linear
-
-    weights = [
-        [torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(shape[1] ** -0.5) for shape in shapes]
-        for _ in range(layers)
-    ]
-    x = {K: torch.randn(rows, K, device=device, dtype=torch.bfloat16) for _, K in shapes}
-
-    def run() -> None:
-        for layer in weights:
-            for weight in layer:
-                if library:
-                    torch.nn.functional.linear(x[weight.shape[1]], weight)
-                else:
-                    linear(x[weight.shape[1]], weight, prefetch=True)
-
-    with torch.no_grad():
-        graph = capture([run])
-        ms = statistics.median(replay_time(graph, 4 * REP) for _ in range(3))
-    return sum(weight.nbytes for layer in weights for weight in layer) / ms * 1e-9
 
 
 def compile_share(

@@ -9,10 +9,11 @@ from typing import Annotated
 import torch
 import typer
 
+from flashtile.bench.linear_bench import SHAPES
 from flashtile.commands.options import bad_parameters, output_file
 from flashtile.linear.table import cache_file, merged, read_table, write_table
 
-MODELS = ("llama-2-7b", "llama-3-8b")
+MODELS = tuple(name for name in SHAPES if name != "ci")
 LARGEST = 2**20
 MOST_ROWS = 128
 
@@ -61,7 +62,7 @@ def profile(
     from flashtile.bench import linear_profile
 
     for name in model or (() if shapes else MODELS[:1]):
-        shapes += linear_profile.MODELS[name]
+        shapes += SHAPES[name]
     shapes = list(dict.fromkeys(shapes))
     numbers = tuple(sorted(set(rows or linear_profile.ROWS)))
     if jobs > 1:

@@ -1,4 +1,4 @@
-"""Products with a weight on a card: the ring of Hopper, every profiled tile, and chains under dependent launch."""
+"""Products with a weight on a card: Hopper's ring, every profiled tile, chains under dependent launch."""
 
 from __future__ import annotations
 

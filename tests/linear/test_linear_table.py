@@ -42,7 +42,10 @@ def time(us, config=(64, 64, 4, 6, 1, 2), backend="portable"):
 
 ROW = Row(
     "NVIDIA H200", 320, 512, "bfloat16", "bfloat16", 2, 33,
-    {"1": {GEMV: time(3.0), FLAT: time(4.0), LIBRARY: time(9.0)}, "64": {FLAT: time(12.0), LIBRARY: time(9.0)}},
+    {
+        "1": {GEMV: time(3.0), FLAT: time(4.0), LIBRARY: time(9.0)},
+        "64": {FLAT: time(12.0), LIBRARY: time(9.0)},
+    },
     4.6,
 )  # fmt: skip
 
@@ -72,11 +75,16 @@ def test_a_users_table_extends_what_came_with_flashtile(own_table):
 
 @pytest.mark.parametrize(
     "text",
-    ["no json", "[]", json.dumps({"version": VERSION + 1, "rows": []}), json.dumps({"version": VERSION, "rows": [{}]})],
+    [
+        "no json",
+        "[]",
+        json.dumps({"version": VERSION + 1, "rows": []}),
+        json.dumps({"version": VERSION, "rows": [{}]}),
+    ],
 )  # fmt: skip
 def test_a_file_that_is_no_table_is_left_alone_with_one_warning(own_table, text):
     own_table.write_text(text)
-    with pytest.raises(ValueError, match="linear.json"):
+    with pytest.raises(ValueError, match=r"linear\.json"):
         read_table(own_table)
     with pytest.warns(UserWarning, match="leaves a table alone"):
         kept = rows()

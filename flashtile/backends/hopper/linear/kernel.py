@@ -1,8 +1,8 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4). The bytes of W decide, so the memory should never rest:
 
-* Every program reads equally many rows of W, in tiles of equal parts of them. Within a tile the warps share K;
-  their sums are added at its end, in one order.
+* Every program reads equally many rows of W, in tiles of equal parts of them. Within a tile the warps share
+  K; their sums are added at its end, in one order.
 * A ring of asynchronous copies runs on over the edges of tiles.
 * Under programmatic dependent launch the kernel asks for its first weights before it waits for the kernel
   before it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flashtile.bench import contestants, documents, report, report_charts, report_page, runner, workloads
+from flashtile.bench import (
+    contestants,
+    documents,
+    linear_bench,
+    report,
+    report_charts,
+    report_page,
+    runner,
+    workloads,
+)
 from flashtile.bench.summary import summarize
 from flashtile.commands.options import (
     bad_parameters,
@@ -100,6 +110,18 @@ def bench(
         out.print(_workload_table(), *map(_peer_table, contestants.OURS, [chosen_device] * 3))
         return
     with bad_parameters():
+        products = linear_bench.select(_split(workload_names))
+        if products and (
+            refused := [o for o in (passes, backends, head_dims, dtype, plot_path, report_path) if o]
+        ):
+            raise ValueError(
+                f"{linear_bench.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
+                f"got {refused[0]}"
+            )
+    if products:
+        _bench_products(products, chosen_device, _split(peer_names), rounds, rep, json_path, out)
+        return
+    with bad_parameters():
         chosen = workloads.select(
             _split(workload_names) or ["paper" if chosen_device.type == "cuda" else "cpu"],
             head_dims=_numbers(head_dims),
@@ -126,6 +148,27 @@ def bench(
     _finish(document, out, unit, plot_path, report_path)
     ours = [contestant.name for contestant in entrants if contestant.ours]
     if any(cell["results"][name]["status"] == runner.WRONG for cell in document["cells"] for name in ours):
+        raise typer.Exit(1)
+
+
+def _bench_products(
+    chosen: tuple[linear_bench.Workload, ...],
+    device: torch.device,
+    peer_names: list[str],
+    rounds: int,
+    rep: float,
+    json_path: Path | None,
+    out: Console,
+) -> None:
+    def after_cell(document: dict[str, Any]) -> None:
+        if json_path is not None:
+            json_path.write_text(json.dumps(document, indent=1) + "\n")
+
+    with bad_parameters():
+        document = linear_bench.run(chosen, device, rounds, rep, peer_names, after_cell)
+    out.print(linear_bench.table(document))
+    ours = [cell["results"][linear_bench.OURS]["status"] for cell in document["cells"]]
+    if "wrong" in ours:
         raise typer.Exit(1)
 
 

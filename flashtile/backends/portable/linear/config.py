@@ -14,12 +14,15 @@ import torch
 
 from flashtile.backends.common.device import Target, multiprocessors
 from flashtile.linear import table
-from flashtile.linear.problem import LinearProblem
+from flashtile.linear.problem import PLAIN, LinearProblem
 from flashtile.linear.table import FLAT, GEMV, LIBRARY
 
 MOST_GEMV_ROWS = 4
+GEMV_INSTEAD_ROWS = 2
 MOST_FLAT_ROWS = 64
 """From where on two blocks of rows would read W twice."""
+KERNEL_US = 5.0
+"""Of one kernel more around the library's product: measured on H200, a layer at 64 rows."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -78,7 +81,17 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
         kind = GEMV if problem.M == 1 else FLAT if problem.M <= MOST_FLAT_ROWS else LIBRARY
     else:
         kind = found.row.kind(problem.M)
+        if kind == LIBRARY and problem.M <= MOST_FLAT_ROWS:
+            flat, library = (found.row.measured(problem.M, name) for name in (FLAT, LIBRARY))
+            if flat and library and flat["us"] < library["us"] + KERNEL_US * kernels_around(problem):
+                return FLAT
     return FLAT if kind == GEMV and problem.M > MOST_GEMV_ROWS else kind
+
+
+def kernels_around(problem: LinearProblem) -> int:
+    """Kernels that the library's product needs beside itself, for what a flat one has fused."""
+    end = problem.end != PLAIN or problem.scales != "none" or (problem.residual and problem.bias)
+    return problem.norm + end
 
 
 def choose(problem: LinearProblem) -> LinearConfig:
@@ -88,9 +101,11 @@ def choose(problem: LinearProblem) -> LinearConfig:
     if kind == LIBRARY:
         return LinearConfig(LIBRARY)
     if found is not None and found.row.card == device_name(problem.device):
-        measured = found.row.measured(problem.M, kind)
-        if measured is not None and measured["backend"] == "portable":
-            return adapted(problem, kind, *measured["config"])
+        # Where the flat product is another backend's, which does not serve this call, GEMV may be the next.
+        for name in (kind, GEMV) if problem.M <= GEMV_INSTEAD_ROWS else (kind,):
+            measured = found.row.measured(problem.M, name)
+            if measured is not None and measured["backend"] == "portable":
+                return adapted(problem, name, *measured["config"])
     return default(problem, kind)
 
 
@@ -132,7 +147,8 @@ def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
             yield adapted(problem, GEMV, *tile)
     if problem.M <= MOST_FLAT_ROWS:
         for tile in _FLAT_TILES:
-            yield adapted(problem, FLAT, *tile)
+            if tile[0] >= min(problem.M, 32):  # fewer rows of W than of x waste the tensor cores
+                yield adapted(problem, FLAT, *tile)
 
 
 _GEMV_TILES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from flashtile.backends.common.device import capability
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
 from flashtile.backends.portable.fp8 import is_native
-from flashtile.backends.portable.linear.config import LinearConfig, halves
+from flashtile.backends.portable.linear.config import LinearConfig, halves, kernels_around
 from flashtile.backends.portable.linear.kernel import Variant, end_kernel, product_kernel
 from flashtile.linear.problem import E4M3, LinearProblem
 from flashtile.linear.reference import scaled_weight
@@ -111,6 +112,8 @@ class LibraryLaunch:
                 x = torch.nn.functional.rms_norm(x, (problem.K,), given.norm_weight, problem.norm_eps)
             if problem.scales == "block":
                 weight = scaled_weight(weight, given.weight_scale, x.dtype)
+            if problem.residual and not kernels_around(replace(problem, norm=False)):
+                return torch.addmm(given.residual, x, weight.t())
             sums = torch.nn.functional.linear(x, weight.to(x.dtype))
         y = new_output(problem, x)
         if problem.M == 0:

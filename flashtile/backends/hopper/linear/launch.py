@@ -1,0 +1,56 @@
+"""From tensors to the flat product's arguments; prepared once for each signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
+from flashtile.backends.hopper.linear.config import WARPS, FlatConfig
+from flashtile.backends.hopper.linear.kernel import Variant, flat_kernel
+from flashtile.linear.problem import E4M3, LinearProblem
+
+
+def variant_of(problem: LinearProblem, config: FlatConfig) -> Variant:
+    return Variant(
+        HALVES=1 if problem.places == problem.N else 2,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_K=config.BLOCK_K,
+        STAGES=config.num_stages,
+        WARPS=WARPS,
+        AHEAD=problem.prefetch,
+        K_WIDTH=4 if problem.weight_dtype == E4M3 else 2,
+    )
+
+
+class FlatLaunch:
+    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
+
+    def __init__(self, problem: LinearProblem, config: FlatConfig) -> None:
+        self._problem, self._config = problem, config
+        self._kernel: KeptKernel | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        *caches, given = others
+        y = new_output(self._problem, x)
+        if self._kernel is None:
+            self._kernel = self._prepare(x, weight, tuple(caches), given)
+        self._kernel(x.device, x, weight, y, given.norm_weight, *end_pointers(y, given, tuple(caches))[1:])
+        return y
+
+    def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
+        problem, config = self._problem, self._config
+        programs = min(config.programs_per_sm * multiprocessors(x.device), problem.places)
+        return KeptKernel(
+            flat_kernel,
+            programs,
+            (problem.K, x.stride(0), weight.stride(0), problem.norm_eps, *end_sizes(problem, given, caches)),
+            (variant_of(problem, config), end_variant(problem)),
+            None,
+            num_warps=WARPS,
+            launch_pdl=True,
+        )

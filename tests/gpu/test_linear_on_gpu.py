@@ -1,0 +1,102 @@
+"""Products with a weight on a card: Hopper's ring, every profiled tile, chains under dependent launch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "linear"))
+
+from linear_calls import CALLS, Call, check, describe, make_inputs
+
+from flashtile.backends.hopper import linear as ring
+from flashtile.linear import linear, linear_qkv
+from targets import CUDA
+
+pytestmark = pytest.mark.gpu
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+REPLAYS, CHECKED_EVERY = 10_000, 500
+
+RING_CALLS = (
+    *(call for call in CALLS if call.M <= 16 and call.scales != "block"),
+    Call(1, 4096, 1032, norm=True, residual=True),
+    Call(16, 1000, 2048, "silu_and_mul", norm=True, bias=True),
+    Call(9, 640, 4104),
+    Call(3, 12 * 128, 520, "qkv", norm=True, head_dim=128, rotary_dim=128),
+    Call(16, 1024, 512, scales="channel"),
+)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("call", RING_CALLS, ids=lambda call: call.name)
+def test_the_ring_is_within_the_error_rule(call):
+    reason = ring.reason_against(describe(call, make_inputs(call, torch.bfloat16, "cuda", True)), True)
+    if reason is not None:
+        assert "multiples of 16 bytes" in reason
+        return
+    for dtype, prefetch in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)):
+        check(call, dtype, "cuda", aligned=True, backend="hopper", prefetch=prefetch)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+def test_every_profiled_tile_is_right(rows):
+    from flashtile.bench.linear_profile import Operands, candidates, problem_of
+
+    N, K = 1016, 2088
+    operands = Operands(N, K, torch.bfloat16, torch.bfloat16, torch.device("cuda"), once=True)
+    for _, _, config, launch in candidates(
+        problem_of(rows, N, K, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
+    ):
+        y = launch(operands.x[:rows], operands.weights[0], operands.given)
+        expected = operands.x[:rows].double() @ operands.weights[0].double().T
+        assert (y - expected).abs().max() < 0.05, config
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+def test_a_chain_replayed_ten_thousand_times_equals_eager(rows):
+    """Each product reads what the one before wrote, and asks for its weight before that one has ended."""
+    width, inner, heads, heads_kv, head_dim = 512, 768, 4, 2, 64
+    torch.manual_seed(0)
+
+    def new(*shape):
+        return torch.randn(shape, device="cuda").mul(shape[-1] ** -0.5).bfloat16()
+
+    qkv, out, gate_up, down = (
+        new((heads + 2 * heads_kv) * head_dim, width), new(width, heads * head_dim), new(2 * inner, width),
+        new(width, inner),
+    )  # fmt: skip
+    norm = torch.ones(width, device="cuda").bfloat16()
+    angles = torch.rand(2, 64, head_dim // 2, device="cuda")
+    start = torch.randn(rows, width, device="cuda").bfloat16()
+    positions = torch.arange(rows, device="cuda", dtype=torch.int32) % 64
+    slots = torch.arange(rows, device="cuda")
+
+    def layer(hidden, caches, prefetch):
+        q = linear_qkv(
+            hidden, qkv, *caches, positions=positions, slot_mapping=slots, rotary_cos=angles[0],
+            rotary_sin=angles[1], norm_weight=norm, prefetch=prefetch,
+        )  # fmt: skip
+        hidden = linear(q.flatten(1), out, residual=hidden, prefetch=prefetch)
+        gated = linear(hidden, gate_up, norm_weight=norm, activation="silu_and_mul", prefetch=prefetch)
+        return linear(gated, down, residual=start, prefetch=prefetch)
+
+    def caches():
+        return tuple(torch.zeros(2, 8, 16, heads_kv, head_dim, device="cuda", dtype=torch.bfloat16))
+
+    with torch.no_grad():
+        of_eager, of_graph = caches(), caches()
+        eager, state = start.clone(), start.clone()
+        layer(state, of_graph, True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            state.copy_(layer(state, of_graph, True))
+        for i in range(REPLAYS):
+            graph.replay()
+            eager = layer(eager, of_eager, False)
+            if i % CHECKED_EVERY == CHECKED_EVERY - 1:
+                assert torch.equal(state, eager), i
+        assert all(map(torch.equal, of_eager, of_graph))

@@ -1,0 +1,148 @@
+"""The table of measurements: what it decides, its file, and what ``explain`` says of it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.backends.common.device import Target
+from flashtile.backends.hopper.linear import config as ring
+from flashtile.backends.portable.linear.config import choose, device_name, kind_of
+from flashtile.io_model import find_card
+from flashtile.linear import linear
+from flashtile.linear.problem import QKV, SWIGLU, LinearProblem
+from flashtile.linear.table import (
+    FLAT,
+    GEMV,
+    LIBRARY,
+    VERSION,
+    Found,
+    Row,
+    cache_file,
+    find,
+    merged,
+    read_table,
+    rows,
+    write_table,
+)
+from targets import INTERPRETING
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="nothing is launched")
+
+H200 = Target("H200 SXM 141GB", (9, 0), 132)
+
+
+def time(us, config=(64, 64, 4, 6, 1, 2), backend="portable"):
+    return {"us": us, "backend": backend, "config": list(config)}
+
+
+ROW = Row(
+    "NVIDIA H200", 320, 512, "bfloat16", "bfloat16", 2, 33,
+    {
+        "1": {GEMV: time(3.0), FLAT: time(4.0), LIBRARY: time(9.0)},
+        "64": {FLAT: time(12.0), LIBRARY: time(9.0)},
+    },
+    4.6,
+)  # fmt: skip
+
+
+@pytest.fixture
+def own_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path))
+    return tmp_path / "linear.json"
+
+
+def test_a_row_decides_by_its_inflections():
+    assert [ROW.kind(m) for m in (1, 2, 32, 33)] == [GEMV, FLAT, FLAT, LIBRARY]
+    assert ROW.measured(3, FLAT) == time(12.0)  # that of the next number of rows
+    assert ROW.measured(200, FLAT) == time(12.0)
+    assert ROW.measured(1, "else") is None
+
+
+def test_a_users_table_extends_what_came_with_flashtile(own_table):
+    shipped = rows()
+    write_table(own_table, (ROW,))
+    assert read_table(own_table) == (ROW,)
+    assert rows() == (*shipped, ROW)
+    assert find("NVIDIA H200", 320, 512, "bfloat16", "bfloat16") == Found(ROW, "measured for this shape")
+    assert find("NVIDIA H200", 320, 512, "float16", "float16").row == ROW
+    assert merged((ROW,), (ROW,)) == (ROW,)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json",
+        "[]",
+        json.dumps({"version": VERSION + 1, "rows": []}),
+        json.dumps({"version": VERSION, "rows": [{}]}),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_table_is_left_alone_with_one_warning(own_table, text):
+    own_table.write_text(text)
+    with pytest.raises(ValueError, match=r"linear\.json"):
+        read_table(own_table)
+    with pytest.warns(UserWarning, match="leaves a table alone"):
+        kept = rows()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rows() == kept
+    assert own_table.read_text() == text
+    assert cache_file() == own_table
+
+
+def test_shapes_that_nobody_measured_take_the_nearest_row():
+    near = find("NVIDIA H200", 4224, 4096, "bfloat16", "bfloat16")
+    assert (near.row.N, near.row.K, near.how) == (4096, 4096, "the nearest shape measured on this card")
+    other = find("NVIDIA A100", 4096, 4096, "bfloat16", "bfloat16")
+    assert other.how == "measured on NVIDIA H200, none on NVIDIA A100"
+    assert find("NVIDIA H200", 64, 64, "float32", "float32") is None
+
+
+def problem(M, card=H200, **more):
+    return LinearProblem(M, 22016, 4096, torch.bfloat16, torch.bfloat16, card, **more)
+
+
+def test_fused_ends_are_worth_a_slower_product():
+    """The library would need kernels of its own around it."""
+    assert device_name(H200) == "NVIDIA H200"
+    row = find("NVIDIA H200", 22016, 4096, "bfloat16", "bfloat16")
+    assert kind_of(problem(16), row) == LIBRARY
+    assert kind_of(problem(16, end=SWIGLU, norm=True), row) == FLAT
+    assert kind_of(problem(512, end=SWIGLU, norm=True), row) == LIBRARY
+    assert choose(problem(512)).kind == LIBRARY
+    assert choose(problem(1)).kind == GEMV  # if Hopper's flat product does not serve the call
+
+
+def test_a_tile_of_another_card_is_not_taken():
+    config = choose(LinearProblem(2, 22016, 4096, torch.bfloat16, torch.bfloat16, Target("RTX", (8, 9), 128)))
+    assert (config.kind, config.BLOCK_N) == (FLAT, 32)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_ring_fits_as_often_as_its_tile_means_to_run(norm):
+    for rows_, tiles in ring.TILES.items():
+        for tile in tiles:
+            config = ring.make(problem(rows_, norm=norm), tile)
+            assert ring.fits(problem(rows_, norm=norm), tuple(vars(config).values())[2:])
+
+
+def test_explain_names_the_row_and_the_share_of_the_floor():
+    x, weight = torch.empty(1, 4096).bfloat16(), torch.empty(6144, 4096).bfloat16()
+    text = str(flashtile.linear.explain(x, weight, card=find_card("h200")))
+    assert "backend: hopper" in text
+    assert "NVIDIA H200, weight 6144 x 4096 bfloat16 (measured for this shape)" in text
+    assert "of reading the weight in" in text
+    many = flashtile.linear.explain(linear, x.expand(512, -1), weight, card=find_card("h200"))
+    assert (many.backend, many.config.kind) == ("portable", LIBRARY)
+    assert "the table gives" in many.choice.reasons_against["hopper"] or "1 to 16" in str(many)
+    caches = torch.empty(2, 4, 16, 8, 128).bfloat16()
+    slots = torch.zeros(1, dtype=torch.int64)
+    appended = flashtile.linear.explain(
+        flashtile.linear.linear_qkv, x, weight, *caches, slot_mapping=slots, card=find_card("h200")
+    )
+    assert (appended.backend, appended.problem.end) == ("hopper", QKV)

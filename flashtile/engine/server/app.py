@@ -38,7 +38,10 @@ def make_app(service: Service) -> web.Application:
     get, post = app.router.add_get, app.router.add_post
 
     def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:
-        return lambda request: handler(request, service)
+        async def bound(request: web.Request) -> web.StreamResponse:
+            return await handler(request, service)
+
+        return bound
 
     post("/v1/completions", _call(service, completions))
     post("/v1/chat/completions", _call(service, chat_completions))
@@ -204,6 +207,6 @@ async def _live(request: web.Request, service: Service) -> web.Response:
 
 
 async def _page(request: web.Request) -> web.Response:
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     text = PAGE.read_text(encoding="utf-8")
     return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})

@@ -34,7 +34,7 @@ def refused(error: Exception, fields: Collection[str], param: str | None = None)
         fields: that the call has; the first of them that the message names is ``param``.
         param: where it names none.
     """
-    message = str(error)
+    message = str(error).replace("beam_width", "n")
     named = next((word for word in re.findall(r"\w+", message) if word in fields), param)
     code = "unsupported_value" if isinstance(error, NotImplementedError) else "invalid_value"
     return ApiError(message, named, code=code)

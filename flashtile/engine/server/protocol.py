@@ -268,5 +268,4 @@ def _read_beams(
         # The length of the prompt decides, where the client leaves it open.
         return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MOST_TOKENS, **given)
     except (TypeError, ValueError, NotImplementedError) as error:
-        text = str(error).replace("beam_width", "n")
-        raise refused(type(error)(text), body.fields) from None
+        raise refused(error, body.fields) from None

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from flashtile.engine.async_llm import EngineDeadError
 from flashtile.engine.server import live, protocol
@@ -20,11 +21,18 @@ from flashtile.engine.server.fields import Body, parse
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.service import Service
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Call = Callable[[web.Request, Service, Body], Awaitable[web.StreamResponse]]
 
 OPEN = ("/", "/health")
 """Paths that need no key: they say nothing of any request."""
+
+POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'"
+)
+"""The page loads nothing, from here or elsewhere, but what it asks this server."""
+
+CLIENT_IS_GONE = 499
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -33,8 +41,8 @@ logger = logging.getLogger("flashtile.server")
 
 def make_app(service: Service) -> web.Application:
     """The application; its caller runs it, and shuts the service's engine down after it."""
-    middlewares, most = [_errors, _authorised(service)], service.limits.max_body_bytes
-    app = web.Application(middlewares=middlewares, client_max_size=most)
+    app = web.Application(client_max_size=service.limits.max_body_bytes)
+    app.middlewares.extend((_errors, _authorised(service)))
     get, post = app.router.add_get, app.router.add_post
 
     def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:
@@ -93,7 +101,7 @@ def _call(service: Service, answer: Call) -> Handler:
     return handle
 
 
-def _authorised(service: Service) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _authorised(service: Service) -> Middleware:
     keys = [key.encode() for key in service.limits.api_keys]
 
     @web.middleware
@@ -123,8 +131,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         found = ApiError(f"{request.method} {request.path:.200}: {error.reason}", status=error.status)
     except EngineDeadError as error:
         found = ApiError(str(error), status=503, code="engine_dead")
-    except (ConnectionError, asyncio.CancelledError):
-        raise  # the client is gone
+    except ConnectionError:
+        return web.Response(status=CLIENT_IS_GONE)  # which nobody reads
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         found = ApiError("the server failed; its log says why", status=500, code="internal_error")
@@ -207,6 +215,5 @@ async def _live(request: web.Request, service: Service) -> web.Response:
 
 
 async def _page(request: web.Request) -> web.Response:
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     text = PAGE.read_text(encoding="utf-8")
-    return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+    return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": POLICY})

@@ -78,5 +78,3 @@ def _position(token: int, entry: TokenLogprobs, count: int) -> dict[str, Any]:
 def _token(token: int, entry: TokenLogprobs) -> dict[str, Any]:
     text = spelt(token, entry[token])
     return {"token": text, "logprob": clamped(entry[token]), "bytes": list(text.encode())}
-
-

@@ -102,10 +102,11 @@ def logprobs_body(
     """
     body: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, entry in zip(tokens, entries, strict=True):
+        top: dict[str, float] | None = None
         if entry is None:
             tokenizer = service.engine.tokenizer
             text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], False)
-            probability, top = None, None
+            probability = None
         else:
             text, probability, top = spelt(token, entry[token]), clamped(entry[token]), {}
             for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):

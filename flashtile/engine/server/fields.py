@@ -72,9 +72,7 @@ class Body:
             if name not in UNSUPPORTED:
                 raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
             if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
-                raise ApiError(
-                    f"{name} is not supported, got {value!r:.60}", name, code="unsupported_field"
-                )
+                raise ApiError(f"{name} is not supported, got {value!r:.60}", name, code="unsupported_field")
 
 
 def wrong(name: str, allowed: str, value: Any) -> ApiError:

@@ -123,8 +123,9 @@ class Job:
 
     def _as_api_error(self, error: BaseException) -> BaseException:
         if isinstance(error, EngineDeadError):
-            if not self.service.draining:
-                self.service.on_death()
+            if self.service.draining:
+                return ApiError(str(error), status=503, code="shutting_down")
+            self.service.on_death()
             return ApiError(str(error), status=503, code="engine_dead")
         if isinstance(error, (TypeError, ValueError, NotImplementedError)):
             param = next((name for name in ("prompt", "messages") if name in self.call.fields), None)

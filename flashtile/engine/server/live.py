@@ -15,7 +15,7 @@ MOST_BLOCKS = 4096
 def snapshot(engine: Engine) -> dict[str, Any]:
     """On the engine's thread; no text of any request is in it.
 
-    ``refs`` has a digit a block: how many hold it, 9 for more. Blocks that only the prefix cache holds have 1.
+    ``refs`` has a digit a block: how many hold it, 9 for more. The prefix cache is one of them.
     """
     scheduler, stats = engine.scheduler, engine.stats()
     manager, pool = scheduler.manager, scheduler.manager.pool

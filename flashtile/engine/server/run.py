@@ -33,6 +33,7 @@ class Server:
             make_app(self.service), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS
         )
         self._site: web.TCPSite | None = None
+        self._patience = 0.0
 
     async def start(self) -> None:
         """Listen. OSError if the address cannot be had."""
@@ -43,15 +44,25 @@ class Server:
 
     async def stop(self, timeout: float) -> None:
         """Take no more calls. Those that there are finish within ``timeout`` seconds, or get an error."""
-        service, loop = self.service, asyncio.get_running_loop()
-        service.draining = True
+        self._patience = timeout
+        self.service.draining = True
         if self._site is not None:
             await self._site.stop()
-        await service.asynchronous.shutdown(timeout)
-        end = loop.time() + LAST_WORDS
-        while service.in_flight and loop.time() < end:
-            await asyncio.sleep(0.02)
+        await self._wait_for_calls()
+        await self.service.asynchronous.shutdown(0)
+        self._patience = LAST_WORDS
+        await self._wait_for_calls()
         await self._runner.cleanup()
+
+    def hurry(self) -> None:
+        """Wait no longer for calls to finish."""
+        self._patience = 0.0
+
+    async def _wait_for_calls(self) -> None:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while self.service.in_flight and loop.time() < begun + self._patience:
+            await asyncio.sleep(0.02)
 
 
 def serve(
@@ -72,16 +83,17 @@ def serve(
 
     async def run() -> int:
         server, loop = Server(llm, model_name, limits, host, port), asyncio.get_running_loop()
-        stopping, hurrying, code = asyncio.Event(), asyncio.Event(), 0
+        stopping, code = asyncio.Event(), 0
 
         def stop() -> None:
-            (hurrying if stopping.is_set() else stopping).set()
+            if stopping.is_set():
+                server.hurry()
+            stopping.set()
 
         def died() -> None:
             nonlocal code
             code = 1
             stopping.set()
-            hurrying.set()
 
         server.service.on_death = died
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,13 +102,7 @@ def serve(
         on_start(server)
         await stopping.wait()
         logger.info("shutting down: %d calls are being answered", server.service.in_flight)
-        ending = asyncio.create_task(server.stop(shutdown_timeout))
-        hurry = asyncio.create_task(hurrying.wait())
-        await asyncio.wait({ending, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done():
-            await server.service.asynchronous.shutdown(0)
-        await ending
-        hurry.cancel()
+        await server.stop(shutdown_timeout)
         return code
 
     return asyncio.run(run())

@@ -46,7 +46,13 @@ class Running:
     """
 
     def __init__(self, model: Path, limits: Limits | None = None, **options: Any):
-        options = {"device": "cpu", "block_size": 4, "max_num_seqs": 64, "num_gpu_blocks_override": 2048, **options}
+        options = {
+            "device": "cpu",
+            "block_size": 4,
+            "max_num_seqs": 64,
+            "num_gpu_blocks_override": 2048,
+            **options,
+        }
         self.llm = LLM(model, **options)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)

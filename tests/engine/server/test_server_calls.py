@@ -7,7 +7,8 @@ import math
 import pytest
 from serving import MAX_MODEL_LEN, MODEL, running
 
-from flashtile.engine import LLM, SamplingParams
+from flashtile.engine import LLM, Logprob, SamplingParams
+from flashtile.engine.server.completions import logprobs_body
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -92,6 +93,20 @@ def test_a_stream_of_completions(server):
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 2]
 
 
+def test_every_answer_of_a_stream_ends_once(server):
+    """Though they end at different times."""
+    fields = {"prompt": "a", "n": 4, "seed": 1, "temperature": 100, "max_tokens": 12}
+    fields["stop_token_ids"] = list(range(0, 256, 8))
+    events = server.events(COMPLETIONS, return_token_ids=True, **fields)
+    choices = [event["choices"][0] for event in events]
+    ends = sorted(choice["index"] for choice in choices if choice["finish_reason"])
+    assert ends == [0, 1, 2, 3]
+    lengths = [sum(len(one["token_ids"]) for one in choices if one["index"] == index) for index in range(4)]
+    assert len(set(lengths)) > 1
+    whole = server.complete(return_token_ids=True, **fields)
+    assert [len(one["token_ids"]) for one in whole["choices"]] == lengths
+
+
 def test_a_stop_text_is_never_shown_in_a_stream(server):
     events = server.events(COMPLETIONS, prompt="a", stop=["efg"], max_tokens=20)
     assert text(events) == "bcd"
@@ -120,6 +135,13 @@ def test_the_form_of_lm_eval(server):
         == answer["choices"][1]["logprobs"]["token_logprobs"][:-1]
     )
     assert only["usage"]["completion_tokens"] == 0
+
+
+def test_of_two_tokens_with_one_text_the_likelier_is_shown(server):
+    """Or lm-eval would take the answer for the greedy one."""
+    entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-2.0, 2, "x"), 7: Logprob(-1.0, 1, "x")}
+    body = logprobs_body([5], [entry], 2, 0, server.service)
+    assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"x": -1.0}])
 
 
 def test_log_probabilities_are_the_engines_own(server, llm):

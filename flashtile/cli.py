@@ -18,12 +18,13 @@ def application() -> Any:
     from flashtile.commands.info import info
     from flashtile.commands.inspect import inspect
     from flashtile.commands.profile import profile
+    from flashtile.commands.serve import serve
     from flashtile.commands.visualize import visualize
 
     app = typer.Typer(
         help="Exact, IO-aware attention in pure Python.", no_args_is_help=True, pretty_exceptions_enable=False
     )
-    for command in (info, demo, generate, bench, profile, inspect, explain, visualize):
+    for command in (info, demo, generate, serve, bench, profile, inspect, explain, visualize):
         app.command()(command)
     return app
 

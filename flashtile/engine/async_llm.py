@@ -57,10 +57,11 @@ class AsyncLLM:
 
     Args:
         engine: of an :class:`flashtile.engine.LLM`, which nothing else steps from now on.
+        on_step: called after every step, on the engine's thread.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, on_step: Callable[[Engine], None] = lambda engine: None):
+        self.engine, self.on_step = engine, on_step
         self.error: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
@@ -185,7 +186,9 @@ class AsyncLLM:
                         return
                     command()
                     idle = not self.engine.has_unfinished
-                self._deliver(self.engine.step())
+                outputs = self.engine.step()
+                self.on_step(self.engine)
+                self._deliver(outputs)
         except BaseException as error:
             logger.exception("the engine has ended")
             self._close(error, expected=False)

@@ -21,6 +21,8 @@ NEEDS_GPU = "# needs a GPU\n"
 
 NEEDS_TRANSFORMERS = "# needs transformers\n"
 """Likewise, of one that needs the extra of that name."""
+NEEDS_SERVER = "# needs a server\n"
+"""First line of one that the server's own tests run."""
 
 LANGUAGES = {"python", "bash", "text", ""}
 """What a block may be: Python runs, shell commands are checked, the rest is no code."""
@@ -53,6 +55,8 @@ def run_python(document: Path, *, gpu: bool) -> None:
     for line, code in blocks(document, "python"):
         # Blank lines in front make tracebacks point to the document's own lines.
         compiled = compile("\n" * (line - 1) + code, str(document), "exec")
+        if code.startswith(NEEDS_SERVER):
+            continue
         if code.startswith(NEEDS_TRANSFORMERS) and find_spec("transformers") is None:
             continue
         if gpu or not code.startswith(NEEDS_GPU):
@@ -135,7 +139,7 @@ def test_shell_commands_exist(document):
             scripts = [word for word in arguments if word.endswith(".py") or word.startswith("tests")]
             assert all((ROOT / script).exists() for script in scripts), words
         else:
-            assert program in {"cd", "pre-commit", "pytest"}, words
+            assert program in {"cd", "curl", "pre-commit", "pytest"}, words
 
 
 @pytest.mark.parametrize("document", documents_with("bash", "flashtile "))

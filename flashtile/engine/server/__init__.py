@@ -1,0 +1,1 @@
+"""``flashtile serve``: an engine behind OpenAI's HTTP interface, with vLLM's additions, on aiohttp."""

@@ -1,0 +1,120 @@
+"""/v1/completions: texts gone on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from flashtile.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from flashtile.engine.server.answers import (
+    Usage,
+    clamped,
+    head,
+    new_name,
+    prompt_logprobs_body,
+    spelt,
+    stream_events,
+)
+from flashtile.engine.server.fields import Body
+from flashtile.engine.server.job import Job
+from flashtile.engine.server.protocol import CompletionCall, read_completion
+from flashtile.engine.server.service import Service
+
+
+async def completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
+    """Answer a call."""
+    call = read_completion(body, service.limits.max_logprobs)
+    prompts = await service.prepare(call)
+    service.set_max_tokens(call, prompts)
+    name = new_name("cmpl", call.request_id)
+    beginning = head(name, "text_completion", service)
+    writer, usage = _Writer(service, call), Usage(prompts, counts_answers=not call.echo_only)
+    async with Job(service, call, name, prompts) as job:
+        if call.stream:
+            return await stream_events(request, call, job, usage, beginning, [], writer.chunks)
+        outputs: dict[int, RequestOutput] = {}
+        async for prompt, output in job:
+            outputs[prompt] = output
+            usage.add(prompt, output)
+    choices = [
+        choice
+        for prompt, output in sorted(outputs.items())
+        for answer in output.outputs
+        for choice in writer.chunks(prompt, output, answer)
+    ]
+    return web.json_response({**beginning, "choices": choices, "usage": usage.body()})
+
+
+class _Writer:
+    """The choices of a call, in one piece or in many."""
+
+    def __init__(self, service: Service, call: CompletionCall):
+        self.service, self.call = service, call
+        self._offsets: dict[int, int] = {}
+
+    def chunks(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[dict[str, Any]]:
+        """What is new of an answer."""
+        call = self.call
+        width = getattr(call.params, "n", None) or len(output.outputs)
+        index = prompt * width + answer.index
+        first = index not in self._offsets
+        offset = self._offsets.setdefault(index, 0)
+        text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
+        entries: list[TokenLogprobs | None] = list(answer.logprobs or [])
+        if call.echo_only:  # the engine has made one token, which nobody asked for
+            text, tokens, entries = "", [], []
+            reason, stop = ("length", None) if reason is not None else (None, None)
+        if call.echo and first:
+            text = self._prompt_text(output) + text
+            tokens = output.prompt_token_ids + tokens
+            entries = (output.prompt_logprobs or [None]) + entries
+        logprobs = None
+        if call.logprobs is not None:
+            logprobs = logprobs_body(tokens, entries, call.logprobs, offset, self.service)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        choice: dict[str, Any] = {
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop
+        }  # fmt: skip
+        if first and call.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
+        if call.return_token_ids:
+            choice["token_ids"] = [] if call.echo_only else answer.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        return [choice]
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        tokenizer = self.service.engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, False)
+
+
+def logprobs_body(
+    tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], count: int, offset: int, service: Service
+) -> dict[str, list[Any]]:
+    """OpenAI's form: lists by position; the first token of a prompt has no probability.
+
+    Args:
+        count: so many of the likeliest tokens stand beside the chosen one.
+        offset: of the first token in the text.
+    """
+    body: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for token, entry in zip(tokens, entries, strict=True):
+        top: dict[str, float] | None = None
+        if entry is None:
+            tokenizer = service.engine.tokenizer
+            text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], False)
+            probability = None
+        else:
+            text, probability, top = spelt(token, entry[token]), clamped(entry[token]), {}
+            for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):
+                if other == token or one.rank <= count:
+                    top.setdefault(spelt(other, one), clamped(one))
+        body["text_offset"].append(offset)
+        body["token_logprobs"].append(probability)
+        body["tokens"].append(text)
+        body["top_logprobs"].append(top)
+        offset += len(text)
+    return body

@@ -1,0 +1,146 @@
+"""The requests of one call in the engine: added together, read together, aborted together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from flashtile.engine.async_llm import EngineDeadError, Stream
+from flashtile.engine.outputs import RequestOutput
+from flashtile.engine.server.errors import ApiError, refused
+from flashtile.engine.server.protocol import Call
+from flashtile.engine.server.service import Ready, Service
+
+
+class Job:
+    """``async with Job(...) as job: async for index, output in job``.
+
+    Who leaves before the end aborts what is left. An output that is no answer (an abort, a failure of the
+    engine, the end of the time) is raised as an :class:`ApiError`.
+
+    Args:
+        name: of the call; request ``i`` of the engine is ``name-i``.
+    """
+
+    def __init__(self, service: Service, call: Call, name: str, prompts: Sequence[Ready]):
+        self.service, self.call, self.name, self.prompts = service, call, name, prompts
+        self._open: dict[str, Stream] = {}
+        self._expired = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._generated: dict[str, int] = {}
+        self._last: dict[str, float] = {}
+
+    async def __aenter__(self) -> Job:
+        ids = [f"{self.name}-{i}" for i in range(len(self.prompts))]
+        try:
+            streams = await asyncio.gather(
+                *(self._add(one, prompt) for one, prompt in zip(ids, self.prompts, strict=True)),
+                return_exceptions=True,
+            )
+            for stream in streams:
+                if isinstance(stream, BaseException):
+                    raise self._as_api_error(stream) from None
+        except BaseException:
+            await self._abort()
+            raise
+        timeout = self.service.limits.request_timeout
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await self._abort()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(which prompt, its output) as they come, until all are finished."""
+        numbers = {f"{self.name}-{i}": i for i in range(len(self.prompts))}
+        streams = list(self._open.values())
+        outputs = streams[0] if len(streams) == 1 else self._merge(streams)
+        try:
+            async for output in outputs:
+                self._count(output)
+                self._check(output)
+                yield numbers[output.request_id], output
+        except EngineDeadError as error:
+            raise self._as_api_error(error) from None
+
+    async def _add(self, request_id: str, prompt: Ready) -> None:
+        call = self.call
+        tokens = {"prompt": prompt.text, "prompt_token_ids": prompt.tokens}
+        self._open[request_id] = await self.service.asynchronous.add_request(
+            request_id, tokens, call.params, priority=call.priority, cache_salt=call.cache_salt
+        )
+
+    async def _merge(self, streams: list[Stream]) -> AsyncIterator[RequestOutput]:
+        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+        async def pump(stream: Stream) -> None:
+            try:
+                async for output in stream:
+                    queue.put_nowait(output)
+            except EngineDeadError as error:
+                queue.put_nowait(error)
+
+        self._tasks = {asyncio.create_task(pump(stream)) for stream in streams}
+        left = len(streams)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.finished
+            yield item
+
+    def _count(self, output: RequestOutput) -> None:
+        new, one = sum(len(answer.token_ids) for answer in output.outputs), output.request_id
+        metrics = self.service.metrics
+        self._generated[one] = self._generated.get(one, 0) + new
+        if self.call.stream:
+            now = time.monotonic()
+            if one in self._last and new:
+                metrics.observe("inter_token_latency_seconds", now - self._last[one])
+            self._last[one] = now
+        if output.finished:
+            del self._open[one]
+            metrics.request_finished(output, self._generated[one], self.call.stream)
+
+    def _check(self, output: RequestOutput) -> None:
+        for answer in output.outputs:
+            if answer.finish_reason == "error":
+                raise ApiError(f"the engine failed: {answer.stop_reason}", status=500, code="engine_error")
+            if answer.finish_reason == "abort" and self._expired:
+                seconds = self.service.limits.request_timeout
+                raise ApiError(f"the answer took longer than {seconds:g} s", status=504, code="timeout")
+            if answer.finish_reason == "abort":
+                raise ApiError("the request was aborted", status=503, code="aborted")
+
+    def _as_api_error(self, error: BaseException) -> BaseException:
+        if isinstance(error, EngineDeadError):
+            if self.service.draining:
+                return ApiError(str(error), status=503, code="shutting_down")
+            self.service.on_death()
+            return ApiError(str(error), status=503, code="engine_dead")
+        if isinstance(error, (TypeError, ValueError, NotImplementedError)):
+            param = next((name for name in ("prompt", "messages") if name in self.call.fields), None)
+            return refused(error, self.call.fields, param)
+        return error
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._aborting = asyncio.ensure_future(self._abort(forget=False))
+
+    async def _abort(self, forget: bool = True) -> None:
+        """What is not finished; its last outputs are read by nobody if it is forgotten."""
+        left = list(self._open)
+        if forget:
+            self._open.clear()
+            self.service.metrics.finished["abort"] += len(left)
+        with contextlib.suppress(EngineDeadError):  # which has ended them itself
+            await asyncio.gather(*(self.service.asynchronous.abort(one) for one in left))

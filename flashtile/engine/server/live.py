@@ -1,0 +1,51 @@
+"""What the page at / shows: the blocks and the batch, as they are between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtile.engine.core import Engine
+from flashtile.engine.request import Sequence
+
+MOST_SEQUENCES = 64
+MOST_BLOCKS = 4096
+"""Shown; numbers of all stand beside them."""
+
+
+def snapshot(engine: Engine) -> dict[str, Any]:
+    """On the engine's thread; no text of any request is in it.
+
+    ``refs`` has a digit a block: how many hold it, 9 for more. The prefix cache is one of them.
+    """
+    scheduler, stats = engine.scheduler, engine.stats()
+    manager, pool = scheduler.manager, scheduler.manager.pool
+    shown = scheduler.running[:MOST_SEQUENCES]
+    computed = {id(entry.sequence): entry.num_tokens for entry in engine.last_schedule.entries}
+    return {
+        "block_size": manager.block_size,
+        "num_blocks": pool.num_blocks,
+        "refs": "".join(str(min(9, count)) for count in pool.refs[:MOST_BLOCKS]),
+        "cache_usage": stats.cache_usage,
+        "num_running": stats.running,
+        "num_waiting": stats.waiting,
+        "num_preemptions": stats.num_preemptions,
+        "prompt_tokens": stats.prompt_tokens,
+        "generation_tokens": stats.generation_tokens,
+        "prefix_hits": stats.prefix_hits,
+        "step_tokens": engine.last_schedule.num_tokens,
+        "running": [_described(engine, one, computed.get(id(one), 0)) for one in shown],
+    }
+
+
+def _described(engine: Engine, sequence: Sequence, step_tokens: int) -> dict[str, Any]:
+    number = sequence.block_sequence
+    blocks = [] if number is None else engine.scheduler.manager.blocks(number)
+    return {
+        "request_id": sequence.request.request_id,
+        "index": sequence.index,
+        "prompt_tokens": sequence.request.num_prompt,
+        "computed": sequence.num_computed,
+        "tokens": sequence.num_tokens,
+        "step_tokens": step_tokens,
+        "blocks": blocks[:MOST_BLOCKS],
+    }

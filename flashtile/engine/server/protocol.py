@@ -1,0 +1,271 @@
+"""The calls that clients make: their fields, checked, as what the engine takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flashtile.engine.server.errors import ApiError, refused
+from flashtile.engine.server.fields import Body, wrong
+
+Params = SamplingParams | BeamSearchParams
+
+SAMPLING = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
+    "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
+)  # fmt: skip
+"""Fields of both calls that are arguments of SamplingParams by the same name."""
+
+BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperature")
+"""Those that a beam search has, too."""
+
+LONGEST_NAME = 200
+MOST_TOKENS = 2**30
+TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+@dataclass
+class Call:
+    """What both calls have in common.
+
+    Attributes:
+        params: ``max_tokens`` is None where the client left it open.
+        max_tokens_field: what the client calls it.
+        logprobs: so many likeliest tokens beside the chosen one; None: no log-probabilities.
+        stream, include_usage, continuous_usage: events; usage in a last one; usage in every one.
+        return_token_ids: tokens beside texts.
+        add_special_tokens, truncate_prompt_tokens: how prompts become tokens; only the last so many are kept.
+        request_id, priority, cache_salt: as for :meth:`flashtile.engine.Engine.add_request`.
+        fields: the names that the client gave.
+    """
+
+    params: Params
+    max_tokens_field: str
+    logprobs: int | None
+    prompt_logprobs: int | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    add_special_tokens: bool
+    truncate_prompt_tokens: int | None
+    request_id: str | None
+    priority: int
+    cache_salt: str | None
+    fields: frozenset[str]
+
+
+@dataclass
+class CompletionCall(Call):
+    """Of /v1/completions. ``echo``: the prompt before the answer; ``echo_only``: without the answer."""
+
+    prompts: list[str | list[int]] = field(default_factory=list)
+    echo: bool = False
+    echo_only: bool = False
+
+
+@dataclass
+class Conversation:
+    """Messages and how the chat template shows them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any]
+
+
+@dataclass
+class ChatCall(Call):
+    """Of /v1/chat/completions."""
+
+    conversation: Conversation = field(default_factory=lambda: Conversation([], None, True, False, {}))
+
+
+@dataclass
+class TokenizeCall:
+    """Of /tokenize: a text, or a conversation."""
+
+    prompt: str | None
+    conversation: Conversation | None
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
+    """The call that a body makes; ApiError names a field that is wrong."""
+    echo = body.flag("echo")
+    logprobs = body.integer("logprobs", None, 0, max_logprobs)
+    prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
+    if echo and logprobs is not None:
+        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    max_tokens = body.integer("max_tokens", 16, 0, MOST_TOKENS)
+    echo_only = max_tokens == 0
+    if echo_only and not echo:
+        raise wrong("max_tokens", "at least 1 without echo", max_tokens)
+    prompts = read_prompts(body)
+    common = _read_common(body, max(1, max_tokens or 1), "max_tokens", logprobs, prompt_logprobs, True)
+    best_of = body.integer("best_of", None, 1, MOST_TOKENS)
+    if best_of is not None and best_of != body.take("n", 1):
+        raise ApiError("best_of is not supported but where it equals n", "best_of", code="unsupported_field")
+    body.finish()
+    return CompletionCall(**common, prompts=prompts, echo=echo, echo_only=echo_only)
+
+
+def read_chat(body: Body, max_logprobs: int) -> ChatCall:
+    """The call that a body makes; ApiError names a field that is wrong."""
+    wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
+    if top is not None and not wanted:
+        raise wrong("top_logprobs", "absent unless logprobs is true", top)
+    prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
+    name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    max_tokens = body.integer(name, None, 1, MOST_TOKENS)
+    body.take("max_tokens")
+    conversation = read_conversation(body)
+    common = _read_common(body, max_tokens, name, (top or 0) if wanted else None, prompt_logprobs, False)
+    body.finish()
+    return ChatCall(**common, conversation=conversation)
+
+
+def read_prompts(body: Body) -> list[str | list[int]]:
+    """One prompt or many, each a text or its tokens."""
+    prompt = body.take("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    allowed = "a string, a list of tokens, or a list of such, none of them empty"
+    if not isinstance(prompt, list) or not prompt:
+        raise wrong("prompt", allowed, prompt)
+    if _are_tokens(prompt):
+        return [prompt]
+    for one in prompt:
+        if not isinstance(one, str) and not (isinstance(one, list) and one and _are_tokens(one)):
+            raise wrong("prompt", allowed, prompt)
+    return prompt
+
+
+def read_conversation(body: Body) -> Conversation:
+    messages = body.take("messages")
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", "a list of messages, not empty", messages)
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise wrong(f"messages[{i}]", "an object with a role and a content", message)
+    tools, choice = body.take("tools"), body.take("tool_choice")
+    if choice not in (None, "none", "auto") or (tools and choice != "none"):
+        raise ApiError(
+            "tools are shown to the model only with tool_choice='none': calls of them are not supported",
+            "tools" if tools else "tool_choice", code="unsupported_field",
+        )  # fmt: skip
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise wrong("tools", "a list of objects", tools)
+    variables = body.object("chat_template_kwargs")
+    clash = next((name for name in variables if name in TEMPLATE_ARGUMENTS), None)
+    if clash is not None:
+        raise wrong("chat_template_kwargs", f"without {', '.join(TEMPLATE_ARGUMENTS)}", clash)
+    continued = body.flag("continue_final_message")
+    generate = body.flag("add_generation_prompt", not continued)
+    if generate and continued:
+        raise wrong("add_generation_prompt", "false with continue_final_message", generate)
+    return Conversation(messages, tools or None, generate, continued, variables)
+
+
+def read_tokenize(body: Body) -> TokenizeCall:
+    conversation = read_conversation(body) if "messages" in body else None
+    prompt = body.take("prompt")
+    if conversation is None and not isinstance(prompt, str):
+        raise wrong("prompt", "a string, where there are no messages", prompt)
+    if conversation is not None and prompt is not None:
+        raise wrong("prompt", "absent beside messages", prompt)
+    call = TokenizeCall(
+        prompt, conversation, body.flag("add_special_tokens", conversation is None),
+        body.flag("return_token_strs"),
+    )  # fmt: skip
+    body.finish()
+    return call
+
+
+def read_detokenize(body: Body) -> list[int]:
+    tokens = body.take("tokens")
+    if not isinstance(tokens, list) or not _are_tokens(tokens):
+        raise wrong("tokens", "a list of tokens", tokens)
+    body.finish()
+    return tokens
+
+
+def _are_tokens(values: list[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _read_common(
+    body: Body,
+    max_tokens: int | None,
+    max_tokens_field: str,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    add_special_tokens: bool,
+) -> dict[str, Any]:
+    stream = body.flag("stream")
+    options = Body(body.object("stream_options"))
+    if options.fields and not stream:
+        raise wrong("stream_options", "absent unless stream is true", options.fields)
+    include_usage = options.flag("include_usage")
+    continuous_usage = options.flag("continuous_usage_stats")
+    options.finish()
+    if body.flag("use_beam_search"):
+        params: Params = _read_beams(body, max_tokens, stream, logprobs, prompt_logprobs)
+    else:
+        given = {name: body.take(name) for name in SAMPLING if name in body}
+        if body.take("length_penalty", 1) != 1:
+            raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        try:
+            params = SamplingParams(
+                **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+                output_kind=kind,
+            )  # fmt: skip
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise refused(error, body.fields) from None
+    priority = body.integer("priority", 0, -(2**31), 2**31 - 1)
+    assert priority is not None
+    return {
+        "params": params,
+        "max_tokens_field": max_tokens_field,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "stream": stream,
+        "include_usage": include_usage,
+        "continuous_usage": continuous_usage,
+        "return_token_ids": body.flag("return_token_ids"),
+        "add_special_tokens": body.flag("add_special_tokens", add_special_tokens),
+        "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MOST_TOKENS),
+        "request_id": body.text("request_id", LONGEST_NAME),
+        "priority": priority,
+        "cache_salt": body.text("cache_salt", LONGEST_NAME),
+        "fields": frozenset(body.fields),
+    }
+
+
+def _read_beams(
+    body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
+) -> BeamSearchParams:
+    """``n`` is the number of beams. What has no meaning for them is refused where it is not neutral."""
+    neutral = SamplingParams()
+    for name in SAMPLING:
+        if name in BEAMS or name == "n" or name not in body:
+            continue
+        value = body.take(name)
+        if value != getattr(neutral, name) and value not in ([], {}):
+            raise ApiError(f"{name} is not supported with use_beam_search", name, code="unsupported_field")
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if value is not None:
+            raise ApiError(f"{name} is not supported with use_beam_search", name, code="unsupported_field")
+    if stream:
+        raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
+    given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
+    try:
+        # The length of the prompt decides, where the client leaves it open.
+        return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MOST_TOKENS, **given)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise refused(error, body.fields) from None

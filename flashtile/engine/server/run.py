@@ -1,0 +1,108 @@
+"""A server from its first to its last request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from aiohttp import web
+
+from flashtile.engine.llm import LLM
+from flashtile.engine.server.app import make_app
+from flashtile.engine.server.service import Limits, Service
+
+LAST_WORDS = 5.0
+"""Seconds for answers, and errors in their place, to reach their clients after the engine has ended."""
+
+logger = logging.getLogger("flashtile.server")
+
+
+class Server:
+    """Serves until :meth:`stop`.
+
+    Args:
+        host, port: to listen at; port 0 takes a free one, which ``port`` says after :meth:`start`.
+    """
+
+    def __init__(self, llm: LLM, model_name: str, limits: Limits, host: str = "127.0.0.1", port: int = 8000):
+        self.service = Service(llm, model_name, limits)
+        self.host, self.port = host, port
+        self._runner = web.AppRunner(
+            make_app(self.service), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS
+        )
+        self._site: web.TCPSite | None = None
+        self._patience = 0.0
+
+    async def start(self) -> None:
+        """Listen. OSError if the address cannot be had."""
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, self.host, self.port)
+        await self._site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self, timeout: float) -> None:
+        """Take no more calls. Those that there are finish within ``timeout`` seconds, or get an error."""
+        self._patience = timeout
+        self.service.draining = True
+        if self._site is not None:
+            await self._site.stop()
+        await self._wait_for_calls()
+        await self.service.asynchronous.shutdown(0)
+        self._patience = LAST_WORDS
+        await self._wait_for_calls()
+        await self._runner.cleanup()
+
+    def hurry(self) -> None:
+        """Wait no longer for calls to finish."""
+        self._patience = 0.0
+
+    async def _wait_for_calls(self) -> None:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while self.service.in_flight and loop.time() < begun + self._patience:
+            await asyncio.sleep(0.02)
+
+
+def serve(
+    llm: LLM,
+    model_name: str,
+    limits: Limits,
+    host: str,
+    port: int,
+    shutdown_timeout: float,
+    on_start: Callable[[Server], None],
+) -> int:
+    """Serve until SIGTERM or SIGINT; a second one ends what still runs. The exit code: 1 if the engine died.
+
+    Args:
+        shutdown_timeout: seconds for calls to finish after the signal.
+        on_start: called when calls are taken.
+    """
+
+    async def run() -> int:
+        server, loop = Server(llm, model_name, limits, host, port), asyncio.get_running_loop()
+        stopping, code = asyncio.Event(), 0
+
+        def stop() -> None:
+            if stopping.is_set():
+                server.hurry()
+            stopping.set()
+
+        def died() -> None:
+            nonlocal code
+            code = 1
+            stopping.set()
+
+        server.service.on_death = died
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        await server.start()
+        on_start(server)
+        await stopping.wait()
+        logger.info("shutting down: %d calls are being answered", server.service.in_flight)
+        await server.stop(shutdown_timeout)
+        return code
+
+    return asyncio.run(run())

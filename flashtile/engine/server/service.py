@@ -1,0 +1,171 @@
+"""What all calls share: the engine, the limits, the numbers, and prompts on their way to tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashtile.engine.async_llm import AsyncLLM
+from flashtile.engine.core import Engine
+from flashtile.engine.llm import LLM
+from flashtile.engine.server.errors import ApiError, refused
+from flashtile.engine.server.metrics import Metrics
+from flashtile.engine.server.protocol import Call, ChatCall, CompletionCall, Conversation
+from flashtile.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may ask of a server.
+
+    Attributes:
+        api_keys: one of them must come as ``Authorization: Bearer KEY``; none: everybody may ask.
+        max_concurrent_requests: calls at a time; the next one gets status 429.
+        max_prompts: in one call.
+        max_prompt_tokens: of one prompt; None: as many as the model takes.
+        max_logprobs: log-probabilities at a position.
+        max_body_bytes: of a call.
+        body_timeout, request_timeout: seconds for a body to come, and for an answer to end.
+
+    Raises:
+        ValueError: naming the limit.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_concurrent_requests: int = 1024
+    max_prompts: int = 256
+    max_prompt_tokens: int | None = None
+    max_logprobs: int = 20
+    max_body_bytes: int = 2**24
+    body_timeout: float = 60.0
+    request_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_concurrent_requests", "max_prompts", "max_prompt_tokens", "max_body_bytes", "body_timeout",
+            "request_timeout",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be above 0 and finite, got {value}")
+        if self.max_logprobs < 0:
+            raise ValueError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
+        if not all(self.api_keys) or not all(key.isascii() for key in self.api_keys):
+            raise ValueError("api_key must be ASCII and not empty")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prompt as the engine takes it; ``text`` None where tokens came."""
+
+    text: str | None
+    tokens: list[int]
+
+
+class Service:
+    """An engine in its thread, for the handlers of calls.
+
+    Args:
+        llm: which nothing else uses from now on.
+        model_name: that clients call it by.
+
+    Attributes:
+        in_flight: calls that are not answered yet.
+        draining: the server is being shut down.
+        on_death: called once when the engine has ended by an error.
+    """
+
+    def __init__(self, llm: LLM, model_name: str, limits: Limits):
+        self.model_name, self.limits = model_name, limits
+        self.created = int(time.time())
+        self.metrics = Metrics(model_name)
+        self.engine: Engine = llm.engine
+        self._counted = llm.engine.last_schedule
+        self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
+        self.in_flight = 0
+        self.draining = False
+        self.on_death: Callable[[], None] = lambda: None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise ApiError("there is no tokenizer: prompts must be tokens", code="no_tokenizer")
+        return self.engine.tokenizer
+
+    def check_model(self, name: object) -> None:
+        """A call may leave the model out."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                f"model must be {self.model_name!r}, got {name!r:.100}", "model",
+                status=404, code="model_not_found",
+            )  # fmt: skip
+
+    async def prepare(self, call: CompletionCall | ChatCall) -> list[Ready]:
+        """The tokens of a call's prompts, in a thread where texts have to be read."""
+        if isinstance(call, ChatCall):
+            return [await asyncio.to_thread(self._prepare_chat, call)]
+        count, most = len(call.prompts), self.limits.max_prompts
+        if count > most:
+            text = f"prompt must be at most {most} prompts, got {count}"
+            raise ApiError(text, "prompt", code="invalid_value")
+        if all(isinstance(prompt, list) for prompt in call.prompts):
+            return self._prepare_completion(call)
+        return await asyncio.to_thread(self._prepare_completion, call)
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt that a conversation is."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                conversation.messages, None, conversation.add_generation_prompt,
+                conversation.continue_final_message, conversation.tools, **conversation.chat_template_kwargs,
+            )  # fmt: skip
+        except ValueError as error:
+            raise refused(error, ("messages",), "messages") from None
+
+    def set_max_tokens(self, call: Call, prompts: list[Ready]) -> None:
+        """Check ``max_tokens`` against the room that the prompts leave, and set it where it is open."""
+        engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        room = engine.max_model_len - longest
+        if call.max_tokens_field in call.fields or isinstance(call, CompletionCall):
+            assert params.max_tokens is not None
+            if params.max_tokens > room:
+                raise ApiError(
+                    f"{call.max_tokens_field} must be at most {room}: the model takes {engine.max_model_len} "
+                    f"tokens, of which the prompt has {longest}; got {params.max_tokens}",
+                    call.max_tokens_field, code="context_length_exceeded",
+                )  # fmt: skip
+            return
+        if manager.window_left < 0:  # with a window, memory does not grow with the length
+            pool = manager.pool
+            room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
+        params.max_tokens = max(1, room)
+
+    def _prepare_chat(self, call: ChatCall) -> Ready:
+        text = self.render(call.conversation)
+        return self._ready(call, "messages", text, self.tokenizer.encode(text, call.add_special_tokens))
+
+    def _prepare_completion(self, call: CompletionCall) -> list[Ready]:
+        return [
+            self._ready(call, "prompt", prompt, self.tokenizer.encode(prompt, call.add_special_tokens))
+            if isinstance(prompt, str)
+            else self._ready(call, "prompt", None, prompt)
+            for prompt in call.prompts
+        ]
+
+    def _ready(self, call: Call, param: str, text: str | None, tokens: list[int]) -> Ready:
+        if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
+            text, tokens = None, tokens[-call.truncate_prompt_tokens :]
+        most = min(self.engine.max_model_len - 1, self.limits.max_prompt_tokens or self.engine.max_model_len)
+        if len(tokens) > most:
+            message = f"{param} must be at most {most} tokens, got {len(tokens)}"
+            raise ApiError(message, param, code="context_length_exceeded")
+        return Ready(text, tokens)
+
+    def _count_step(self, engine: Engine) -> None:
+        """On the engine's thread."""
+        if engine.last_schedule is not self._counted:
+            self._counted = engine.last_schedule
+            self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)

@@ -1,0 +1,122 @@
+"""A server in a thread, a model that writes the alphabet, and calls to it, for the tests of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtile.demo.huggingface import save_llama
+from flashtile.demo.llama import Llama, sized
+from flashtile.engine import LLM
+from flashtile.engine.server.run import Server
+from flashtile.engine.server.service import Limits
+
+MODEL = "alphabet"
+MAX_MODEL_LEN = 4096
+
+
+def write_alphabet_model(path: Path) -> Path:
+    """A model of bytes made by hand: each letter's embedding points to the next letter."""
+    torch.manual_seed(0)
+    model = Llama(sized(1, 2, 256))
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            if parameter.dim() == 2:
+                parameter.zero_()
+        model.embed_tokens.weight.copy_(torch.eye(256))
+        model.lm_head.weight = torch.nn.Parameter(torch.eye(256)[(torch.arange(256) - 1) % 256])
+    object.__setattr__(model.config, "tied_embeddings", False)
+    save_llama(model, path, MAX_MODEL_LEN)
+    return path
+
+
+class Running:
+    """A server that listens, and its own loop in a thread.
+
+    Attributes:
+        server, service, port: of it.
+    """
+
+    def __init__(self, model: Path, limits: Limits | None = None, **options: Any):
+        options = {
+            "device": "cpu",
+            "block_size": 4,
+            "max_num_seqs": 64,
+            "num_gpu_blocks_override": 2048,
+            **options,
+        }
+        self.llm = LLM(model, **options)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.server = Server(self.llm, MODEL, limits or Limits(), port=0)
+        self.do(self.server.start())
+        self.service, self.port = self.server.service, self.server.port
+
+    def do(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        self.do(self.server.stop(timeout))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def send(
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> http.client.HTTPResponse:
+        """GET, or POST of a body: JSON, or bytes as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        method, data = ("GET", None) if body is None else ("POST", body)
+        if data is not None and not isinstance(data, bytes):
+            data = json.dumps(data).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        return connection.getresponse()
+
+    def ask(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """(status, JSON)."""
+        response = self.send(path, body, headers)
+        return response.status, json.loads(response.read())
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """The answer to a greedy completion, which must succeed."""
+        status, answer = self.ask("/v1/completions", {"model": MODEL, "temperature": 0, **fields})
+        assert status == 200, answer
+        return answer
+
+    def events(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """The events of a stream, whose last one says that it is done."""
+        response = self.send(path, {"model": MODEL, "temperature": 0, "stream": True, **fields})
+        assert response.status == 200, response.read()
+        assert response.getheader("Content-Type") == "text/event-stream"
+        lines = [line.decode() for line in response.read().split(b"\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines.pop() == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    def metric(self, name: str) -> float:
+        """The number of a line of /metrics that begins so."""
+        text = self.send("/metrics").read().decode()
+        (line,) = [line for line in text.splitlines() if line.startswith(name)]
+        return float(line.split()[-1])
+
+
+@contextlib.contextmanager
+def running(model: Path, limits: Limits | None = None, **options: Any) -> Iterator[Running]:
+    found = Running(model, limits, **options)
+    try:
+        yield found
+    finally:
+        found.stop()

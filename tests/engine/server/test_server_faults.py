@@ -1,0 +1,198 @@
+"""Clients that go away, engines that fail, servers that end: everything is answered, and nothing is left."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+from serving import MODEL, Running, running
+from soak import soak
+
+from flashtile.engine.server.service import Limits
+
+COMPLETIONS = "/v1/completions"
+LONG = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 4000}
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def is_idle(server):
+    engine, manager = server.llm.engine, server.llm.engine.scheduler.manager
+    free = manager.pool.available == manager.pool.num_blocks - manager.pool.null_blocks
+    return server.service.in_flight == 0 and not engine.has_unfinished and free
+
+
+def open_stream(server, **fields):
+    """A stream that has begun, and goes on for long."""
+    response = server.send(COMPLETIONS, {**LONG, "stream": True, **fields})
+    assert response.readline().startswith(b"data: ")
+    return response
+
+
+def rest(response):
+    """The last event before the end of a stream that has ended as it should."""
+    lines = [line for line in response.read().decode().split("\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return json.loads(lines[-2].removeprefix("data: "))
+
+
+def in_background(function, *arguments):
+    """Its result, when it is asked for."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments)))
+    thread.start()
+
+    def result():
+        thread.join(30)
+        return results[0]
+
+    return result
+
+
+@pytest.fixture
+def server(model):
+    with running(model) as found:
+        yield found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_hangs_up_aborts_its_requests(server, stream):
+    body = json.dumps({**LONG, "stream": stream, "prompt": ["abc", "xyz"], "n": 2}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: len(server.llm.engine.scheduler.running) == 4)
+    wait_for(lambda: is_idle(server))
+    assert server.metric('vllm:request_success_total{model_name="alphabet",finished_reason="abort"}') == 2
+    assert server.complete(prompt="a", max_tokens=1)["choices"][0]["text"] == "b"
+
+
+def test_a_refused_prompt_takes_the_others_of_its_call_with_it(server):
+    status, body = server.ask(COMPLETIONS, {**LONG, "prompt": [[97], [256]]})
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    wait_for(lambda: is_idle(server))
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_error(model):
+    with running(model, Limits(request_timeout=0.3)) as server:
+        status, body = server.ask(COMPLETIONS, {**LONG, "n": 2})
+        assert (status, body["error"]["code"]) == (504, "timeout")
+        assert rest(open_stream(server))["error"]["code"] == "timeout"
+        wait_for(lambda: is_idle(server))
+
+
+def test_a_body_that_does_not_come_ends_with_an_error(model):
+    with running(model, Limits(body_timeout=0.2)) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (408, "timeout")
+        connection.close()
+        assert server.service.in_flight == 0
+
+
+def test_one_call_too_many_is_told_to_come_again(model):
+    with running(model, Limits(max_concurrent_requests=1)) as server:
+        stream = open_stream(server)
+        response = server.send(COMPLETIONS, LONG)
+        assert (response.status, response.getheader("Retry-After")) == (429, "1")
+        assert json.loads(response.read())["error"]["code"] == "rate_limit_exceeded"
+        assert server.ask("/load") == (200, {"server_load": 1})
+        stream.close()
+        wait_for(lambda: is_idle(server))
+        assert server.complete(prompt="a", max_tokens=1)
+
+
+def test_two_unfinished_requests_of_one_name(server):
+    stream = open_stream(server, request_id="mine")
+    status, body = server.ask(COMPLETIONS, {**LONG, "request_id": "mine"})
+    assert (status, body["error"]["param"]) == (400, "request_id")
+    stream.close()
+    wait_for(lambda: is_idle(server))
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others(server, monkeypatch, caplog):
+    runner = server.llm.engine.runner
+    launch = runner.launch
+
+    def fail(schedule):
+        monkeypatch.setattr(runner, "launch", launch)
+        raise RuntimeError("out of luck")
+
+    stream = open_stream(server)
+    monkeypatch.setattr(runner, "launch", fail)
+    error = rest(stream)["error"]
+    assert (error["code"], error["type"]) == ("engine_error", "server_error")
+    assert "out of luck" in error["message"]
+    assert server.complete(prompt="a", max_tokens=1)["choices"][0]["text"] == "b"
+    assert is_idle(server)
+
+
+def test_an_engine_that_dies_is_said_to_be_dead(model, monkeypatch, caplog):
+    with running(model) as server:
+        died = threading.Event()
+        server.service.on_death = died.set
+
+        def fail():
+            raise RuntimeError("the end")
+
+        stream = open_stream(server)
+        waiting = in_background(server.ask, COMPLETIONS, LONG)
+        wait_for(lambda: server.service.in_flight == 2)
+        monkeypatch.setattr(server.llm.engine, "step", fail)
+        assert rest(stream)["error"]["code"] == "engine_dead"
+        status, body = waiting()
+        assert (status, body["error"]["code"]) == (503, "engine_dead")
+        assert died.wait(10)
+        assert server.ask("/health")[0] == 503
+        assert server.ask(COMPLETIONS, LONG)[0] == 503
+        assert server.send("/metrics").status == 200
+
+
+def test_at_the_end_calls_finish_if_there_is_time(model):
+    server = Running(model)
+    calls = [in_background(server.ask, COMPLETIONS, {**LONG, "max_tokens": 40}) for _ in range(3)]
+    wait_for(lambda: server.service.in_flight == 3)  # whether the engine has them or not
+    server.stop(timeout=30)
+    assert [call()[0] for call in calls] == [200] * 3
+    with pytest.raises(ConnectionRefusedError):
+        server.send("/health")
+
+
+def test_at_the_end_calls_get_an_error_if_there_is_none(model):
+    server = Running(model)
+    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    kept.request("GET", "/health")
+    assert kept.getresponse().read()
+    stream = open_stream(server)
+    call = in_background(server.ask, COMPLETIONS, LONG)
+    wait_for(lambda: len(server.llm.engine.requests) == 2)
+    stopping = in_background(server.stop, 0.5)
+    wait_for(lambda: server.service.draining)
+    kept.request("POST", COMPLETIONS, json.dumps(LONG), {"Content-Type": "application/json"})
+    response = kept.getresponse()
+    assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "shutting_down")
+    status, body = call()
+    assert (status, body["error"]["code"]) == (503, "aborted")
+    assert rest(stream)["error"]["code"] == "aborted"
+    stopping()
+    assert is_idle(server)
+
+
+def test_many_random_calls_with_too_little_memory(model):
+    found = soak(model, 120)
+    assert set(found.outcomes) == {"answered", "bad field", "bad body", "left early", "cut off"}
+    assert found.preemptions > 0
+    assert found.objects[1] < found.objects[0] + 20

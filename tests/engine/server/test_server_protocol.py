@@ -1,0 +1,173 @@
+"""Bodies of calls: what is taken, and that every wrong field is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flashtile.engine import BeamSearchParams, RequestOutputKind
+from flashtile.engine.server.errors import ApiError
+from flashtile.engine.server.fields import UNSUPPORTED, Body, parse
+from flashtile.engine.server.protocol import read_chat, read_completion, read_detokenize, read_tokenize
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def refusal(read, *arguments):
+    with pytest.raises(ApiError) as caught:
+        read(*arguments)
+    body = caught.value.body()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert body["type"] == "invalid_request_error"
+    return body
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "prompt": [None, 1, [], [""] * 0, [1, "a"], [1.5], [True], [-1], [[]], [[1], []], {"a": 1}],
+        "max_tokens": [0, -1, 1.5, "7", True, 2**40],
+        "temperature": [-0.1, "1", True, [], 1e400],
+        "top_p": [0, 1.1, "x"],
+        "top_k": [-2, 1.5],
+        "min_p": [-1, 2],
+        "n": [0, 1.5, 10**6, "2"],
+        "stop": [1, [1], [""], ["a"] * 1000],
+        "stop_token_ids": ["ab", [-1], [1.5]],
+        "logprobs": [-1, 21, True, 1.5],
+        "prompt_logprobs": [-1, 21],
+        "seed": [1.5, 2**70],
+        "logit_bias": [[], {"a": 1}, {"1": 101}, {"1": "x"}],
+        "presence_penalty": [3], "frequency_penalty": [-3], "repetition_penalty": [0, -1],
+        "min_tokens": [-1, 17], "ignore_eos": [1], "skip_special_tokens": ["yes"],
+        "allowed_token_ids": [[-1], 3], "include_stop_str_in_output": [0],
+        "stream": ["true", 1], "stream_options": [1, {"include_usage": True}],
+        "echo": [1], "best_of": [2], "use_beam_search": [1], "length_penalty": [2],
+        "add_special_tokens": [0], "truncate_prompt_tokens": [0, -1], "priority": [1.5, 2**40],
+        "request_id": ["", 5, "x" * 300], "cache_salt": [5], "return_token_ids": [1], "user": [5],
+        "no_such_field": [1, "", False, {}],
+    }.items(),
+)  # fmt: skip
+def test_a_wrong_field_is_named(field, values):
+    for value in values:
+        body = parse(json.dumps({"prompt": "a", field: value}).replace("Infinity", "1e999").encode())
+        error = refusal(read_completion, body, 20)
+        assert error["param"] == field, (value, error)
+        assert field in error["message"]
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_what_is_not_served_is_refused_by_name_unless_it_asks_for_nothing(field):
+    for read, body in ((read_completion, {"prompt": "a"}), (read_chat, HELLO)):
+        error = refusal(read, Body({**body, field: {"an": "object"}}), 20)
+        assert (error["param"], error["code"]) == (field, "unsupported_field")
+        for neutral in (None, *UNSUPPORTED[field]):
+            read(Body({**body, field: neutral}), 20)
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("messages", {}),
+        ("messages", {"messages": "hello"}),
+        ("messages[1]", {"messages": [{"role": "user", "content": "a"}, "b"]}),
+        ("messages[0]", {"messages": [{"content": "a"}]}),
+        ("top_logprobs", {**HELLO, "top_logprobs": 2}),
+        ("logprobs", {**HELLO, "logprobs": 2}),
+        ("max_completion_tokens", {**HELLO, "max_completion_tokens": 0}),
+        ("tools", {**HELLO, "tools": [{"type": "function"}]}),
+        ("tools", {**HELLO, "tools": ["f"], "tool_choice": "none"}),
+        ("tool_choice", {**HELLO, "tool_choice": "required"}),
+        ("add_generation_prompt", {**HELLO, "add_generation_prompt": True, "continue_final_message": True}),
+        ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"messages": []}}),
+        ("echo", {**HELLO, "echo": True}),
+        ("prompt", {**HELLO, "prompt": "a"}),
+        ("temperature", {**HELLO, "temperature": "hot"}),
+    ],
+)
+def test_a_wrong_field_of_a_conversation_is_named(param, body):
+    assert refusal(read_chat, Body(body), 20)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["a"]), ("top_p", 0.5), ("seed", 1), ("logprobs", 1), ("stream", True),
+        ("logit_bias", {"1": 1}), ("n", 0), ("length_penalty", "long"),
+    ],
+)  # fmt: skip
+def test_a_beam_search_refuses_what_it_cannot_do(field, value):
+    body = {"prompt": "a", "use_beam_search": True, "n": 3, field: value}
+    error = refusal(read_completion, Body(body), 20)
+    assert error["param"] == field
+
+
+def test_a_beam_search():
+    fields = {"prompt": "a", "use_beam_search": True, "n": 3, "temperature": 0, "top_p": 1.0, "stop": []}
+    call = read_completion(Body(fields), 20)
+    assert call.params == BeamSearchParams(3, 16)
+
+
+def test_a_completion_takes_everything_that_is_documented():
+    fields = {
+        "prompt": [[1, 2], "a"], "max_tokens": 5, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
+        "n": 2, "best_of": 2, "stop": "x", "stop_token_ids": [7], "logprobs": 2, "prompt_logprobs": 1,
+        "echo": True, "seed": 4, "logit_bias": {"5": 1.5}, "presence_penalty": 1, "frequency_penalty": 1,
+        "min_tokens": 1,
+        "repetition_penalty": 1.1, "ignore_eos": True, "skip_special_tokens": False, "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "user": "me",
+        "include_stop_str_in_output": True, "allowed_token_ids": [5, 6], "add_special_tokens": False,
+        "truncate_prompt_tokens": 9, "priority": 2, "request_id": "mine", "cache_salt": "s",
+        "return_token_ids": True, "response_format": {"type": "text"}, "suffix": None,
+    }  # fmt: skip
+    call = read_completion(Body(fields), 20)
+    params = call.params
+    assert call.prompts == [[1, 2], "a"]
+    assert (params.n, params.stop, params.logit_bias) == (2, ["x"], {5: 1.5})
+    assert (params.logprobs, params.prompt_logprobs) == (2, 2)  # an echo has as many as an answer
+    assert params.output_kind is RequestOutputKind.DELTA
+    assert (call.include_usage, call.continuous_usage, call.truncate_prompt_tokens) == (True, True, 9)
+    assert (call.request_id, call.priority, call.cache_salt) == ("mine", 2, "s")
+
+
+def test_only_an_echo_may_ask_for_no_token():
+    call = read_completion(Body({"prompt": "a", "echo": True, "max_tokens": 0}), 20)
+    assert call.echo_only
+    assert call.params.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"a": NaN}',
+        b'{"a": "\\ud800"}',
+        b"[" * 10**5,
+        b'{"a": ' + b"9" * 9999 + b"}",
+    ],
+)
+def test_a_body_that_is_no_json_object(raw):
+    assert refusal(parse, raw)["code"] == "invalid_json"
+
+
+def test_characters_outside_of_the_basic_plane_come_as_two_escapes():
+    assert parse(b'{"prompt": "\\ud83d\\ude00"}').take("prompt") == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize(
+    ("param", "read", "body"),
+    [
+        ("prompt", read_tokenize, {}),
+        ("prompt", read_tokenize, {**HELLO, "prompt": "a"}),
+        ("prompt", read_tokenize, {"prompt": ["a"]}),
+        ("text", read_tokenize, {"prompt": "a", "text": "b"}),
+        ("tokens", read_detokenize, {}),
+        ("tokens", read_detokenize, {"tokens": ["a"]}),
+    ],
+)
+def test_wrong_fields_of_the_tokenizer(param, read, body):
+    assert refusal(read, Body(body))["param"] == param

@@ -6,7 +6,7 @@ A backend takes part in an operation with a module, ``flashtile.backends.<backen
 * ``reason_against(problem, explicit)``: why it does not serve the problem, None if it does; ``explicit``
   says that it was asked for by name,
 * ``prepare_<operation>(problem, config)``: a launch ``(*tensors, beside)`` for tensors of one signature,
-  which validates nothing,
+  which validates nothing (one with ``writes_into`` takes memory for its results behind them: ``op/into.py``),
 * ``configure_<operation>(problem)``: the frozen configuration, where there is one to choose.
 """
 

@@ -64,8 +64,8 @@ def scores_of(kind, seqlen, generator):
             scores[:, 0] = 80
         case "spike last":
             scores[1, -1] = 150
-        case "just too low":  # no sum is small, but in float16 every term is
-            scores = scores * 0.1 - 9
+        case "just too low":  # no sum is small, but in float16 every term is: 5.1 and 3.8 of its least steps
+            scores[:], scores[:, ::2] = -15, -15.3
         case "just too high":  # for float16
             scores[0, 5] = 11.5
         case "a low part":
@@ -95,11 +95,10 @@ def call_of(scores, dtype, device, cache_dtype=None, value=1.0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("which", range(3), ids=["bf16", "fp16", "fp32"])
-def test_any_scores(kind, which, target):
-    if which >= len(dtypes(target)):
-        pytest.skip("a dtype that the target does not take")
-    dtype = dtypes(target)[which]
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_any_scores(kind, dtype, target):
+    if dtype not in dtypes(target):
+        pytest.skip(f"{target.name} does not take {dtype}")
     scores = scores_of(kind, 200, torch.Generator().manual_seed(0))
     tensors = call_of(scores, dtype, target.device)
     for phi, splits in ((0.0, 2), (-30.0, 1))[: 2 if kind in ("usual", "equal") else 1]:
@@ -120,13 +119,13 @@ def test_any_scores_of_an_fp8_cache(kind, target):
         testing.check(*tensors, softmax_max=phi, softmax_scale=1.0, backend=target.backend)
 
 
-@pytest.mark.parametrize("value", [1e-30, 1e30, 0.0])
+@pytest.mark.parametrize("value", [1e-34, 1e30, 0.0])
 def test_values_of_any_size(value, target):
     """That are so small, products with small exponentials are flushed to zero."""
     scores = scores_of("usual", 300, torch.Generator().manual_seed(0))
     dtype = FP32 if BF16 not in target.dtypes else BF16
     tensors = call_of(scores, dtype, target.device, value=value)
-    for phi in (10.0, -10.0):
+    for phi in (20.0, -10.0):
         arguments = {"softmax_max": phi, "softmax_scale": 1.0, "backend": target.backend}
         out = flashtile.flash_attn_with_kvcache(*tensors, **arguments)
         if value:
@@ -165,7 +164,7 @@ def test_the_kernel_takes_the_short_way_where_it_can(monkeypatch):
     for dtype, kind, phi, computed_again in (
         (FP16, "usual", 0.0, False),
         (FP16, "just too low", 0.0, True),
-        (FP16, "just too low", -9.0, False),
+        (FP16, "just too low", -15.0, False),
         (FP16, "just too high", 0.0, True),
         (FP32, "low", 0.0, True),
     ):

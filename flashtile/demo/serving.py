@@ -43,7 +43,8 @@ class Serving:
             f"{self.tokens} tokens in {self.seconds:.1f} s ({self.tokens / self.seconds:.0f} tokens/s), "
             f"{sum(len(texts) for _, texts in self.answers)} answers to {len(self.answers)} prompts",
             f"at most {self.blocks} blocks of {self.block_size} tokens; "
-            f"sharing saved {self.memory_saved:.0%}, and {self.found_tokens} tokens of prompts were found in the prefix cache",
+            f"sharing saved {self.memory_saved:.0%}, and {self.found_tokens} tokens of prompts were found in "
+            "the prefix cache",
         ]
 
 

@@ -177,9 +177,9 @@ class Experts:
             config.experts_per_token, config.swiglu_alpha, config.swiglu_limit,
         )  # fmt: skip
         self.router, self.router_bias = weights(f"{name}.router.weight"), weights(f"{name}.router.bias")
-        self.gate_up = weights(f"{name}.experts.gate_up_proj").transpose(1, 2)
+        self.gate_up = weights(f"{name}.experts.gate_up_proj").transpose(1, 2).contiguous()
         self.gate_up_bias = weights(f"{name}.experts.gate_up_proj_bias")
-        self.down = weights(f"{name}.experts.down_proj").transpose(1, 2)
+        self.down = weights(f"{name}.experts.down_proj").transpose(1, 2).contiguous()
         self.down_bias = weights(f"{name}.experts.down_proj_bias")
         if shard.rank:
             self.down_bias = torch.zeros_like(self.down_bias)

@@ -36,7 +36,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     torch's fast path of inference (``torch.backends.mha.set_fastpath_enabled(False)`` turns that off).
 
     A name that was imported before (``from torch.nn.functional import scaled_dot_product_attention``) is not
-    replaced, nor is it within what ``torch.compile`` has compiled before.
+    replaced, nor is it within what ``torch.compile`` has compiled before. The backward pass may come after
+    the block, but for checkpointed modules, which compute forward again.
 
     Args:
         fallback: hand what flashtile does not serve (dropout, other masks, head sizes above 256) to torch;

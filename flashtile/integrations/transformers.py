@@ -33,14 +33,13 @@ def register() -> None:
     padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids`` and
     ``generate_batch``: on a GPU as ``"flashtile_2"``, which attends to the pages where they lie.
 
+    A model refuses what flashtile does not serve: with a ValueError if it adds a bias to its scores (T5) or
+    supports no flash implementation otherwise; with a NotImplementedError attention dropout,
+    ``output_attentions=True``, and a mask that is not one of padding, (batch, seqlen).
+
     Raises:
         ModuleNotFoundError: Transformers is not installed.
         NotImplementedError: it is older than 5.17.
-
-    Afterwards models raise
-        ValueError: the model adds a bias to its scores (T5) or supports no flash implementation otherwise.
-        NotImplementedError: attention dropout, ``output_attentions=True``, or an attention mask that is not
-            one of padding, (batch, seqlen).
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig

@@ -238,6 +238,8 @@ def test_what_flash_attention_takes_is_taken():
     assert all(t.stride(-1) != 1 for t in apart)
     out = flashtile.flash_attn_func(*apart)
     assert torch.equal(out, expected)
+    compiled = torch.compile(flashtile.attention, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*apart), expected)
     gradients = [torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, expected)]
     assert all(map(torch.equal, *gradients))
     decoded = flashtile.flash_attn_with_kvcache(apart[0].detach(), *cache)

@@ -9,7 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from flashtile.integrations.transformers import NAMES, register, unregister  # noqa: E402
+import flashtile  # noqa: E402
+from flashtile.integrations.transformers import NAMES, register, unregister, with_kvcache  # noqa: E402
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -115,7 +116,7 @@ def test_continuous_batching_generates_what_generate_does():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_continuous_batching_decodes_over_pages(name, monkeypatch):
     """Under the name that ends in 2 it calls ``with_kvcache`` with its pages."""
     from flashtile.integrations import transformers as door
@@ -124,6 +125,23 @@ def test_continuous_batching_decodes_over_pages(name, monkeypatch):
     monkeypatch.setattr(door, "with_kvcache", counted(door.with_kvcache, calls))
     check_continuous_batching(name, NAMES[1], "cuda", torch.float32)
     assert calls
+
+
+def test_decoding_over_pages_knows_the_sink():
+    """As Transformers calls it: its names, a new token of each sequence, a block table padded with -1."""
+    generator = torch.Generator().manual_seed(0)
+    caches = torch.randn(2, 5, 4, 2, 8, generator=generator)
+    q, sink = torch.randn(2, 1, 4, 8, generator=generator), torch.tensor([0.5, 1.0, 2.0, -1.0])
+    k, v = torch.randn(2, 2, 1, 2, 8, generator=generator).unbind()
+    lengths = torch.tensor([2, 6], dtype=torch.int32)
+    table = torch.tensor([[3, -1], [0, 4]], dtype=torch.int32)
+    named = {"cache_seqlens": lengths, "block_table": table, "causal": True, "window_size": (2, 2)}
+    out = with_kvcache(q, *caches.clone().unbind(), k, v, s_aux=sink, softmax_scale=0.3, **named)
+    expected = flashtile.flash_attn_with_kvcache(
+        q, *caches.unbind(), k, v, sink=sink, softmax_scale=0.3, **named
+    )
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, with_kvcache(q, *caches.unbind(), k, v, softmax_scale=0.3, **named))
 
 
 def counted(function, calls: list):

@@ -113,7 +113,10 @@ def _flash_attn_backward(
     deterministic: bool = False,
     rng_state: Tensor | None = None,
 ) -> None:
-    """Write the gradients into dq, dk and dv; None for one that is not wanted."""
+    """Write the gradients into dq, dk and dv; None for one that is not wanted.
+
+    Nothing is returned: there is no ``softmax_d`` beside them.
+    """
     _refuse_dropout(dropout_p)
     gradients = attention_backward(
         dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal,
@@ -148,7 +151,7 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> None:
-    """Write the gradients into dq, dk and dv; None for one that is not wanted."""
+    """Write the gradients into dq, dk and dv, as :func:`_flash_attn_backward`."""
     _refuse_dropout(dropout_p)
     gradients = attention_backward(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,

@@ -47,7 +47,7 @@ class TestGrowing:
         sequence = with_tokens(manager, 6)
         before = snapshot(manager)
         with pytest.raises(
-            OutOfBlocksError, match="appending to 1 sequence needs 2 blocks, but 1 of 3 are"
+            OutOfBlocksError, match="reserving for 1 sequence needs 2 blocks, but 1 of 3 are"
         ) as e:
             manager.reserve(sequence, 7)
         assert (e.value.needed, e.value.available) == (2, 1)
@@ -248,6 +248,17 @@ class TestWindow:
         ):
             manager.truncate(sequence, 15)
         manager.truncate(sequence, 16)
+
+    def test_blocks_that_the_window_has_passed_are_not_found_again(self):
+        """Their entries name the block of nothing, which no prompt may begin with."""
+        manager = make(window_left=3)
+        sequence = with_tokens(manager, 12)
+        manager.reserve(sequence)
+        passed = manager.table.skipped[manager.table.row(sequence)]
+        assert passed == 2
+        assert manager.cache_blocks(sequence, TOKENS) == 3 - passed
+        assert manager.length(manager.create([*TOKENS, 1])) == 0
+        manager.check_integrity()
 
 
 class TestSwapping:

@@ -66,6 +66,12 @@ class TestGrowing:
         together.reserve_batch(together.batch([sequence]), [count])
         assert snapshot(together) == snapshot(alone)
 
+    def test_the_last_block_is_full_or_partly_empty(self):
+        for tokens, waste in ((8, 0), (6, 2 / 8)):
+            manager = make()
+            with_tokens(manager, tokens)
+            assert (manager.usage().tokens, manager.usage().waste) == (tokens, waste)
+
     def test_a_batch_grows_as_a_whole_or_not_at_all(self):
         manager = make(num_blocks=4)
         sequences = [with_tokens(manager, 4) for _ in range(3)]

@@ -350,7 +350,7 @@ class BlockManager:
         available = self.pool.available_after(releases)
         if needed > available:
             total = self.pool.num_blocks - self.pool.null_blocks
-            raise OutOfBlocksError("appending to", len(reservations), needed, available, total)
+            raise OutOfBlocksError("reserving for", len(reservations), needed, available, total)
 
     def _passed_blocks(self, row: int, length: int) -> list[int]:
         """Blocks that the row uses and that no query from position ``length`` on sees."""

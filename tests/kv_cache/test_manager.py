@@ -47,7 +47,7 @@ class TestGrowing:
         sequence = with_tokens(manager, 6)
         before = snapshot(manager)
         with pytest.raises(
-            OutOfBlocksError, match="appending to 1 sequence needs 2 blocks, but 1 of 3 are"
+            OutOfBlocksError, match="reserving for 1 sequence needs 2 blocks, but 1 of 3 are"
         ) as e:
             manager.reserve(sequence, 7)
         assert (e.value.needed, e.value.available) == (2, 1)
@@ -65,6 +65,12 @@ class TestGrowing:
         alone.reserve(sequence, count)
         together.reserve_batch(together.batch([sequence]), [count])
         assert snapshot(together) == snapshot(alone)
+
+    def test_the_last_block_is_full_or_partly_empty(self):
+        for tokens, waste in ((8, 0), (6, 2 / 8)):
+            manager = make()
+            with_tokens(manager, tokens)
+            assert (manager.usage().tokens, manager.usage().waste) == (tokens, waste)
 
     def test_a_batch_grows_as_a_whole_or_not_at_all(self):
         manager = make(num_blocks=4)
@@ -248,6 +254,17 @@ class TestWindow:
         ):
             manager.truncate(sequence, 15)
         manager.truncate(sequence, 16)
+
+    def test_blocks_that_the_window_has_passed_are_not_found_again(self):
+        """Their entries name the block of nothing, which no prompt may begin with."""
+        manager = make(window_left=3)
+        sequence = with_tokens(manager, 12)
+        manager.reserve(sequence)
+        passed = manager.table.skipped[manager.table.row(sequence)]
+        assert passed == 2
+        assert manager.cache_blocks(sequence, TOKENS) == 3 - passed
+        assert manager.length(manager.create([*TOKENS, 1])) == 0
+        manager.check_integrity()
 
 
 class TestSwapping:

@@ -39,7 +39,7 @@ def read_kernel(source, sums, count, BLOCK: tl.constexpr):
     """Reads all of ``source``, in blocks dealt out to the programs."""
     acc = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.program_id(0), count // BLOCK, tl.num_programs(0)):
-        acc += tl.load(source + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
+        acc += tl.load(source + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK))
     tl.store(sums + tl.program_id(0), tl.sum(acc, 0))
 
 
@@ -146,9 +146,18 @@ def measure_shape(
             f"{kind} {found['us']:.1f} us ({floor / found['us']:.2f})" for kind, found in best.items()
         )
         say(f"{N} x {K} {weight_dtype}, {m} rows: {times}")
-    names = [str(d).removeprefix("torch.") for d in (dtype, weight_dtype)]
+    dtype_name, weight_name = (str(d).removeprefix("torch.") for d in (dtype, weight_dtype))
+    gemv_below, library_from = inflections(kernels)
     return Row(
-        torch.cuda.get_device_name(device), N, K, *names, *inflections(kernels), kernels, round(read_tbps, 3)
+        card=torch.cuda.get_device_name(device),
+        N=N,
+        K=K,
+        dtype=dtype_name,
+        weight_dtype=weight_name,
+        gemv_below=gemv_below,
+        library_from=library_from,
+        kernels=kernels,
+        read_tbps=round(read_tbps, 3),
     )
 
 

@@ -11,7 +11,7 @@ import typer
 
 from flashtile.bench.linear_bench import SHAPES
 from flashtile.commands.options import bad_parameters, output_file
-from flashtile.linear.table import cache_file, merged, read_table, write_table
+from flashtile.linear.table import Row, cache_file, merged, read_table, write_table
 
 MODELS = tuple(name for name in SHAPES if name != "ci")
 LARGEST = 2**20
@@ -52,7 +52,7 @@ def profile(
         if name not in MODELS:
             raise typer.BadParameter(f"model must be one of {', '.join(MODELS)}, got {name!r}")
     path = out or cache_file()
-    old = ()
+    old: tuple[Row, ...] = ()
     if path.exists():
         with bad_parameters():
             old = read_table(path)  # not to be overwritten, if it is something else

@@ -10,6 +10,7 @@ from flashtile.io_model.cards import CARDS, Card, card_of_device, find_card
 from flashtile.io_model.estimate import Estimate, estimates
 from flashtile.io_model.measure import measured_card
 from flashtile.io_model.memory import MODELS, Model, attention_memory, cached_tokens, longest_sequence
+from flashtile.io_model.products import Product
 
 __all__ = [
     "CARDS",
@@ -18,6 +19,7 @@ __all__ = [
     "Card",
     "Estimate",
     "Model",
+    "Product",
     "attention_memory",
     "cached_tokens",
     "card_of_device",

@@ -23,7 +23,7 @@ EXPERIMENTS = RESULTS / "experiments"
 FOLDER = ROOT / "docs" / "measured"
 
 SUBJECTS = (
-    "peers", "hopper_forward", "hopper_backward", "fp8", "decoding", "portable", "cpu", "host_time",
+    "peers", "hopper_forward", "hopper_backward", "fp8", "decoding", "linear", "portable", "cpu", "host_time",
     "compilers",
 )  # fmt: skip
 """In the order of the index."""

@@ -16,16 +16,16 @@ from flashtile.linear.problem import LinearProblem
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each tile that is measured without ends, and the default one with each."""
+    """Each tile with room for 16 rows without ends, and the default one with each."""
     if arch != HOPPER:
         return
-    for rows, tiles in TILES.items():
-        problem = plain_problem(rows, (9, 0))
-        for tile in tiles:
-            yield _case("plain", problem, make(problem, tile))
-        for name, ended in everything(problem).items():
-            yield _case(name, ended, make(ended, DEFAULT[rows]))
-    narrow = _case("K of 8 times an odd number", problem, make(problem, DEFAULT[rows]))
+    few, most = (plain_problem(rows, (9, 0)) for rows in TILES)
+    yield _case("plain", few, make(few, DEFAULT[few.M]))
+    for tile in TILES[most.M]:
+        yield _case("plain", most, make(most, tile))
+    for name, ended in everything(most).items():
+        yield _case(name, ended, make(ended, DEFAULT[most.M]))
+    narrow = _case("K of 8 times an odd number", most, make(most, DEFAULT[most.M]))
     yield replace(narrow, divisible_by_16=frozenset())
 
 

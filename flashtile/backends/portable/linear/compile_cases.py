@@ -12,7 +12,13 @@ from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.linear_launch import end_variant
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
-from flashtile.backends.portable.linear.config import LinearConfig, adapted, candidates, default
+from flashtile.backends.portable.linear.config import (
+    MOST_FLAT_ROWS,
+    LinearConfig,
+    adapted,
+    candidates,
+    default,
+)
 from flashtile.backends.portable.linear.kernel import end_kernel, product_kernel
 from flashtile.backends.portable.linear.launch import END_PLACES, END_ROWS, variant_of
 from flashtile.compile_report import CompileCase, architecture
@@ -70,11 +76,11 @@ def absent(problem: LinearProblem, split: bool) -> dict[str, None]:
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """The rule's tiles with every end, what ``flashtile profile`` tries on Hopper, and the end alone."""
     capability = divmod(architecture(arch).capability, 10)
-    for rows in (1, 16):
-        problem = plain_problem(rows, capability)
-        for kind in (GEMV, FLAT) if rows == 1 else (FLAT,):
-            for name, ended in ({"plain": problem} | everything(problem)).items():
-                yield _case(f"{name} {rows} rows", ended, default(ended, kind))
+    few = plain_problem(1, capability)
+    for name, ended in {"plain": few, "norm qkv": everything(few)["norm qkv"]}.items():
+        yield _case(f"{name} 1 rows", ended, default(ended, GEMV))
+    for name, ended in everything(plain_problem(16, capability)).items():
+        yield _case(f"{name} 16 rows", ended, default(ended, FLAT))
     split = plain_problem(64, capability)
     yield _case(
         "block scales split 64 rows",
@@ -82,11 +88,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         adapted(split, FLAT, 64, 128, 4, 3, 4, 0),
     )
     if capability >= CAPABILITY:
-        for rows in (1, 64):
-            problem = plain_problem(rows, capability)
+        many = plain_problem(MOST_FLAT_ROWS, capability)
+        for problem, kind in ((few, GEMV), (many, FLAT)):
             for config in candidates(problem):
-                yield _case(f"profiled {rows} rows", problem, config)
-    ended = everything(problem)["norm qkv"]
+                if config.kind == kind:
+                    yield _case(f"profiled {problem.M} rows", problem, config)
+    ended = everything(few)["norm qkv"]
     signature = types_of(end_kernel, ended, True)
     constants = {"BLOCK_M": END_ROWS, "BLOCK_P": END_PLACES, "E": end_variant(ended, norm=False)}
     constants |= {name: None for name in absent(ended, False) if name in signature}

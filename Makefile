@@ -34,7 +34,7 @@ test-cpu: $(READY)
 test-interpreter: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m interpreter
 
-test-compile: $(READY) ## compile every configuration of every kernel, of which make test compiles a third
+test-compile: $(READY) ## compile every configuration of every kernel; make test leaves out those that tell little
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
 
 mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice

@@ -50,13 +50,12 @@ _FEATURES: dict[str, Any] = {
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
     "page 1": {"page_size": 1},
-    "page 8": {"page_size": 8},
     "padded": {"page_size": 0, "leftpad": True},
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0, "batch_idx": True},
     "tree": {"window_right": -1, "tree": True},
 }
-_FEW, _MANY = ("page 8", "padded", "tree"), ("page 1", "page 256", "dense")
+_FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
 """Those that are compiled with at most 64 rows of a sequence, and with more."""
 _INT32 = (
     "table", "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",

@@ -13,8 +13,9 @@ from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.decode.problem import DecodeProblem
 
-COPY_ROWS = 8
-"""The fewest rows that TMA can put into a swizzled tile: 8 rows are what the swizzle repeats after."""
+COPY_ROWS = 16
+"""The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of
+so few as for one of 16."""
 
 
 @dataclass(frozen=True)

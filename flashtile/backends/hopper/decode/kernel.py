@@ -33,7 +33,7 @@ from flashtile.backends.hopper.decode.loads import (
     load_n_block,
     load_pages,
 )
-from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile, start_dependents
+from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile
 from flashtile.backends.hopper.forward.kernel import (
     LN_2,
     Rows,
@@ -159,7 +159,8 @@ def mask_rows(C: gl.constexpr, work, own, slope, call):
     if C.HAS_TREE:
         b, _ = sequence_of(work.m_block, lengths, C)
         row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
-        tree = Tree(call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride, row, offset, sequence.len_q)
+        mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride
+        tree = Tree(mask_of_sequence, row, offset, sequence.len_q)  # type: ignore[assignment]
     first_key = in_keys - lengths.window_left
     if C.HAS_LEFTPAD:
         first_key = gl.maximum(first_key, sequence.leftpad)
@@ -492,8 +493,6 @@ def attend_kernel(
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most. Heads are those of the schedule: PACK query heads
     each."""
-    if C.SPLIT:
-        start_dependents()
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_key_channel(C, k_desc, C.BLOCK_D)
     v = make_key_channel(C, v_desc, C.BLOCK_DV)

@@ -30,7 +30,6 @@ from flashtile.backends.hopper.launch import arguments_of, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import combine_kernel
 from flashtile.backends.portable.decode.launch import (
-    CombineTile,
     DecodeLaunch,
     combine_tile,
     combine_variant,
@@ -53,10 +52,6 @@ LEAST_FILLED = 0.85
 STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
 FAR = 2**30
 """A window that hides no key."""
-COMBINE_TILE = 8192
-"""Elements of partial results that eight warps of a combining program load at a time."""
-LEAST_SPLITS = 4
-"""Parts that it loads at a time at least."""
 
 
 def pack_of(problem: DecodeProblem) -> int:
@@ -97,19 +92,6 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     if gathers(problem):
         return config.tile.BLOCK_N
     return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
-
-
-def combining_tile(problem: DecodeProblem, config: HopperDecodeConfig, per_tile: int | None) -> CombineTile:
-    """How parts are combined; ``per_tile``: programs of a balanced grid for each work tile, else None.
-
-    A program first finds out what to combine, which takes longer than to do it: few of them are large.
-    """
-    if per_tile is None:
-        return combine_tile(problem, config, None)
-    splits = max(LEAST_SPLITS, triton.next_power_of_2(per_tile))
-    most = max(1, COMBINE_TILE // (splits * padded(problem.head_dim_v)))
-    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
-    return CombineTile(min(triton.next_power_of_2(rows), most), splits, 8)
 
 
 def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
@@ -228,7 +210,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             return attend, None
         self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
         per_tile = triton.cdiv(programs, work_tiles) if variant.BALANCED else None
-        combined = combining_tile(problem, config, per_tile)
+        combined = combine_tile(problem, config, per_tile)
         by_work_tile = not variant.BALANCED or work_tiles < programs
         units = work_tiles if by_work_tile else programs - 1
         row_blocks = triton.cdiv(rows, combined.rows)

@@ -23,12 +23,6 @@ CHUNK = 256
 
 
 @triton.jit
-def start_dependents():
-    """The combining kernel may start: it finds out what to combine, and waits for this kernel's end."""
-    tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def balanced_tile(C: tl.constexpr, position, end, m_block, m_block_start, sequences, lengths):
     """(work tile, its n_blocks [n_begin, n_end), slot, whether these are all, and where the next one is)."""
     program = tl.program_id(0)

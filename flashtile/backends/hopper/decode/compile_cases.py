@@ -10,9 +10,10 @@ import torch
 
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.compile_cases import HOPPER, words
+from flashtile.backends.hopper.decode.combine import combine_noted_kernel
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
 from flashtile.backends.hopper.decode.kernel import attend_kernel
-from flashtile.backends.hopper.decode.launch import STRIDES, variant_of, views
+from flashtile.backends.hopper.decode.launch import STRIDES, noted_variant, variant_of, views
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.compile_report import CompileCase
@@ -81,6 +82,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for name in _FEW if problem.seqlen_q == _PAGED.seqlen_q else _MANY:
                 varied = replace(problem, **_VARIANTS[name])
                 yield _case(varied, choose(varied), name)
+    for problem in (_PAGED, replace(_PAGED, batch=64, total_q=512)):
+        yield _combine_case(problem, choose(problem))
     problem = replace(_PAGED, **_CHUNK)
     constants = {"C": variant_of(problem, choose(problem)), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
     absent = dict.fromkeys(("cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
@@ -89,6 +92,20 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         kernel=table_kernel,
         signature=_signature(table_kernel, {}, constants | absent),
         constants=constants | absent,
+        tensor_cores=False,
+    )
+
+
+def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> CompileCase:
+    variant, num_warps = noted_variant(problem, config, variant_of(problem, config))
+    absent = dict.fromkeys(("sink_ptr", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
+    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
+    return CompileCase(
+        name=f"hopper decode combine by {'work tile' if variant.BY_WORK_TILE else 'program'}",
+        kernel=combine_noted_kernel,
+        signature=_signature(combine_noted_kernel, types, {"C": variant} | absent),
+        constants={"C": variant} | absent,
+        num_warps=num_warps,
         tensor_cores=False,
     )
 

@@ -66,6 +66,8 @@ class Variant(Layout):
     """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
     SPLIT: bool
     """A work tile may have several splits: always, if balanced."""
+    BY_WORK_TILE: bool
+    """Combining what balanced programs leave has a program for each work tile, not for each of them."""
     PACK: int
     """Query heads of a key head that share a tile, row by row."""
     KV_GROUP: int

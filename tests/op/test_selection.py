@@ -12,6 +12,7 @@ import flashtile
 from flashtile.attn.operators import BACKWARD, FORWARD
 from flashtile.attn.problem import Options, Problem
 from flashtile.caches import BoundedCache
+from flashtile.decode.problem import find_obstacle_in_cache
 from flashtile.io_model import find_card
 from flashtile.op import operation, selection
 from flashtile.op.operation import CACHE_BYTES
@@ -306,3 +307,40 @@ def test_explain_on_the_gpu():
         flashtile.attention(q.double(), k.double(), v.double())
     with pytest.raises(NotImplementedError, match="backend='cpu' does not serve"):
         flashtile.attention(q, k, v, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "backend", "reason"),
+    [
+        (8, {}, "hopper", None),
+        (4, {}, "portable", "16 query rows of a key head fit"),
+        (8, {"fp8": True}, "portable", "caches in the dtype of q"),
+        (8, {"head_dim": 72}, "hopper", None),
+        (8, {"head_dim": 20}, "portable", "head_dim must be a multiple of 8"),
+        (8, {"head_dim": 320}, "portable", "no tile for head sizes"),
+        (8, {"page_size": 1}, "hopper", None),
+    ],
+    ids=str,
+)
+def test_which_decoding_calls_are_hoppers(tokens, more, backend, reason):
+    pages, heads_kv, head_dim = 10, 2, more.get("head_dim", 64)
+    shape = pages, more.get("page_size", 16), heads_kv, head_dim
+    dtype = torch.float8_e4m3fn if "fp8" in more else torch.bfloat16
+    caches = torch.empty(2, *shape, dtype=torch.bfloat16).to(dtype)
+    q = torch.empty(3, tokens, 4 * heads_kv, head_dim, dtype=torch.bfloat16)
+    call = {"block_table": torch.zeros(3, 2, dtype=torch.int32), "cache_seqlens": 5, "causal": True}
+    explanation = flashtile.explain(
+        flashtile.flash_attn_with_kvcache, q, *caches, card=flashtile.io_model.CARDS["h100"], **call
+    )
+    assert explanation.backend == backend
+    assert reason is None or reason in explanation.reasons_against["hopper"]
+
+
+def test_caches_that_are_no_run_of_rows():
+    q, cache = torch.empty(3, 8, 4, 64), torch.empty(10, 16, 2, 64)
+    assert find_obstacle_in_cache(q, cache, cache) is None
+    apart = torch.empty(10, 33, 64).as_strided((10, 16, 2, 64), (33 * 64, 128, 64, 1))
+    reason = "v_cache must have pages (rows) whole tokens apart for TMA, got strides (2112, 128, 64, 1)"
+    assert find_obstacle_in_cache(q, cache, apart) == reason
+    many = torch.empty(2**27, 16, 2, 64, device="meta")
+    assert "at most 1073741824 tokens for TMA, got 2147483648" in find_obstacle_in_cache(q, many, many)

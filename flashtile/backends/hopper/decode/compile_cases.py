@@ -10,9 +10,10 @@ import torch
 
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.compile_cases import HOPPER, words
+from flashtile.backends.hopper.decode.combine import combine_noted_kernel
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
 from flashtile.backends.hopper.decode.kernel import attend_kernel
-from flashtile.backends.hopper.decode.launch import STRIDES, variant_of, views
+from flashtile.backends.hopper.decode.launch import STRIDES, noted_variant, variant_of, views
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.compile_report import CompileCase
@@ -50,13 +51,12 @@ _FEATURES: dict[str, Any] = {
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
     "page 1": {"page_size": 1},
-    "page 8": {"page_size": 8},
     "padded": {"page_size": 0, "leftpad": True},
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0, "batch_idx": True},
     "tree": {"window_right": -1, "tree": True},
 }
-_FEW, _MANY = ("page 8", "padded", "tree"), ("page 1", "page 256", "dense")
+_FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
 """Those that are compiled with at most 64 rows of a sequence, and with more."""
 _INT32 = (
     "table", "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",
@@ -82,6 +82,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for name in _FEW if problem.seqlen_q == _PAGED.seqlen_q else _MANY:
                 varied = replace(problem, **_VARIANTS[name])
                 yield _case(varied, choose(varied), name)
+    for problem in (_PAGED, replace(_PAGED, batch=64, total_q=512)):
+        yield _combine_case(problem, choose(problem))
     problem = replace(_PAGED, **_CHUNK)
     constants = {"C": variant_of(problem, choose(problem)), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
     absent = dict.fromkeys(("cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
@@ -90,6 +92,20 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         kernel=table_kernel,
         signature=_signature(table_kernel, {}, constants | absent),
         constants=constants | absent,
+        tensor_cores=False,
+    )
+
+
+def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> CompileCase:
+    variant, num_warps = noted_variant(problem, config, variant_of(problem, config))
+    absent = dict.fromkeys(("sink_ptr", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
+    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
+    return CompileCase(
+        name=f"hopper decode combine by {'work tile' if variant.BY_WORK_TILE else 'program'}",
+        kernel=combine_noted_kernel,
+        signature=_signature(combine_noted_kernel, types, {"C": variant} | absent),
+        constants={"C": variant} | absent,
+        num_warps=num_warps,
         tensor_cores=False,
     )
 

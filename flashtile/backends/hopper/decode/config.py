@@ -13,8 +13,9 @@ from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.decode.problem import DecodeProblem
 
-COPY_ROWS = 8
-"""The fewest rows that TMA can put into a swizzled tile: 8 rows are what the swizzle repeats after."""
+COPY_ROWS = 16
+"""The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of
+so few as for one of 16."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Variant(Layout):
     """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
     SPLIT: bool
     """A work tile may have several splits: always, if balanced."""
+    BY_WORK_TILE: bool
+    """Combining what balanced programs leave has a program for each work tile, not for each of them."""
     PACK: int
     """Query heads of a key head that share a tile, row by row."""
     KV_GROUP: int

@@ -1,7 +1,7 @@
 """Keys by asynchronous copies of each thread: for pages of any size, and where single keys must stay away.
 
-TMA puts eight rows or more into a swizzled tile. Pages of other sizes, and padding on the left, which ends
-anywhere, need an address for each key.
+TMA is for runs of keys of some length. Pages of other sizes, and padding on the left, which ends anywhere,
+need an address for each key.
 """
 
 from typing import Any, NamedTuple

@@ -20,6 +20,7 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.decode.combine import Note, write_note
 from flashtile.backends.hopper.decode.gather import (
     Source,
     faults_of_keys,
@@ -92,6 +93,7 @@ class Call(NamedTuple):
 class Start(NamedTuple):
     """Where a balanced program's run of n_blocks begins and ends, as ``schedule.balanced_start`` has it."""
 
+    total: Any
     position: Any
     end: Any
     m_block: Any
@@ -159,7 +161,8 @@ def mask_rows(C: gl.constexpr, work, own, slope, call):
     if C.HAS_TREE:
         b, _ = sequence_of(work.m_block, lengths, C)
         row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
-        tree = Tree(call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride, row, offset, sequence.len_q)
+        mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride
+        tree = Tree(mask_of_sequence, row, offset, sequence.len_q)  # type: ignore[assignment]
     first_key = in_keys - lengths.window_left
     if C.HAS_LEFTPAD:
         first_key = gl.maximum(first_key, sequence.leftpad)
@@ -374,15 +377,24 @@ def consumer(
     j = 0
     if C.BALANCED:
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
+        program = gl.program_id(0)
+        if W == 0 and not C.BY_WORK_TILE:
+            write_note(call.pointers.partial, Note(0, program, 0, 0, 0, 0), call.lengths, call.splits, C)
         while position < start.end:
-            work, n_begin, n_end, slot, whole, position, m_block, m_block_start = balanced_tile(
-                C, position, start.end, m_block, m_block_start, call.sequences, call.lengths
+            work, n_begin, n_end, slot, splits, position, m_block, m_block_start = balanced_tile(
+                C, position, start, m_block, m_block_start, call.sequences, call.lengths
             )
             if n_begin < n_end:
                 i = attend_part(
-                    C, W, work, n_begin, n_end, slot, whole, i, j, q, k, v, faults, call, numbers, dtype
+                    C, W, work, n_begin, n_end, slot, splits == 1, i, j, q, k, v, faults, call, numbers, dtype
                 )
                 j += 1
+                if W == 0:  # noqa: SIM102 - one is known to the compiler, the other is not
+                    if splits > 0:
+                        note = Note(
+                            splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q
+                        )
+                        write_note(call.pointers.partial, note, call.lengths, call.splits, C)
     else:
         num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
         t = 0
@@ -413,7 +425,7 @@ def loader(
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         while position < start.end:
             work, n_begin, n_end, _, _, position, m_block, m_block_start = balanced_tile(
-                C, position, start.end, m_block, m_block_start, call.sequences, call.lengths
+                C, position, start, m_block, m_block_start, call.sequences, call.lengths
             )
             if n_begin < n_end:
                 i = load_part(
@@ -456,9 +468,11 @@ def find_start(C: gl.constexpr, sequences, lengths):
         total, position, m_block, m_block_start = balanced_start(
             index, program, programs, sequences, lengths, C
         )
-        return Start(position, share_start(program + 1, programs, total), m_block, m_block_start)
+        return Start(
+            total, position, share_start(program + 1, programs, total), m_block, m_block_start
+        )
     else:
-        return Start(0, 0, 0, 0)
+        return Start(0, 0, 0, 0, 0)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.decode.combine import NOTE_WIDTH, combine_noted_kernel
 from flashtile.backends.hopper.decode.config import (
     MOST_LOADERS,
     HopperDecodeConfig,
@@ -28,7 +29,7 @@ from flashtile.backends.hopper.decode.loads import CacheRows
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
 from flashtile.backends.hopper.launch import arguments_of, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.decode.combine import combine_kernel
+from flashtile.backends.portable.decode.combine import CombineVariant, combine_kernel
 from flashtile.backends.portable.decode.launch import (
     CombineTile,
     DecodeLaunch,
@@ -53,8 +54,10 @@ LEAST_FILLED = 0.85
 STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
 FAR = 2**30
 """A window that hides no key."""
-COMBINE_TILE = 8192
-"""Elements of partial results that eight warps of a combining program load at a time."""
+COMBINE_TILES = {4: 2048, 8: 8192}
+"""Elements of partial results that a combining program loads at a time, by its warps. Where work tiles have few
+parts there are many programs, and the more of them fit a multiprocessor the better."""
+MANY_PARTS = 16
 LEAST_SPLITS = 4
 """Parts that it loads at a time at least."""
 
@@ -99,22 +102,20 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
 
 
-def combining_tile(problem: DecodeProblem, config: HopperDecodeConfig, per_tile: int | None) -> CombineTile:
-    """How parts are combined; ``per_tile``: programs of a balanced grid for each work tile, else None.
-
-    A program first finds out what to combine, which takes longer than to do it: few of them are large.
-    """
-    if per_tile is None:
-        return combine_tile(problem, config, None)
-    splits = max(LEAST_SPLITS, triton.next_power_of_2(per_tile))
-    most = max(1, COMBINE_TILE // (splits * padded(problem.head_dim_v)))
-    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
-    return CombineTile(min(triton.next_power_of_2(rows), most), splits, 8)
+def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
+    """Of a grid of equal runs."""
+    problem = packed(problem)
+    programs = multiprocessors(problem.device) * config.programs_per_sm
+    work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
+    in_step = programs // work_tiles * work_tiles
+    # Programs that read the same keys for several m_blocks then do so at the same time.
+    return in_step if in_step >= LEAST_FILLED * programs else programs
 
 
 def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     balanced = is_balanced(problem, config)
     pack = pack_of(problem)
+    work_tiles = problem.batch * m_blocks_of(packed(problem), config) * (problem.num_heads_q // pack)
     consumer, loader, _ = config.registers
     copies = config.tile.BLOCK_N // copy_rows(problem, config)
     loaders = min(copies, MOST_LOADERS)
@@ -136,6 +137,7 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0,
         BALANCED=balanced,
         SPLIT=balanced or num_splits_of(problem, config)[0] > 1,
+        BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
@@ -150,6 +152,23 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         CONSUMER_REGISTERS=consumer,
         LOADER_REGISTERS=loader,
     )
+
+
+def noted_variant(
+    problem: DecodeProblem, config: HopperDecodeConfig, variant: Variant
+) -> tuple[CombineVariant, int]:
+    """(variant, warps) of the kernel that combines what balanced programs leave."""
+    programs = balanced_programs(problem, config)
+    problem = packed(problem)
+    work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
+    parts = triton.next_power_of_2(triton.cdiv(programs, work_tiles))
+    num_warps = 8 if parts > MANY_PARTS else 4
+    most = max(1, COMBINE_TILES[num_warps] // padded(problem.head_dim_v))
+    splits = min(max(LEAST_SPLITS, parts), most)
+    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+    tile = CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
+    combining = combine_variant(problem, config, tile, variant.BY_WORK_TILE, pdl=True)
+    return replace(combining, BALANCED=True), num_warps
 
 
 def views(problem: DecodeProblem, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
@@ -169,19 +188,17 @@ class HopperDecodeLaunch(DecodeLaunch):
 
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
-    ) -> tuple[Any, KeptKernel | None]:
+    ) -> tuple[Any, Any]:
         problem, config = packed(self._problem), self._config
         assert isinstance(config, HopperDecodeConfig)
         variant = variant_of(self._problem, config)
         m_blocks = m_blocks_of(problem, config)
         work_tiles = problem.batch * m_blocks * problem.num_heads_kv
         num_splits, split_n_blocks = num_splits_of(problem, config)
-        programs = multiprocessors(self._device) * config.programs_per_sm
+        programs = balanced_programs(self._problem, config)
         if not variant.BALANCED:
-            programs = min(programs, work_tiles * num_splits)
-        elif programs // work_tiles * work_tiles >= LEAST_FILLED * programs:
-            # Programs that read the same keys for several m_blocks then do so at the same time.
-            programs = programs // work_tiles * work_tiles
+            most = multiprocessors(self._device) * config.programs_per_sm
+            programs = min(most, work_tiles * num_splits)
         rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
         slots = 2 * programs if variant.BALANCED else work_tiles * num_splits
         splits = Splits(rows, slots, num_splits, split_n_blocks)
@@ -226,23 +243,55 @@ class HopperDecodeLaunch(DecodeLaunch):
         attend = Attend(kernel, table, variant.GATHER)
         if not variant.SPLIT:
             return attend, None
-        self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
-        per_tile = triton.cdiv(programs, work_tiles) if variant.BALANCED else None
-        combined = combining_tile(problem, config, per_tile)
-        by_work_tile = not variant.BALANCED or work_tiles < programs
-        units = work_tiles if by_work_tile else programs - 1
-        row_blocks = triton.cdiv(rows, combined.rows)
-        combining = combine_variant(problem, config, combined, by_work_tile, pdl=True)
+        floats = slots * rows * (problem.head_dim_v + 1)
+        if not variant.BALANCED:
+            self._partials = round_up(floats, 64)
+            return attend, self._combine_splits(problem, config, lengths, splits)
+        places = work_tiles if variant.BY_WORK_TILE else programs
+        self._partials = round_up(floats + places * NOTE_WIDTH.value, 64)
+        combining, num_warps = noted_variant(self._problem, config, variant)
+        row_blocks = triton.cdiv(rows, combining.ROWS)
         combine = KeptKernel(
+            combine_noted_kernel,
+            places * row_blocks,
+            (*lengths, *splits, row_blocks),
+            (combining,),
+            None,
+            num_warps=num_warps,
+            launch_pdl=True,
+        )
+        return attend, Combine(combine)
+
+    def _combine_splits(
+        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: Lengths, splits: Splits
+    ) -> KeptKernel:
+        """The portable kernel, for splits by each work tile's own length."""
+        combined = combine_tile(problem, config, None)
+        row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
+        work_tiles = lengths.m_blocks * problem.num_heads_kv
+        combining = combine_variant(problem, config, combined, by_work_tile=True, pdl=True)
+        return KeptKernel(
             combine_kernel,
-            units * row_blocks,
-            (*lengths, *splits, programs if variant.BALANCED else 0, row_blocks),
-            (replace(combining, BALANCED=variant.BALANCED),),
+            work_tiles * row_blocks,
+            (*lengths, *splits, 0, row_blocks),
+            (replace(combining, BALANCED=False),),
             None,
             num_warps=combined.num_warps,
             launch_pdl=True,
         )
-        return attend, combine
+
+
+class Combine:
+    """The kernel for what balanced programs left, called as the portable one is."""
+
+    def __init__(self, kernel: KeptKernel) -> None:
+        self._kernel = kernel
+
+    def __call__(
+        self, device: torch.device, partial: Tensor, out: Tensor, lse: Any, sink: Tensor | None,
+        prior_out: None, prior_lse: None, *lengths: Tensor | None,
+    ) -> None:  # fmt: skip
+        self._kernel(device, partial, out, lse, sink, *lengths)
 
 
 class WorkTable:

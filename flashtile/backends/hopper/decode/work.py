@@ -15,6 +15,7 @@ from flashtile.backends.portable.decode.schedule import (
     load_sequence,
     reach_of,
     sequence_of,
+    share_of,
     work_tile_at,
 )
 
@@ -24,24 +25,30 @@ CHUNK = 256
 
 @triton.jit
 def start_dependents():
-    """The combining kernel may start: it finds out what to combine, and waits for this kernel's end."""
+    """The combining kernel may be placed; it waits for this kernel's end."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def balanced_tile(C: tl.constexpr, position, end, m_block, m_block_start, sequences, lengths):
-    """(work tile, its n_blocks [n_begin, n_end), slot, whether these are all, and where the next one is)."""
-    program = tl.program_id(0)
+def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, sequences, lengths):
+    """(work tile, its n_blocks [n_begin, n_end), slot, parts of the work tile, and where the next one is).
+
+    Parts are 0 unless these n_blocks are the first. A work tile's first part is the last work of its program,
+    any other part the first.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
     work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, sequences, lengths, C)
-    count = min(work.n_blocks - nth, end - position)
+    count = min(work.n_blocks - nth, start.end - position)
+    splits = 0
+    if nth == 0:
+        splits = share_of(position + work.n_blocks - 1, programs, start.total) - program + 1
     position += count
     finished = position >= m_block_end
     m_block += finished.to(tl.int32)
     m_block_start = tl.where(finished, m_block_end, m_block_start)
-    # A work tile's first part is the last work of its program, any other part the first.
     slot = 2 * program + (nth == 0).to(tl.int32)
     n_begin = work.keys.first // C.BLOCK_N + nth
-    return work, n_begin, n_begin + count, slot, count == work.n_blocks, position, m_block, m_block_start
+    return work, n_begin, n_begin + count, slot, splits, position, m_block, m_block_start
 
 
 @triton.jit

@@ -125,6 +125,33 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
     return acc, row_max, row_sum
 
 
+@triton.jit
+def combine_rows(
+    partial_ptr, out_ptr, lse_ptr, sink_ptr, prior_out, prior_lse, b, m, head_kv, start_q, num_rows,
+    first_row, splits, start, step, first_extra, lengths, partial, C: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows, from ``first_row`` on, of the work tile that is m_block ``m`` of sequence ``b`` and a
+    key/value head, from its parts in the slots that :class:`Slots` describes."""
+    index = first_row + tl.arange(0, C.ROWS)
+    exists = index < num_rows
+    row = m * C.BLOCK_M + index
+    tokens, heads = heads_of_rows(row, head_kv, lengths, C)
+    partial_lse = partial_ptr + partial.slots.to(tl.int64) * partial.partial_rows * C.HEAD_DIM_V
+    acc, row_max, row_sum = sum_splits(
+        partial_ptr + index * C.HEAD_DIM_V, partial_lse + index, exists, splits,
+        Slots(start, step, first_extra, partial.partial_rows * C.HEAD_DIM_V, partial.partial_rows),
+        False, C,
+    )  # fmt: skip
+    rows = Rows(b, start_q, tokens, heads, exists)
+    if C.HAS_PRIOR:
+        acc, row_max, row_sum = with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C)
+    if C.HAS_SINK:
+        sink = tl.load(sink_ptr + heads, mask=exists, other=0.0)
+        acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
+    out, lse = normalised(acc, row_max, row_sum)
+    store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C)
+
+
 @kernel(do_not_specialize=(*RUNTIME_INTEGERS, "teams", "row_blocks"))
 def combine_kernel(
     partial_ptr, out_ptr, lse_ptr, sink_ptr, prior_out, prior_lse, cache_seqlens, cache_leftpad,
@@ -193,24 +220,10 @@ def combine_kernel(
         tl.extra.cuda.gdc_wait()
     first_row = row_block * C.ROWS
     if (splits > 1) & (first_row < num_rows):
-        index = first_row + tl.arange(0, C.ROWS)
-        exists = index < num_rows
-        row = m * C.BLOCK_M + index
-        tokens, heads = heads_of_rows(row, head_kv, lengths, C)
-        partial_lse = partial_ptr + partial.slots.to(tl.int64) * partial.partial_rows * C.HEAD_DIM_V
-        acc, row_max, row_sum = sum_splits(
-            partial_ptr + index * C.HEAD_DIM_V, partial_lse + index, exists, splits,
-            Slots(start, step, first_extra, partial.partial_rows * C.HEAD_DIM_V, partial.partial_rows),
-            False, C,
+        combine_rows(
+            partial_ptr, out_ptr, lse_ptr, sink_ptr, prior_out, prior_lse, b, m, head_kv, sequence.start_q,
+            num_rows, first_row, splits, start, step, first_extra, lengths, partial, C,
         )  # fmt: skip
-        rows = Rows(b, sequence.start_q, tokens, heads, exists)
-        if C.HAS_PRIOR:
-            acc, row_max, row_sum = with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C)
-        if C.HAS_SINK:
-            sink = tl.load(sink_ptr + heads, mask=exists, other=0.0)
-            acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
-        out, lse = normalised(acc, row_max, row_sum)
-        store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C)
 
 
 @kernel(do_not_specialize=("splits", "seqlen", "num_heads", "total_rows"))

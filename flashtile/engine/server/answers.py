@@ -74,6 +74,7 @@ async def stream_events(
 ) -> web.StreamResponse:
     """Server-sent events: ``first``, then what ``chunks`` makes of each output, usage, and ``[DONE]``.
 
+    ``first`` waits for the first output: clients take the first event for the first token.
     An error after the first byte is an event of its own, because the status is sent already.
     """
     response = web.StreamResponse(
@@ -93,9 +94,9 @@ async def stream_events(
     hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
     ended: set[tuple[int, int]] = set()
     try:
-        for choice in first:
-            await send([choice])
         async for prompt, output in job:
+            while first:
+                await send([first.pop(0)])
             usage.add(prompt, output)
             for answer in output.outputs:
                 key = prompt, answer.index

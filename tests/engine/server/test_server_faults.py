@@ -115,6 +115,25 @@ def test_one_call_too_many_is_told_to_come_again(model):
         assert server.complete(prompt="a", max_tokens=1)
 
 
+def test_no_event_comes_before_the_first_token(server, monkeypatch):
+    """Not even that which names the role: clients would take it for a token, and time it."""
+    runner, gate, lines = server.llm.engine.runner, threading.Event(), []
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda schedule: gate.wait(20) and launch(schedule))
+    messages = [{"role": "user", "content": "a"}]
+    fields = {"messages": messages, "stream": True, "max_tokens": 2}
+    thread = threading.Thread(
+        target=lambda: lines.append(server.send("/v1/chat/completions", fields).readline())
+    )
+    thread.start()
+    wait_for(lambda: server.llm.engine.requests)
+    thread.join(0.3)
+    assert not lines
+    gate.set()
+    thread.join(20)
+    assert b'"role":"assistant"' in lines[0]
+
+
 def test_two_unfinished_requests_of_one_name(server):
     stream = open_stream(server, request_id="mine")
     status, body = server.ask(COMPLETIONS, {**LONG, "request_id": "mine"})

@@ -86,7 +86,8 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(model):
     with running(model, Limits(request_timeout=0.3)) as server:
         status, body = server.ask(COMPLETIONS, {**LONG, "n": 2})
         assert (status, body["error"]["code"]) == (504, "timeout")
-        assert rest(open_stream(server))["error"]["code"] == "timeout"
+        stream = server.send(COMPLETIONS, {**LONG, "stream": True})
+        assert rest(stream)["error"]["code"] == "timeout"
         wait_for(lambda: is_idle(server))
 
 

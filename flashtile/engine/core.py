@@ -137,6 +137,8 @@ class Engine:
             priority=as_int("priority", priority),
             salt=b"" if cache_salt is None else cache_salt.encode(),
         )  # fmt: skip
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
         self.scheduler.add(request)
         self._numbers += 1
         self.requests[request_id] = request
@@ -307,8 +309,7 @@ class Engine:
 
     def _take_prompt_scores(self, sequence: Sequence, first: int, scores: list[TokenScores]) -> None:
         request = sequence.request
-        if request.prompt_logprobs is None:
-            request.prompt_logprobs = [None]
+        assert request.prompt_logprobs is not None
         if len(request.prompt_logprobs) == first:
             tokens = sequence.tokens[first : first + len(scores)]
             request.prompt_logprobs += [self._named(t, s) for t, s in zip(tokens, scores, strict=True)]

@@ -97,6 +97,7 @@ class Scheduler:
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self._promised = 0  # seats of answers that are not forked yet
         self._beam_searches: set[Request] = set()
+        self._full = False  # somebody waits for a seat
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
 
     def add(self, request: Request) -> None:
@@ -219,7 +220,15 @@ class Scheduler:
         insort(self.waiting, victim, key=ORDER)
 
     def _admit(self, budget: int, step: Schedule) -> None:
-        """Sequences that wait, in order, while there are tokens, seats and blocks for the whole of them."""
+        """Sequences that wait, in order, while there are tokens, seats and blocks for the whole of them.
+
+        Where they wait for seats, several are let in at a time: a step with a prompt costs more than one of
+        single tokens alone, which is captured in a graph.
+        """
+        seats = self.max_num_seqs - self._seats_taken()
+        if self._full and self.running and seats < self.max_num_seqs // 32:
+            return
+        self._full = False
         for sequence in list(self.waiting):
             if budget <= 0:
                 return
@@ -233,6 +242,7 @@ class Scheduler:
                     continue
             else:
                 if self._seats_taken() + self._seats(sequence) > self.max_num_seqs:
+                    self._full = True
                     continue
                 count = self._start(sequence, budget, step)
                 if not count:

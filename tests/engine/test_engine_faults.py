@@ -289,7 +289,8 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
-        ({"quantization": "awq"}, "quantization must be None"),
+        ({"quantization": "awq"}, "quantization must be None or"),
+        ({"quantization": "fp8"}, "dtype must be bfloat16 or float16 with quantization"),
         ({"load_format": "pt"}, "load_format must be auto"),
         ({"dtype": "int8"}, "dtype must be auto"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be auto"),

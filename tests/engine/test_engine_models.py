@@ -38,6 +38,29 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
     assert manager.sequences == ()
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_steps_of_single_tokens_are_padded_and_captured(name):
+    """Graphs replayed by computing again: numbers, padding and logits are where a graph finds them."""
+    llm = load(name, block_size=4, async_scheduling=True, max_num_seqs=6)
+    runner, captured = llm.engine.runner, []
+
+    def capture(run):
+        captured.append(run)
+        return run
+
+    runner.capture, runner._logits = capture, torch.zeros(8, 120)
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
+    assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
+    assert sorted(runner.graphs) == [8]
+    assert len(captured) == 1
+    params = [SamplingParams(temperature=0, max_tokens=LENGTH - i, prompt_logprobs=1) for i in range(5)]
+    outputs = llm.generate(prompts(), params)
+    expected = [tokens[: LENGTH - i] for i, tokens in enumerate(greedy(name, LENGTH))]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [len(output.prompt_logprobs) for output in outputs] == [5, 21, 1, 14, 30]
+    assert sorted(runner.graphs) == [1, 2, 4, 8]
+
+
 def test_a_second_run_finds_the_first_ones_blocks():
     llm = load("llama3", block_size=4)
     for expected in (0, 28):  # the prompt's last token is computed in any case
@@ -123,8 +146,9 @@ def test_bf16_logits_are_as_near_as_transformers_own():
     assert errors[0] > 0
 
 
-def test_an_fp8_cache_is_near():
-    llm = load("llama3", kv_cache_dtype="fp8")
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8", "dtype": "bfloat16"}])
+def test_fp8_caches_and_weights_are_near(options):
+    llm = load("llama3", **options)
     (output,) = llm.generate([prompts()[4]], SamplingParams(temperature=0, max_tokens=1, logprobs=-1))
     model = transformers_model("llama3")
     with torch.no_grad():

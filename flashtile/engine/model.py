@@ -54,7 +54,10 @@ class Matrix:
     """The weight (N, K) of a product, as it is or in e4m3 with a factor for each row."""
 
     def __init__(self, weight: Tensor, fp8: bool):
-        self.weight, self.scale = quantized(weight) if fp8 else (weight, None)
+        self.weight = weight
+        self.scale: Tensor | None = None
+        if fp8:
+            self.weight, self.scale = quantized(weight)
 
     def __call__(
         self,

@@ -214,7 +214,7 @@ class Runner:
             views[2], views[0], views[1], None if single else views[6],
             1 if single else max(entry.num_tokens for entry in entries),
         )  # fmt: skip
-        return step, Positions(views[3].long(), views[4].long(), views[5])
+        return step, Positions(views[3], views[4].long(), views[5])
 
     def _resolve(self, step: StepInput) -> StepInput:
         """With tokens that are on the device only, and rows of the block table, in their places."""

@@ -18,6 +18,7 @@ from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
+from flashtile.engine.speculation import PromptLookup, Speculator
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import open_weights, random_weights
 from flashtile.kv_cache import BlockManager, PagedKVCache
@@ -59,6 +60,9 @@ class LLM:
         enforce_eager: no CUDA graphs.
         quantization: None, or "fp8": the layers' matrices are rounded to e4m3 as they are loaded, with a
             factor for each row.
+        speculative_config: ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1}``: guess where the text repeats itself, and check several at a time.
+            The answers stay the same.
         tensor_parallel_size: not served yet: only 1 is taken.
 
     Raises:
@@ -89,6 +93,7 @@ class LLM:
         swap_space: float = 0,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
     ):
@@ -96,6 +101,7 @@ class LLM:
             raise NotImplementedError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}")
         if quantization not in (None, "fp8"):
             raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
+        speculation = None if speculative_config is None else PromptLookup.from_config(speculative_config)
         if load_format not in ("auto", "safetensors", "dummy"):
             raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
         folder = Path(model)
@@ -158,8 +164,9 @@ class LLM:
         runner = Runner(network, manager, cache_dtype, budget, capture=not enforce_eager)
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(
-            config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap
-        )
+            config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap,
+            speculator=None if speculation is None else Speculator(speculation),
+        )  # fmt: skip
         self._ids = itertools.count()
 
     def generate(

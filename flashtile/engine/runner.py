@@ -189,18 +189,22 @@ class Runner:
         starts = [entry.start for entry in entries] + [i % self.manager.block_size for i in range(spare)]
         rows = [entry.row for entry in entries] + [self.spare_row] * spare
         tokens: list[int] = []
-        offsets, logits_rows = [0], []
+        offsets, logits_rows, sample_positions = [0], [], []
         for entry in entries:
-            known = entry.sequence.tokens[entry.start : entry.start + entry.num_tokens]
+            sequence, end = entry.sequence, entry.start + entry.num_tokens
+            known = [*sequence.tokens[entry.start : end], *sequence.guesses][: entry.num_tokens]
             tokens += known
             if len(known) < entry.num_tokens:  # the last one is on the device only: the row says where
                 tokens.append(~entry.row)
             offsets.append(len(tokens))
-            logits_rows += [len(tokens) - 1] * len(entry.samples)
+            # A sequence and its forks draw from the last token's logits, one with guesses from each.
+            last = len(sequence.guesses) if entry.samples else 0
+            back = range(last, -1, -1) if last else [0] * len(entry.samples)
+            logits_rows += [len(tokens) - 1 - i for i in back]
+            sample_positions += [end - i for i in back]
         tokens += [0] * spare
         table_rows = self.manager.table
         sample_rows = [table_rows.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
-        sample_positions = [entry.start + entry.num_tokens for entry in entries for _ in entry.samples]
         changed, values = self.manager.table.take_changes()
         parts = [starts, rows, tokens, logits_rows, sample_rows, sample_positions]
         if not single:

@@ -20,6 +20,11 @@ WAYS = {
     "swapped": {
         "num_gpu_blocks_override": 13, "block_size": 4, "swap_space": 0.001, "async_scheduling": True,
     },
+    "guessed": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "block_size": 4},
+    "guessed in a small pool": {
+        "speculative_config": {"method": "ngram"}, "num_gpu_blocks_override": 13, "block_size": 4,
+        "max_num_batched_tokens": 9, "max_num_seqs": 5,
+    },
     "no prefix cache": {"enable_prefix_caching": False, "block_size": 3},
 }  # fmt: skip
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from flashtile import LLM, SamplingParams, machine
+from flashtile.engine.model import Matrix
 from flashtile.engine.runner import InFlight
 
 READ = 4.47e12
@@ -104,8 +105,8 @@ def load(name: str, options: argparse.Namespace, **more: Any) -> tuple[LLM, floa
         (Path(folder) / "config.json").write_text(json.dumps(config))
         llm = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, device=options.device,
-            kv_cache_dtype=options.kv_cache_dtype, enforce_eager=options.eager,
-            **more,
+            kv_cache_dtype=options.kv_cache_dtype, quantization=options.quantization,
+            enforce_eager=options.eager, **more,
         )  # fmt: skip
     return llm, time.perf_counter() - start
 
@@ -118,13 +119,9 @@ def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 def floor_bytes(llm: LLM, batch: int, context: int) -> float:
     """Bytes that a step must read: all weights but the embedding, and the keys and values."""
     c, model = llm.model_config, llm.engine.runner.model
-    weights = sum(
-        tensor.numel() * tensor.element_size()
-        for layer in model.layers
-        for part in (layer.attention, layer.mlp)
-        for tensor in vars(part).values()
-        if isinstance(tensor, torch.Tensor)
-    ) + model.head.numel() * model.head.element_size()
+    parts = [part for layer in model.layers for part in (layer.attention, layer.mlp)]
+    matrices = [matrix for part in parts for matrix in vars(part).values() if isinstance(matrix, Matrix)]
+    weights = sum(m.weight.numel() * m.weight.element_size() for m in (*matrices, model.head))
     item = llm.engine.runner.k_cache.element_size()
     return weights + batch * context * 2 * c.num_layers * c.num_kv_heads * c.head_dim * item
 
@@ -154,7 +151,7 @@ def decode(llm: LLM, name: str, batch: int, context: int, steps: int) -> dict[st
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(50):
-            graphs[batch].replay()
+            graphs[batch]()
         torch.cuda.synchronize()
         found["graph_ms"] = (time.perf_counter() - start) / 50 * 1e3
     return found
@@ -218,6 +215,7 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, default=256, help="sequences computed at a time")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--quantization", default=None, help="fp8")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

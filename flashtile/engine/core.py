@@ -23,6 +23,7 @@ from flashtile.engine.runner import InFlight, Runner, TokenScores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Schedule, Scheduler
+from flashtile.engine.speculation import Speculator
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -63,6 +64,7 @@ class Engine:
         max_model_len: tokens of prompt and answer together, at most.
         seed: decides the draws of requests without a seed of their own.
         overlap: launch a step before the results of the one before it are read.
+        speculator: guesses tokens; the engine then waits for the results of each step.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         overlap: bool = True,
+        speculator: Speculator | None = None,
     ):
         self.config, self.runner, self.scheduler, self.tokenizer = config, runner, scheduler, tokenizer
         self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
+        self.speculator, self.num_guessed_tokens = speculator, 0
         self.requests: dict[str, Request] = {}
         self.last_schedule = Schedule()
         self._in_flight: InFlight | None = None
@@ -137,6 +141,8 @@ class Engine:
             priority=as_int("priority", priority),
             salt=b"" if cache_salt is None else cache_salt.encode(),
         )  # fmt: skip
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
         self.scheduler.add(request)
         self._numbers += 1
         self.requests[request_id] = request
@@ -180,9 +186,13 @@ class Engine:
             Requests that have something new, as their ``output_kind`` says.
         """
         touched: dict[Request, None] = {}
-        waits = not self.overlap or any(request.reads_tokens for request in self.requests.values())
-        if waits:
+        waits = not self.overlap or self.speculator is not None
+        if waits or any(request.reads_tokens for request in self.requests.values()):
             self._read(touched)
+        if self.speculator is not None:
+            for sequence in self.scheduler.running:
+                sequence.guesses = []
+                sequence.guesses = self.speculator.guess(sequence)
         schedule = self.scheduler.schedule()
         if not schedule.entries and self._in_flight is not None:
             self._read(touched)
@@ -264,8 +274,17 @@ class Engine:
         tokens = in_flight.wait()
         for sequence, first, scores in in_flight.scores_of_prompts():
             self._take_prompt_scores(sequence, first, scores)
+        guessed = {sequence for sequence in in_flight.samples if sequence.guesses}
+        seen: dict[Sequence, int] = {}
         for i, (sequence, token) in enumerate(zip(in_flight.samples, tokens, strict=True)):
-            sequence.pending -= 1
+            at = seen[sequence] = seen.get(sequence, -1) + 1
+            sequence.pending -= at == 0
+            if sequence in guessed and sequence.state is not State.FINISHED:
+                if at and sequence.guesses[at - 1 : at] != sequence.tokens[-1:]:
+                    sequence.guesses = []  # what was computed behind a wrong guess means nothing
+                    continue
+                sequence.num_computed = len(sequence.tokens)
+                self.num_guessed_tokens += at > 0
             if sequence.state is State.FINISHED:
                 continue  # its end was seen while this step ran
             request = sequence.request
@@ -278,6 +297,8 @@ class Engine:
                 self._take_beam(sequence, in_flight.scores_of(i))
             else:
                 self._take_token(sequence, token, in_flight.scores_of(i))
+        for sequence in guessed:
+            self.scheduler.settle(sequence)
 
     def _take_beam(self, sequence: Sequence, scores: TokenScores | None) -> None:
         assert scores is not None
@@ -307,8 +328,7 @@ class Engine:
 
     def _take_prompt_scores(self, sequence: Sequence, first: int, scores: list[TokenScores]) -> None:
         request = sequence.request
-        if request.prompt_logprobs is None:
-            request.prompt_logprobs = [None]
+        assert request.prompt_logprobs is not None
         if len(request.prompt_logprobs) == first:
             tokens = sequence.tokens[first : first + len(scores)]
             request.prompt_logprobs += [self._named(t, s) for t, s in zip(tokens, scores, strict=True)]
@@ -358,6 +378,8 @@ class Engine:
             for sequence in request.sequences:
                 self._texts.pop(sequence, None)
                 self._sent.pop(sequence, None)
+                if self.speculator is not None:
+                    self.speculator.forget(sequence)
         return RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
             finished, request.metrics, request.num_cached_tokens,

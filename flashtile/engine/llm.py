@@ -18,6 +18,7 @@ from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
+from flashtile.engine.speculation import PromptLookup, Speculator
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import open_weights, random_weights
 from flashtile.kv_cache import BlockManager, PagedKVCache
@@ -57,7 +58,12 @@ class LLM:
         swap_space: GiB of host memory for sequences that are preempted; 0: they are computed again.
         async_scheduling: launch a step before the results of the one before it are read.
         enforce_eager: no CUDA graphs.
-        tensor_parallel_size, quantization: not served yet: only 1 and None are taken.
+        quantization: None, or "fp8": the layers' matrices are rounded to e4m3 as they are loaded, with a
+            factor for each row.
+        speculative_config: ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1}``: guess where the text repeats itself, and check several at a time.
+            The answers stay the same.
+        tensor_parallel_size: not served yet: only 1 is taken.
 
     Raises:
         FileNotFoundError: the folder lacks a file.
@@ -87,13 +93,15 @@ class LLM:
         swap_space: float = 0,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
     ):
         if as_int("tensor_parallel_size", tensor_parallel_size) != 1:
             raise NotImplementedError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}")
-        if quantization is not None:
-            raise NotImplementedError(f"quantization must be None, got {quantization!r:.60}")
+        if quantization not in (None, "fp8"):
+            raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
+        speculation = None if speculative_config is None else PromptLookup.from_config(speculative_config)
         if load_format not in ("auto", "safetensors", "dummy"):
             raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
         folder = Path(model)
@@ -101,6 +109,8 @@ class LLM:
         self.model_config = config
         self.device = machine.find_device(None if device is None else str(device))
         self.dtype = _weight_dtype(dtype, config, self.device)
+        if quantization is not None and self.dtype == torch.float32:
+            raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
         length = _between("max_model_len", max_model_len, config.max_position_embeddings, 1, 2**30)
         seqs = _between("max_num_seqs", max_num_seqs, None, 1, 2**16)
@@ -125,7 +135,7 @@ class LLM:
                 weights = make(config, self.device, self.dtype, seed)
             else:
                 weights = open_weights(folder, config, self.device, self.dtype)
-            network = Model(config, weights, length)
+            network = Model(config, weights, length, fp8=quantization == "fp8")
         size = _between("block_size", block_size, None, 1, 1024)
         heads, dim = config.num_kv_heads, config.head_dim
         block_bytes = PagedKVCache.block_bytes(config.num_layers, size, heads, dim, dtype=cache_dtype)
@@ -134,7 +144,7 @@ class LLM:
         else:
             memory = kv_cache_memory_bytes
             if memory is None:
-                memory = _memory_left(network, budget, gpu_memory_utilization)
+                memory = _memory_left(network, budget, size, gpu_memory_utilization)
             most = seqs * -(-length // size) + 1
             blocks = min(most, memory // block_bytes)
         if blocks < 2:
@@ -154,8 +164,9 @@ class LLM:
         runner = Runner(network, manager, cache_dtype, budget, capture=not enforce_eager)
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(
-            config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap
-        )
+            config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap,
+            speculator=None if speculation is None else Speculator(speculation),
+        )  # fmt: skip
         self._ids = itertools.count()
 
     def generate(
@@ -347,7 +358,7 @@ def _between(name: str, value: Any, default: int | None, least: int, most: int) 
     return number
 
 
-def _memory_left(model: Model, max_num_batched_tokens: int, utilization: float) -> int:
+def _memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:
     """Bytes for keys and values: the share of the GPU's memory less the weights and the largest step."""
     device = model.embedding.device
     if device.type == "cpu":
@@ -358,7 +369,7 @@ def _memory_left(model: Model, max_num_batched_tokens: int, utilization: float) 
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode():
         caches = torch.zeros(
-            2, config.num_layers, -(-tokens // 256), 256, model.kv_heads, config.head_dim,
+            2, config.num_layers, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
             dtype=model.embedding.dtype, device=device,
         )  # fmt: skip
         numbers = torch.arange(caches.shape[2], dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.rotary import rotary_tables
-from flashtile.engine.weights import WHOLE, Shard, Weights
+from flashtile.engine.weights import WHOLE, Shard, Weights, quantized
 from flashtile.linear import linear, linear_qkv
 
 SWIGLU = "silu_and_mul"
@@ -50,6 +50,34 @@ class Cache(NamedTuple):
     sin: Tensor
 
 
+class Matrix:
+    """The weight (N, K) of a product, as it is or in e4m3 with a factor for each row."""
+
+    def __init__(self, weight: Tensor, fp8: bool):
+        self.weight = weight
+        self.scale: Tensor | None = None
+        if fp8:
+            self.weight, self.scale = quantized(weight)
+
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Of the normalised x (tokens, K), with bias, activation and residual, in one call."""
+        if norm is not None and not norm.fused:
+            x, norm = norm(x), None
+        return linear(
+            x, self.weight, bias, weight_scale=self.scale, norm_weight=None if norm is None else norm.weight,
+            norm_eps=1e-6 if norm is None else norm.eps, activation=activation, residual=residual,
+            prefetch=True,
+        )  # fmt: skip
+
+
 class Norm:
     """RMSNorm. Gemma's weights are stored less one, and stay float32, because 1 + w is not exact below."""
 
@@ -59,16 +87,6 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
-    ) -> Tensor:
-        """The product of the normalised x, in one call where the dtypes allow it."""
-        if not self.fused:
-            return linear(self(x), weight, bias, activation=activation)
-        return linear(
-            x, weight, bias, norm_weight=self.weight, norm_eps=self.eps, activation=activation, prefetch=True
-        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,16 +99,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class Attention:
     """Products and attention of one layer."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard, fp8: bool):
         c, name = config, f"model.layers.{layer}.self_attn"
         self.head_dim, self.eps = c.head_dim, c.norm_eps
         self.heads, self.kv_heads = c.num_heads // shard.world, c.num_kv_heads // shard.world
         self.window, self.scale, self.softcap = c.windows[layer], c.softmax_scale, c.attn_softcap
-        self.qkv = torch.cat([weights(f"{name}.{part}_proj.weight") for part in "qkv"])
+        self.qkv = Matrix(torch.cat([weights(f"{name}.{part}_proj.weight") for part in "qkv"]), fp8)
         self.qkv_bias = self.o_bias = self.q_norm = self.k_norm = self.sink = None
         if c.qkv_bias:
             self.qkv_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in "qkv"])
-        self.o = weights(f"{name}.o_proj.weight")
+        self.o = Matrix(weights(f"{name}.o_proj.weight"), fp8)
         if c.o_bias and shard.rank == 0:  # the ranks' results are added
             self.o_bias = weights(f"{name}.o_proj.bias")
         if c.family.qk_norm:
@@ -106,7 +124,7 @@ class Attention:
         if out is None:
             out = self._attend(x, norm, step, cache)
         out = out.reshape(len(x), -1)
-        return linear(out, self.o, self.o_bias, residual=residual, prefetch=True)
+        return self.o(out, self.o_bias, residual=residual)
 
     def _attend_to_one(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
         """(batch, 1, heads, head_dim) where each sequence has one new token and the product's kernel can
@@ -114,8 +132,9 @@ class Attention:
         if step.seqused_k is None or self.q_norm is not None or not norm.fused or cache.k.dtype != x.dtype:
             return None
         q = linear_qkv(
-            x, self.qkv, cache.k, cache.v, self.qkv_bias, positions=step.cache_seqlens,
+            x, self.qkv.weight, cache.k, cache.v, self.qkv_bias, positions=step.cache_seqlens,
             block_table=step.block_table, rotary_cos=cache.cos, rotary_sin=cache.sin,
+            weight_scale=self.qkv.scale,
             norm_weight=norm.weight, norm_eps=norm.eps, prefetch=True,
         )  # fmt: skip
         return flash_attn_with_kvcache(
@@ -126,7 +145,7 @@ class Attention:
 
     def _attend(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor:
         heads = (self.heads, self.kv_heads, self.kv_heads)
-        qkv = norm.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x, self.qkv_bias, norm=norm).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
@@ -149,10 +168,11 @@ class Attention:
 class MLP:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard, fp8: bool):
         name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
-        self.gate_up = torch.cat([weights(f"{name}.{part}_proj.weight") for part in ("gate", "up")])
-        self.down = weights(f"{name}.down_proj.weight")
+        gate_up = torch.cat([weights(f"{name}.{part}_proj.weight") for part in ("gate", "up")])
+        self.gate_up = Matrix(gate_up, fp8)
+        self.down = Matrix(weights(f"{name}.down_proj.weight"), fp8)
         self.gate_up_bias = self.down_bias = None
         if config.mlp_bias:
             self.gate_up_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in ("gate", "up")])
@@ -161,11 +181,11 @@ class MLP:
     def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
         """Of the normalised x (total_new, hidden_size), plus ``residual``."""
         if self.silu:
-            inner = norm.linear(x, self.gate_up, self.gate_up_bias, activation=SWIGLU)
+            inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)
         else:
-            gate, up = norm.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+            gate, up = self.gate_up(x, self.gate_up_bias, norm=norm).chunk(2, dim=-1)
             inner = F.gelu(gate, approximate="tanh") * up
-        return linear(inner, self.down, self.down_bias, residual=residual, prefetch=True)
+        return self.down(inner, self.down_bias, residual=residual)
 
 
 class Experts:
@@ -204,14 +224,18 @@ class Experts:
 class Layer:
     """x + attention(norm(x)), then the same with the MLP; Gemma 2 normalises what is added, too."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard, fp8: bool):
         name = f"model.layers.{layer}"
 
         def norm(part: str) -> Norm:
             return Norm(config, weights(f"{name}.{part}_layernorm.weight"))
 
-        self.attention = Attention(config, weights, layer, shard)
-        self.mlp = (Experts if config.num_experts else MLP)(config, weights, layer, shard)
+        self.attention = Attention(config, weights, layer, shard, fp8)
+        self.mlp: MLP | Experts
+        if config.num_experts:
+            self.mlp = Experts(config, weights, layer, shard)
+        else:
+            self.mlp = MLP(config, weights, layer, shard, fp8)
         self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
         self.sandwich = config.family.sandwich_norm
         if self.sandwich:
@@ -234,14 +258,23 @@ class Model:
         weights: each weight by its name.
         max_positions: the longest sequence, for the rotary tables.
         shard: this process's part, if several compute one model.
+        fp8: whether the layers' matrices, but those of experts, are rounded to e4m3.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int, shard: Shard = WHOLE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_positions: int,
+        shard: Shard = WHOLE,
+        fp8: bool = False,
+    ):
         self.config, self.kv_heads = config, config.num_kv_heads // shard.world
         self.embedding = weights("model.embed_tokens.weight")
-        self.layers = [Layer(config, weights, layer, shard) for layer in range(config.num_layers)]
+        self.layers = [Layer(config, weights, layer, shard, fp8) for layer in range(config.num_layers)]
         self.norm = Norm(config, weights("model.norm.weight"))
-        self.head = self.embedding if config.tie_word_embeddings else weights("lm_head.weight")
+        head = self.embedding if config.tie_word_embeddings else weights("lm_head.weight")
+        self.head = Matrix(head, False)
         tables = rotary_tables(config.rope, config.head_dim, max_positions)
         self.rotary = tables[0].to(self.embedding.device), tables[1].to(self.embedding.device)
 
@@ -259,6 +292,6 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) in the dtype of the weights."""
-        logits = self.norm.linear(hidden, self.head)
+        logits = self.head(hidden, norm=self.norm)
         cap = self.config.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

@@ -30,13 +30,14 @@ class Sequence:
         block_sequence: the block manager's number of it, None while it has no memory.
         state, finish_reason, stop_reason: where it stands.
         forked: the request's other answers have been made from it, or it is one of them.
+        guesses: tokens that the next step computes behind the others, to see whether they are right.
         held: it takes part in no step until the request says so (a beam that waits for the others).
         logprobs, cumulative_logprob: of the answer's tokens, where they were asked for.
     """
 
     __slots__ = (
-        "block_sequence", "cumulative_logprob", "finish_reason", "forked", "held", "index", "logprobs",
-        "num_computed", "order", "pending", "request", "state", "stop_reason", "tokens",
+        "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
+        "logprobs", "num_computed", "order", "pending", "request", "state", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
@@ -45,6 +46,7 @@ class Sequence:
         self.pending = self.num_computed = 0
         self.block_sequence: int | None = None
         self.state, self.forked, self.held = State.WAITING, False, False
+        self.guesses: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.logprobs: list[TokenLogprobs] = []
@@ -64,7 +66,7 @@ class Sequence:
     def wanted(self) -> int:
         """Tokens that the next steps have to compute before another can be chosen."""
         full = self.num_outputs >= self.request.max_outputs
-        return 0 if self.held or full else len(self.tokens) + self.pending - self.num_computed
+        return 0 if self.held or full else self.num_tokens + len(self.guesses) - self.num_computed
 
     @property
     def outputs(self) -> list[int]:

@@ -9,6 +9,7 @@ are first needed.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,19 +127,17 @@ class Runner:
         )
         self.block_table[rows] = pool.num_blocks
         self.last_tokens = torch.zeros(rows + 1, dtype=torch.int32, device=self.device)
-        self.capture = capture and on_gpu and not config.num_experts
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._graph_pool: Any = None
+        # The experts in use are known on the host only.
+        self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
+        self.graphs: dict[int, Callable[[], None]] = {}
         # Room for the largest step, whose every row of the block table is new. Graphs read from this place.
         count = max_num_batched_tokens + 8 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel()
-        self._numbers = torch.zeros(count if on_gpu else 0, dtype=torch.int32, device=self.device)
+        self._numbers = torch.zeros(count, dtype=torch.int32, device=self.device)
         self._pinned = [torch.empty(count, dtype=torch.int32, pin_memory=on_gpu) for _ in range(RING)]
         self._result = [torch.empty(rows, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
-        batch = graph_batch(min(rows, MAX_GRAPH_BATCH)) if self.capture else 0
+        batch = graph_batch(min(rows, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # What all graphs write; each one of its own would take gigabytes.
-        self._logits = torch.zeros(
-            batch, config.vocab_size, dtype=model.embedding.dtype, device=self.device
-        )
+        self._logits = model.embedding.new_zeros(batch, config.vocab_size)
         self._turn = 0
         self._draw: Draw | None = None
 
@@ -159,15 +158,15 @@ class Runner:
         samples = [sample for entry in schedule.entries for sample in entry.samples]
         single = all(entry.num_tokens == 1 for entry in schedule.entries)
         batch = len(schedule.entries)
-        if single and self.capture and batch <= MAX_GRAPH_BATCH:
-            padded = graph_batch(batch)
-            _, positions = self._send(schedule, samples, padded)
+        padded = graph_batch(batch)
+        if single and padded <= len(self._logits) and all(entry.samples for entry in schedule.entries):
+            _, positions = self._send(schedule, samples, padded, single)
             logits = self._replay(padded)
-            if padded != batch or any(len(entry.samples) != 1 for entry in schedule.entries):
+            if padded != batch or len(samples) != batch:
                 logits = logits.index_select(0, positions.logits_rows)
             return self._choose(schedule, samples, logits, positions)
         step, positions = self._send(schedule, samples, batch, single)
-        hidden = self.model.hidden(step, self.k_cache, self.v_cache)
+        hidden = self.model.hidden(self._resolve(step), self.k_cache, self.v_cache)
         in_flight = InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
         if samples:
             logits = self.model.logits(hidden.index_select(0, positions.logits_rows))
@@ -181,25 +180,31 @@ class Runner:
             torch.cuda.synchronize(self.device)
 
     def _send(
-        self, schedule: Schedule, samples: list[Sequence], padded: int, single: bool = True
+        self, schedule: Schedule, samples: list[Sequence], padded: int, single: bool
     ) -> tuple[StepInput, Positions]:
-        """The step's numbers to the device, in one copy; block tables and places of it."""
+        """The step's numbers to the device, in one copy. In place of the block table stand its rows, and
+        ``~row`` of it in place of a token that only the device knows."""
         entries, spare = schedule.entries, padded - len(schedule.entries)
-        starts = [entry.start for entry in entries] + [0] * spare
+        # What pads the batch writes to the spare block, each to a place of its own.
+        starts = [entry.start for entry in entries] + [i % self.manager.block_size for i in range(spare)]
         rows = [entry.row for entry in entries] + [self.spare_row] * spare
         tokens: list[int] = []
-        offsets, logits_rows = [0], []
+        offsets, logits_rows, sample_positions = [0], [], []
         for entry in entries:
-            known = entry.sequence.tokens[entry.start : entry.start + entry.num_tokens]
+            sequence, end = entry.sequence, entry.start + entry.num_tokens
+            known = [*sequence.tokens[entry.start : end], *sequence.guesses][: entry.num_tokens]
             tokens += known
             if len(known) < entry.num_tokens:  # the last one is on the device only: the row says where
                 tokens.append(~entry.row)
             offsets.append(len(tokens))
-            logits_rows += [len(tokens) - 1] * len(entry.samples)
+            # A sequence and its forks draw from the last token's logits, one with guesses from each.
+            last = len(sequence.guesses) if entry.samples else 0
+            back = range(last, -1, -1) if last else [0] * len(entry.samples)
+            logits_rows += [len(tokens) - 1 - i for i in back]
+            sample_positions += [end - i for i in back]
         tokens += [0] * spare
         table_rows = self.manager.table
         sample_rows = [table_rows.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
-        sample_positions = [entry.start + entry.num_tokens for entry in entries for _ in entry.samples]
         changed, values = self.manager.table.take_changes()
         parts = [starts, rows, tokens, logits_rows, sample_rows, sample_positions]
         if not single:
@@ -213,9 +218,7 @@ class Runner:
             views[2], views[0], views[1], None if single else views[6],
             1 if single else max(entry.num_tokens for entry in entries),
         )  # fmt: skip
-        if not (single and self.capture):
-            step = self._resolve(step)
-        return step, Positions(views[3].long(), views[4].long(), views[5])
+        return step, Positions(views[3], views[4].long(), views[5])
 
     def _resolve(self, step: StepInput) -> StepInput:
         """With tokens that are on the device only, and rows of the block table, in their places."""
@@ -234,20 +237,19 @@ class Runner:
         for tensor in tensors:
             pinned[at : at + len(tensor)] = tensor
             at += len(tensor)
-        if self.device.type == "cpu":
-            return pinned[:count]
         self._numbers[:count].copy_(pinned[:count], non_blocking=True)
         return self._numbers[:count]
 
     def _replay(self, padded: int) -> Tensor:
         """(padded, vocab_size) logits of a step of single tokens, by its CUDA graph."""
         if padded not in self.graphs:
-            self._capture(padded)
-        self.graphs[padded].replay()
+            assert self.capture is not None
+            self.graphs[padded] = self.capture(self._step_of(padded))
+        self.graphs[padded]()
         return self._logits[:padded]
 
-    def _capture(self, padded: int) -> None:
-        """Capture a step that reads its numbers from where :meth:`_send` puts them."""
+    def _step_of(self, padded: int) -> Callable[[], None]:
+        """A step of single tokens that reads its numbers from where :meth:`_send` puts them."""
         place = [self._numbers[i * padded : (i + 1) * padded] for i in range(3)]
 
         def run() -> None:
@@ -255,16 +257,7 @@ class Runner:
             hidden = self.model.hidden(step, self.k_cache, self.v_cache)
             self._logits[:padded] = self.model.logits(hidden)
 
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            run()  # compiles; it writes the same keys and values as the replay will
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
-            run()
-        self._graph_pool = self._graph_pool or graph.pool()
-        self.graphs[padded] = graph
+        return run
 
     def _choose(
         self, schedule: Schedule, samples: list[Sequence], logits: Tensor, positions: Positions
@@ -364,7 +357,7 @@ class Runner:
             params = request.params
             if isinstance(params, BeamSearchParams) or params.prompt_logprobs is None:
                 continue
-            done = 1 if request.prompt_logprobs is None else len(request.prompt_logprobs)
+            done = len(request.prompt_logprobs or ())
             begin = max(entry.start + 1, done)
             end = min(entry.start + entry.num_tokens + 1, request.num_prompt)
             for piece in range(begin, end, LOGITS_ROWS):
@@ -388,6 +381,27 @@ class Runner:
             for layer in range(len(old)):
                 source, target = (_bytes(memory[layer]) for memory in (old, new))
                 target.index_copy_(0, there, source.index_select(0, here).to(target.device))
+
+
+class Capture:
+    """Makes CUDA graphs that share their memory: only one runs at a time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A function that replays what ``run`` does, which is run once to compile its kernels."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        self._pool = self._pool or graph.pool()
+        return graph.replay
 
 
 @dataclass(frozen=True)

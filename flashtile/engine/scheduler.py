@@ -28,7 +28,8 @@ class Entry(NamedTuple):
     """``num_tokens`` new tokens of a sequence, from ``start`` on.
 
     ``samples`` are the sequences that get a token from the logits after the last of them: none while a prompt
-    is in the middle, the sequence itself, or with it those that were forked from it in this step.
+    is in the middle, the sequence itself, or with it those that were forked from it in this step. Of its
+    guesses each token gets one more after it: the sequence is there ``1 + len(guesses)`` times.
     """
 
     sequence: Sequence
@@ -97,6 +98,7 @@ class Scheduler:
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self._promised = 0  # seats of answers that are not forked yet
         self._beam_searches: set[Request] = set()
+        self._full = False  # somebody waits for a seat
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
 
     def add(self, request: Request) -> None:
@@ -129,6 +131,13 @@ class Scheduler:
             singles -= wanted == 1
             # A chunk leaves room for the single tokens behind it.
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
+            if sequence.guesses:  # all of them or none, and nobody loses memory for them
+                if count == wanted and self._make_room_at_once(sequence, count, step):
+                    self._enter(sequence, count, step)
+                    budget -= count
+                    continue
+                sequence.guesses = []
+                count = min(1, budget)
             if count and self._make_room(sequence, count, step):
                 self._enter(sequence, count, step)
                 budget -= count
@@ -136,6 +145,12 @@ class Scheduler:
             self._admit(budget, step)
         self._cache_prompts(step)
         return step
+
+    def settle(self, sequence: Sequence) -> None:
+        """Forget the guesses of a step whose results have been read, and the memory of the wrong ones."""
+        sequence.guesses = []
+        if sequence.block_sequence is not None:
+            self.manager.truncate(sequence.block_sequence, sequence.num_computed)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
         """End a sequence and release its memory; its full blocks may be found again."""
@@ -195,6 +210,7 @@ class Scheduler:
         request.metrics.preemptions += 1
         self.num_preemptions += 1
         step.preempted.append(victim)
+        victim.guesses = []
         if self.swap and not victim.held and victim.block_sequence is not None:
             # What the answers of a request share stays shared where they go together.
             entered = {one for entry in step.entries for one in (entry.sequence, *entry.samples)}
@@ -202,6 +218,8 @@ class Scheduler:
                 one for one in request.sequences
                 if one.state is State.RUNNING and not one.held and one not in entered and one is not keeper
             ]  # fmt: skip
+            for one in group:
+                one.guesses = []
             for together in (group, [victim]):
                 try:
                     pairs = self.manager.swap_out(one.block_sequence for one in together)  # type: ignore[misc]
@@ -219,7 +237,15 @@ class Scheduler:
         insort(self.waiting, victim, key=ORDER)
 
     def _admit(self, budget: int, step: Schedule) -> None:
-        """Sequences that wait, in order, while there are tokens, seats and blocks for the whole of them."""
+        """Sequences that wait, in order, while there are tokens, seats and blocks for the whole of them.
+
+        Where they wait for seats, several are let in at a time: a step with a prompt costs more than one of
+        single tokens alone, which is captured in a graph.
+        """
+        seats = self.max_num_seqs - self._seats_taken()
+        if self._full and self.running and seats < self.max_num_seqs // 32:
+            return
+        self._full = False
         for sequence in list(self.waiting):
             if budget <= 0:
                 return
@@ -233,6 +259,7 @@ class Scheduler:
                     continue
             else:
                 if self._seats_taken() + self._seats(sequence) > self.max_num_seqs:
+                    self._full = True
                     continue
                 count = self._start(sequence, budget, step)
                 if not count:
@@ -316,7 +343,7 @@ class Scheduler:
         """Put the next tokens of a sequence into the step; fork it if they are the last of its prompt."""
         start = sequence.num_computed
         assert sequence.block_sequence is not None
-        complete = start + count == sequence.num_tokens
+        complete = start + count == sequence.num_tokens + len(sequence.guesses)
         row = self.manager.table.row(sequence.block_sequence)
         samples: tuple[Sequence, ...] = ()
         sequence.num_computed += count
@@ -324,6 +351,7 @@ class Scheduler:
             samples = (sequence, *self._fork(sequence))
             for one in samples:
                 one.pending += 1
+            samples += (sequence,) * len(sequence.guesses)
         step.entries.append(Entry(sequence, start, count, row, samples))
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:

@@ -161,6 +161,12 @@ def random_weights(
     return weights
 
 
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(weight (N, K) in e4m3, float32 factors (N,) of its rows), the largest of each row at e4m3's."""
+    scale = weight.abs().amax(-1).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (weight.float() / scale.unsqueeze(1)).to(torch.float8_e4m3fn), scale
+
+
 def _files(folder: Path) -> list[Path]:
     """Those that the index names, or all: some folders hold the same weights in a second form."""
     index = folder / INDEX

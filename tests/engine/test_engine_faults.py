@@ -43,7 +43,10 @@ def random_prompt(draw: random.Random) -> list[int]:
     return [draw.randrange(4) for _ in range(draw.randrange(1, 20))]
 
 
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": True, "swap_space": 0.0005}])
+SWAPPING = {"async_scheduling": True, "swap_space": 0.0005}
+
+
+@pytest.mark.parametrize("options", [{}, SWAPPING, {"speculative_config": {"method": "ngram"}}])
 @pytest.mark.parametrize("seed", [0])
 def test_random_requests_all_end(seed, options):
     """Kinds, lengths and priorities at random in a small pool, bad ones among them; some are aborted."""
@@ -289,7 +292,11 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
-        ({"quantization": "awq"}, "quantization must be None"),
+        ({"quantization": "awq"}, "quantization must be None or"),
+        ({"quantization": "fp8"}, "dtype must be bfloat16 or float16 with quantization"),
+        ({"speculative_config": {"method": "eagle"}}, "must have the method 'ngram'"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "fields that are not served"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "must be from 1 to 64"),
         ({"load_format": "pt"}, "load_format must be auto"),
         ({"dtype": "int8"}, "dtype must be auto"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be auto"),

@@ -20,6 +20,11 @@ WAYS = {
     "swapped": {
         "num_gpu_blocks_override": 13, "block_size": 4, "swap_space": 0.001, "async_scheduling": True,
     },
+    "guessed": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "block_size": 4},
+    "guessed in a small pool": {
+        "speculative_config": {"method": "ngram"}, "num_gpu_blocks_override": 13, "block_size": 4,
+        "max_num_batched_tokens": 9, "max_num_seqs": 5,
+    },
     "no prefix cache": {"enable_prefix_caching": False, "block_size": 3},
 }  # fmt: skip
 
@@ -36,6 +41,29 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
     manager = llm.engine.scheduler.manager
     manager.check_integrity()
     assert manager.sequences == ()
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_steps_of_single_tokens_are_padded_and_captured(name):
+    """Graphs replayed by computing again: numbers, padding and logits are where a graph finds them."""
+    llm = load(name, block_size=4, async_scheduling=True, max_num_seqs=6)
+    runner, captured = llm.engine.runner, []
+
+    def capture(run):
+        captured.append(run)
+        return run
+
+    runner.capture, runner._logits = capture, torch.zeros(8, 120)
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
+    assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
+    assert sorted(runner.graphs) == [8]
+    assert len(captured) == 1
+    params = [SamplingParams(temperature=0, max_tokens=LENGTH - i, prompt_logprobs=1) for i in range(5)]
+    outputs = llm.generate(prompts(), params)
+    expected = [tokens[: LENGTH - i] for i, tokens in enumerate(greedy(name, LENGTH))]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [len(output.prompt_logprobs) for output in outputs] == [5, 21, 1, 14, 30]
+    assert sorted(runner.graphs) == [1, 2, 4, 8]
 
 
 def test_a_second_run_finds_the_first_ones_blocks():
@@ -123,8 +151,9 @@ def test_bf16_logits_are_as_near_as_transformers_own():
     assert errors[0] > 0
 
 
-def test_an_fp8_cache_is_near():
-    llm = load("llama3", kv_cache_dtype="fp8")
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8", "dtype": "bfloat16"}])
+def test_fp8_caches_and_weights_are_near(options):
+    llm = load("llama3", **options)
     (output,) = llm.generate([prompts()[4]], SamplingParams(temperature=0, max_tokens=1, logprobs=-1))
     model = transformers_model("llama3")
     with torch.no_grad():

@@ -93,6 +93,7 @@ def test_seeded_answers_do_not_depend_on_the_batch():
         {"async_scheduling": True},
         {"max_num_batched_tokens": 6, "max_num_seqs": 4, "num_gpu_blocks_override": 16, "block_size": 4},
         {"num_gpu_blocks_override": 14, "block_size": 4, "swap_space": 0.001, "async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_max": 1}, "block_size": 4},
     ):
         assert answers(load("qwen3", **options), params) == alone
 
@@ -224,3 +225,20 @@ def test_what_the_model_cannot_do_is_refused_and_nothing_stays():
             llm.generate([[1], bad], SamplingParams(max_tokens=1))
     assert not llm.engine.requests
     assert not llm.engine.scheduler.waiting
+
+
+def test_guesses_save_steps_where_a_text_repeats_itself():
+    """By how much is counted; the tokens are the same, also in a prefix cache that later requests read."""
+    prompt, params = prompts()[0], SamplingParams(temperature=0, max_tokens=60)
+    llm = load("gemma2", block_size=4, speculative_config={"method": "ngram", "num_speculative_tokens": 6})
+    steps, (expected,) = [], greedy("gemma2", 60)[:1]
+    launch = llm.engine.runner.launch
+    llm.engine.runner.launch = lambda schedule: steps.append(schedule) or launch(schedule)
+    (output,) = llm.generate([prompt], params)
+    assert output.outputs[0].token_ids == expected
+    saved = llm.engine.num_guessed_tokens
+    assert len(steps) == 60 - saved
+    assert saved > 20
+    (again,) = llm.generate([prompt + expected[:50]], SamplingParams(temperature=0, max_tokens=10))
+    assert again.num_cached_tokens == 52
+    assert again.outputs[0].token_ids == expected[50:]

@@ -135,6 +135,14 @@ def test_answers_to_come_have_their_seats():
     assert world.shape() == [(0, 4)]  # the second would take a seat of the first one's answers
 
 
+def test_who_waits_for_seats_is_let_in_with_others():
+    world = World(blocks=200, seqs=64, budget=256)
+    for i in range(70):
+        world.add(1, outputs=2 + i // 2)
+    started = [sum(entry.start == 0 for entry in world.step().entries) for _ in range(8)]
+    assert started == [64, 0, 0, 2, 2, 2, 0, 0]
+
+
 def test_a_prompt_is_found_again_one_step_after_it_was_computed():
     world = World(budget=40)
     tokens = list(range(13))

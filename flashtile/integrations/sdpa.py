@@ -238,21 +238,20 @@ def register() -> None:
     raises.
 
     Raises:
-        NotImplementedError: torch is older than the registry; :class:`flashtile.sdpa` needs none.
+        NotImplementedError: torch is older than 2.11; :class:`flashtile.sdpa` needs no registry.
 
     Examples:
         >>> import torch.nn.attention
         >>> from flashtile.integrations import sdpa
-        >>> if hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        >>> if hasattr(torch.nn.attention, "restore_flash_attention_impl"):  # torch 2.11 and newer
         ...     sdpa.register()
         ...     assert "flashtile" in torch.nn.attention.list_flash_attention_impls()
     """
     import torch.nn.attention as registry
 
-    if not hasattr(registry, "register_flash_attention_impl"):
-        raise NotImplementedError(
-            f"torch {torch.__version__} has no registry of flash implementations: use flashtile.sdpa"
-        )
+    if not hasattr(registry, "restore_flash_attention_impl"):
+        text = f"torch must be 2.11 or newer for its registry, got {torch.__version__}: use flashtile.sdpa"
+        raise NotImplementedError(text)
     registry.register_flash_attention_impl(NAME, register_fn=_Registration)
 
 

@@ -198,7 +198,7 @@ def test_the_kernels_that_torch_s_registry_gets(is_causal):
 
 
 registry = pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="torch has no registry"
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="torch has no registry"
 )
 
 

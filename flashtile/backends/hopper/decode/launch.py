@@ -55,8 +55,8 @@ STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
 FAR = 2**30
 """A window that hides no key."""
 COMBINE_TILES = {4: 2048, 8: 8192}
-"""Elements of partial results that a combining program loads at a time, by its warps. Where work tiles have few
-parts there are many programs, and the more of them fit a multiprocessor the better."""
+"""Elements of partial results that a combining program loads at a time, by its warps. Where work tiles have
+few parts there are many programs, and the more of them fit a multiprocessor the better."""
 MANY_PARTS = 16
 LEAST_SPLITS = 4
 """Parts that it loads at a time at least."""

@@ -215,7 +215,8 @@ class Runner:
         if len(changed):
             self.block_table.view(-1).index_copy_(0, views[-2].long(), views[-1])
         step = StepInput(
-            views[2], views[0], views[1], None if single else views[6],
+            views[2], views[0], views[1],
+            None if single else views[6].clone(),  # aligned, or kernels are compiled once more
             1 if single else max(entry.num_tokens for entry in entries),
         )  # fmt: skip
         return step, Positions(views[3], views[4].long(), views[5])

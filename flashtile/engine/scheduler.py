@@ -193,15 +193,15 @@ class Scheduler:
                 step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
                 return True
             except OutOfBlocksError:
-                victim = self._victim(sequence, step)
+                victim = self._victim(sequence)
                 if victim is None:
                     return False
                 self._preempt(victim, sequence, step)
 
-    def _victim(self, sequence: Sequence, step: Schedule) -> Sequence | None:
-        """The last in order behind the sequence, or a beam that waits for it; nobody of this step."""
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """The last in order behind the sequence, which is in no step yet, or a beam that waits for it."""
         last = self.running[-1]
-        if last is not sequence and not any(last in entry.samples for entry in step.entries):
+        if last is not sequence:
             return last
         return next((one for one in reversed(self.running) if one.held and one is not sequence), None)
 

@@ -39,6 +39,9 @@ class World:
     def step(self):
         """The next schedule, with the results of the last one read after it."""
         schedule = self.scheduler.schedule()
+        # What is written in a step is not moved before it.
+        samples = [one for entry in schedule.entries for one in (entry.sequence, *entry.samples)]
+        assert {one.state for one in samples} <= {State.RUNNING}
         for sequence in self.in_flight:
             sequence.pending -= 1
             if sequence.state is not State.FINISHED:
@@ -132,7 +135,10 @@ def test_answers_to_come_have_their_seats():
     world = World(seqs=3, budget=4)
     world.add(6, n=3)
     world.add(2)
-    assert world.shape() == [(0, 4)]  # the second would take a seat of the first one's answers
+    assert world.shape() == [(0, 4)]
+    assert world.scheduler._seats_taken() == 3  # one is taken, two are for the answers to come
+    assert world.shape() == [(0, 2)]
+    assert world.shape() == [(0, 1)] * 3
 
 
 def test_who_waits_for_seats_is_let_in_with_others():

@@ -105,3 +105,12 @@ def test_gradients_into_the_lse_of_rows_without_keys_are_not_looked_at(target: T
     _assert_same_bits(results[1], results[0])
     _assert_same_bits(results[2], results[0])
     assert results[0][0][:, :empty].eq(0).all()
+
+
+def test_a_sink_of_minus_infinity_is_none(target: Target) -> None:
+    """In rows without keys as well, which then have nothing at all."""
+    case = Case(name="no sink", seqlen_q=24, seqlen_k=9, heads_q=2, heads_kv=1, head_dim=16, causal=True)
+    inputs = replace(case, dtype=target.dtypes[0]).inputs(target.device)
+    without = _attend(target, inputs, "")
+    inputs.arguments["sink"] = torch.full((2,), -torch.inf, device=target.device)
+    _assert_same_bits(_attend(target, inputs, ""), without)

@@ -366,3 +366,10 @@ def test_layouts_that_may_be_meant_are_not(q_shape, k_shape):
     assert looks(q_shape, k_shape) == []
     (message,) = looks((1, 17, 8, 4), (1, 17, 3, 4))  # an error of another kind
     assert "transpose" not in message
+
+
+def test_the_stride_of_a_single_column_may_be_anything():
+    q, k, v = (torch.randn(1, 8, 1, 2).transpose(2, 3) for _ in range(3))  # (1, 8, 2, 1)
+    assert q.stride(-1) != 1
+    expected = flashtile.attention(*(t.contiguous() for t in (q, k, v)))
+    torch.testing.assert_close(flashtile.attention(q, k, v), expected)

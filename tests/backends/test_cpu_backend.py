@@ -14,7 +14,7 @@ from cases import Case
 from flashtile import reference, testing
 from flashtile.attn.problem import Extras, Options, Problem
 from flashtile.backends import cpu
-from flashtile.backends.cpu import flash
+from flashtile.backends.cpu import banded, flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 
@@ -290,3 +290,18 @@ def test_lse_gradient_of_rows_without_keys(softcap: float, value: float) -> None
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert not gradients[0][:, :5].any()
     assert gradients[0][:, 5:].any()
+
+
+def test_gradients_of_keys_are_summed_in_float32():
+    """A key gets a term from each block of rows that sees it; in bfloat16 256 of them would be too coarse."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 256, 1, 16).bfloat16() for _ in range(4))
+    slopes = torch.zeros(1)
+    results = []
+    for block_m in (256, 1):
+        problem = Problem.from_tensors(q, k, v, Extras(), Options())
+        config = Fused(torch.bfloat16, BLOCK_M=block_m)
+        out, lse = banded.forward(problem, config, q, k, v, slopes)
+        results.append(banded.backward(problem, config, dout, q, k, v, out, lse, slopes))
+    for whole, rows in zip(results[0], results[1], strict=True):
+        torch.testing.assert_close(rows, whole, rtol=2**-6, atol=2**-6 * whole.abs().max().item())

@@ -468,9 +468,7 @@ def find_start(C: gl.constexpr, sequences, lengths):
         total, position, m_block, m_block_start = balanced_start(
             index, program, programs, sequences, lengths, C
         )
-        return Start(
-            total, position, share_start(program + 1, programs, total), m_block, m_block_start
-        )
+        return Start(total, position, share_start(program + 1, programs, total), m_block, m_block_start)
     else:
         return Start(0, 0, 0, 0, 0)
 

@@ -186,9 +186,7 @@ def views(problem: DecodeProblem, variant: Variant, q: Tensor, k: Tensor, v: Ten
 class HopperDecodeLaunch(DecodeLaunch):
     """The portable launch with another kernel in front of the one that combines."""
 
-    def _prepare(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
-    ) -> tuple[Any, Any]:
+    def _prepare(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors) -> tuple[Any, Any]:
         problem, config = packed(self._problem), self._config
         assert isinstance(config, HopperDecodeConfig)
         variant = variant_of(self._problem, config)
@@ -315,9 +313,7 @@ class WorkTable:
 class Attend:
     """The kernel, called as the portable one is."""
 
-    def __init__(
-        self, kernel: KeptKernel, fill_table: Callable[..., Tensor] | None, gathers: bool
-    ) -> None:
+    def __init__(self, kernel: KeptKernel, fill_table: Callable[..., Tensor] | None, gathers: bool) -> None:
         self._kernel = kernel
         self._gathers = gathers
         self._fill_table = fill_table

@@ -113,7 +113,14 @@ def fp8(device: str, backend: str | None) -> Iterator[str]:
     yield "varlen"
 
 
-PARTS = {"attention": attention, "decode": decode, "fp8": fp8}
+def linear(device: str, backend: str | None) -> Iterator[str]:
+    for call in CALLS:
+        inputs = make_inputs(call, BF16, device, aligned=call.K % 8 == 0)
+        launch(call, inputs, backend=backend)
+        yield call.name
+
+
+PARTS = {"attention": attention, "decode": decode, "fp8": fp8, "linear": linear}
 
 
 def main() -> None:

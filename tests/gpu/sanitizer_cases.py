@@ -15,9 +15,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "linear"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from linear_calls import CALLS as PRODUCTS
+from linear_calls import make_inputs
+from linear_calls import run as run_product
 
 import flashtile
 import flashtile.fp8
@@ -114,9 +118,8 @@ def fp8(device: str, backend: str | None) -> Iterator[str]:
 
 
 def linear(device: str, backend: str | None) -> Iterator[str]:
-    for call in CALLS:
-        inputs = make_inputs(call, BF16, device, aligned=call.K % 8 == 0)
-        launch(call, inputs, backend=backend)
+    for call in PRODUCTS:
+        run_product(call, make_inputs(call, BF16, device, aligned=call.K % 8 == 0), backend=backend)
         yield call.name
 
 

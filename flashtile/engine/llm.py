@@ -69,6 +69,18 @@ class LLM:
         FileNotFoundError: the folder lacks a file.
         ValueError, TypeError, NotImplementedError: naming what is wrong or not served.
         ModuleNotFoundError: a package is missing (``pip install 'flashtile[engine]'``).
+
+    Examples:
+        >>> import json, pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())  # of a checkpoint; here a small model without weights
+        >>> config = {"model_type": "llama", "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96}
+        >>> config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        >>> _ = (folder / "config.json").write_text(json.dumps(config))
+        >>> llm = flashtile.LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=64)
+        >>> greedy = flashtile.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        >>> (request,) = llm.generate({"prompt_token_ids": [3, 1, 4]}, greedy, use_tqdm=False)
+        >>> len(request.outputs[0].token_ids), request.outputs[0].finish_reason
+        (5, 'length')
     """
 
     def __init__(

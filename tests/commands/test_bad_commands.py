@@ -64,7 +64,6 @@ BAD = [
     ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "multiple of the 4 heads"),
     ((*EXPLAIN, "--dtype", "int8"), "got 'int8'"),
     ((*EXPLAIN, "--softcap", "nan"), "softcap"),
-    ((*EXPLAIN, "--window-left", "-7"), "-7"),
     ((*EXPLAIN, "--backend", "tpu"), "got 'tpu'"),
     ((*EXPLAIN, "--card", "voodoo2"), "got 'voodoo2'"),
     (("explain", "--device", "meta"), "got 'meta'"),

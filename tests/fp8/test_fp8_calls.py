@@ -92,7 +92,6 @@ BAD = [
                      "v": x_of()}, {}, ValueError, ("q and k must share a transform", "'q': 1", "'k': 2")),
     (fp8.attention, ATTEND, {"sink": torch.zeros(3)}, ValueError, ("sink", "(3,)")),
     (fp8.attention, ATTEND, {"softcap": -1.0}, ValueError, ("softcap", "-1.0")),
-    (fp8.attention, ATTEND, {"window_size": (-2, 0)}, ValueError, ("window_size[0]", "-2")),
     (fp8.attention, ATTEND, {"backend": "portable"}, NotImplementedError, ("portable", "cpu")),
     (flashtile.flash_attn_func, ATTEND, {"k_descale": torch.ones(B, HKV)}, ValueError,
      ("k_descale must be None", "float8_e4m3fn")),

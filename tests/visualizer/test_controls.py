@@ -83,7 +83,7 @@ def test_play_and_pause(visit: Visit) -> None:
     assert visit.page.get_attribute("#play", "aria-label") == "Pause"
     visit.press(" ")
     at = visit.counter("position")
-    visit.page.wait_for_timeout(150)
+    visit.draw_frames(3)
     assert visit.counter("position") == at == visit.state["at"]
     visit.page.select_option("#speed", "16")
     visit.page.click("#play")

@@ -85,6 +85,11 @@ class Visit:
             self.page.keyboard.press(key)
             self.settle()
 
+    def draw_frames(self, count: int) -> None:
+        """Wait until the browser has drawn so many frames."""
+        for _ in range(count):
+            self.page.evaluate("() => new Promise((resolve) => requestAnimationFrame(resolve))")
+
     def counter(self, name: str, run: str = "a") -> str:
         """The exact value behind a number."""
         return self.page.get_attribute(f"article.{run} [data-counter='{name}']", "data-value")

@@ -118,7 +118,8 @@ def flash_attn_with_kvcache(
             subtracted from scores in place of each row's maximum, which is then not looked for
             (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 3). The result is as good for any
             scores: those that lie too far from it are computed again, by the same kernel, at up to twice the
-            cost. :func:`flashtile.profile_scores` finds it.
+            cost. :func:`flashtile.profile_scores` finds it. Hopper's kernel for more than 16 query rows of a
+            key head leaves it out.
         out, lse: memory for the results, as for :func:`flashtile.attention`. A given lse is written without
             ``return_softmax_lse``, too.
         backend: a backend to insist on, as for :func:`flashtile.attention`.

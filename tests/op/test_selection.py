@@ -319,6 +319,8 @@ def test_explain_on_the_gpu():
         (8, {"head_dim": 20}, "portable", "head_dim must be a multiple of 8"),
         (8, {"head_dim": 320}, "portable", "no tile for head sizes"),
         (8, {"page_size": 1}, "hopper", None),
+        (8, {"softmax_max": 2.0}, "hopper", None),
+        (8, {"softmax_max": 2.0, "backend": "hopper"}, None, "softmax_max"),
     ],
     ids=str,
 )
@@ -329,6 +331,7 @@ def test_which_decoding_calls_are_hoppers(tokens, more, backend, reason):
     caches = torch.empty(2, *shape, dtype=torch.bfloat16).to(dtype)
     q = torch.empty(3, tokens, 4 * heads_kv, head_dim, dtype=torch.bfloat16)
     call = {"block_table": torch.zeros(3, 2, dtype=torch.int32), "cache_seqlens": 5, "causal": True}
+    call |= {name: more[name] for name in ("softmax_max", "backend") if name in more}
     explanation = flashtile.explain(
         flashtile.flash_attn_with_kvcache, q, *caches, card=flashtile.io_model.CARDS["h100"], **call
     )

@@ -1,7 +1,8 @@
 """A Gluon kernel for NVIDIA's Hopper GPUs: attention of several query tokens over a cache.
 
 Calls whose rows fit one tile of 16 stay with the portable backend, and so do appending, combining and
-copying.
+copying. A ``softmax_max`` changes no result, and this kernel is faster without one than the portable kernel
+with it: unless it is asked for by name, it leaves it out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return f"its kernel takes caches in the dtype of q, not {problem.cache_dtype}"
     if problem.prior:
         return "its kernel takes no result over a shared prefix"
-    if problem.softmax_max is not None or problem.softmax_max_by_head:
+    unified = problem.softmax_max is not None or problem.softmax_max_by_head
+    if unified and explicit:
         return "its kernel takes no softmax_max: it finds the maximum of each row"
     sizes = problem.head_dim, problem.head_dim_v
     for name, size in zip(("head_dim", "head_dim_v"), sizes, strict=True):

@@ -61,6 +61,13 @@ def _count_scores(q: Tensor, k: Tensor, extras: Extras, options: Options) -> int
     return count_scores(q, *of_q, k.shape[1], extras.cu_seqlens_k, options.max_seqlen_k)
 
 
+class _Forward(Operation):
+    def check_values(self, tensors: tuple, extras: Extras, options: Options) -> None:
+        """Offsets and lengths are among the extras: a call without any has no data to check."""
+        if extras is not NO_EXTRAS:
+            super().check_values(tensors, extras, options)
+
+
 class _Backward(Operation):
     def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
         """(dq, dk, dv, dsink) from the gradients of out and lse, either of which may be None (zero)."""
@@ -71,7 +78,7 @@ class _Backward(Operation):
         return super().launch((dout, dlse, q, k, v, out, lse), extras, options)
 
 
-FORWARD = Operation(
+FORWARD = _Forward(
     "forward",
     tensors=("q", "k", "v"),
     beside=NO_EXTRAS,

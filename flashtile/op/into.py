@@ -90,8 +90,7 @@ class Into(Operation):
     def launch(self, tensors: tuple, beside: Any, options: Any) -> None:
         launch: Any = self.prepared(tensors, beside, options)
         launch.refuse_overlap(tensors, beside)
-        if beside is not self.nothing:
-            self.check_values(tensors, beside, options)
+        self.check_values(tensors, beside, options)
         launch(*tensors, beside)
 
     def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:

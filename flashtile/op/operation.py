@@ -126,8 +126,7 @@ class Operation:
     def launch(self, tensors: Tensors, beside: Any, options: Any) -> Any:
         """The results of a plain call, by the launch that was prepared for its signature."""
         prepared = self.prepared(tensors, beside, options)
-        if beside is not self.nothing:
-            self.check_values(tensors, beside, options)
+        self.check_values(tensors, beside, options)
         return prepared(*tensors, beside)
 
     def prepared(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:

@@ -11,7 +11,14 @@ import flashtile
 from cases import FP32
 from decode_cases import CASES, build
 from flashtile.decode import operators
-from flashtile.decode.problem import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
+from flashtile.decode.problem import (
+    AppendOptions,
+    AppendTensors,
+    CacheTensors,
+    CopyOptions,
+    CopyTensors,
+    DecodeOptions,
+)
 
 BY_NAME = {case.name: case for case in CASES}
 ops = torch.ops.flashtile
@@ -113,6 +120,18 @@ def test_one_compiled_graph_writes_and_attends(name):
         )
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
+
+
+def test_the_operator_checks_the_data_of_each_call():
+    """Without scales, too, and of a signature that it knows."""
+    k_cache, v_cache = torch.zeros(2, 1, 4, 16, 2, 8).unbind()
+    copy = torch.ops.flashtile.copy_blocks
+    rest = *CopyTensors(), *CopyOptions()
+    copy(k_cache, v_cache, torch.tensor([[0, 1]]), *rest)
+    with pytest.raises(ValueError, match=r"block_pairs \(destinations\) must be from 0 to 3"):
+        copy(k_cache, v_cache, torch.tensor([[0, 9]]), *rest)
+    with pytest.raises(ValueError, match="v_cache lies in the memory of k_cache"):
+        copy(k_cache, k_cache, torch.tensor([[0, 1]]), *rest)
 
 
 def test_compiled_prefix_append_and_copy():

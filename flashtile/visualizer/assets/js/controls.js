@@ -22,7 +22,7 @@ class Controls {
     b.addEventListener("change", () => page.change({ b: b.value ? { ...page.state.b, algorithm: b.value } : null, question: null }));
     sync.addEventListener("change", () => page.change({ sync: sync.value }));
     for (const [name, select] of Object.entries(others)) {
-      select.addEventListener("change", () => page.change({ [name]: readChoice(select), question: name === "card" ? page.state.question : null }));
+      select.addEventListener("change", () => page.change({ [name]: readChoice(select), ...(name === "card" ? {} : { question: null, preset: null, element: null, inputs: null }) }));
     }
     this.find("#swap").addEventListener("click", () => this.#swap());
     this.find("#language").addEventListener("click", () => this.#nextLanguage());
@@ -66,7 +66,7 @@ class Controls {
   /** Whether the recordings hold what a question compares. */
   answerable({ a, b, ...rest }) {
     const shared = pick(rest, SHARED);
-    return [a, b].filter(Boolean).every((run) => this.page.catalog.matching({ ...shared, ...run }).length > 0);
+    return [a, b].filter(Boolean).every((run) => this.page.catalog.has({ ...shared, ...run }));
   }
 
   /** Called when the state has changed. */
@@ -83,7 +83,7 @@ class Controls {
       fillChoices(this.selects[parameter], a.choices[parameter] ?? [], state[parameter], nameOf, language);
       this.selects[parameter].closest("label").hidden = !a.choices[parameter];
     }
-    fillChoices(this.selects.sram, catalog.sramSizesOf(state.a.algorithm).map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
+    fillChoices(this.selects.sram, [...new Set([...catalog.sramSizesOf(state.a.algorithm), page.sram])].sort((x, y) => x - y).map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
     const cards = catalog.cards.map(({ key }) => ({ value: key, needs: null }));
     fillChoices(this.selects.card, cards, page.card.key, (key) => catalog.cards.find((card) => card.key === key).name, language);
     fillChoices(this.selects.sync, ["share", "bytes"].map((value) => ({ value, needs: null })), page.clock.sync, (value) => language.text(`sync_${value}`), language);

@@ -25,6 +25,7 @@ class Page {
     this.clock = new Clock(() => this.draw());
     this.controls = new Controls(this);
     this.tour = new Tour(this);
+    this.articles = new Articles(this);
     this.state = { ...DEFAULTS, ...data.start };
     this.shown = Promise.resolve();
   }
@@ -78,7 +79,7 @@ class Page {
     this.#theme();
     this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];
     const settled = this.#resolve();
-    const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, this.#baseline(recording)]));
+    const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, catalog.standardFor(recording, this.sram) ?? null]));
     const runs = {};
     for (const [name, { recording }] of Object.entries(settled)) runs[name] = await loadRun(catalog, recording);
     const shown = Object.values(settled).map(({ recording }) => recording);
@@ -102,27 +103,22 @@ class Page {
     this.#place(this.state.at);
     this.controls.show(settled);
     this.tour.show(baseline);
+    this.articles.show(settled);
     this.draw();
   }
 
   /** Settle both runs; `a` decides what is shared. */
   #resolve() {
     const { state, catalog } = this;
-    const shared = Object.fromEntries(SHARED.map((key) => [key, state[key]]));
+    const shared = pick(state, [...SHARED, ...OF_MADE]);
     const a = catalog.resolve({ ...shared, ...state.a }, state.sram);
     this.sram = a.sram;
     const common = pick(a.recording.settings, SHARED);
-    const b = state.b ? catalog.resolve({ ...common, ...state.b }, this.sram) : null;
+    const ofMade = pick(state, OF_MADE);
+    const b = state.b ? catalog.resolve({ ...common, ...ofMade, ...state.b }, this.sram) : null;
     const own = ({ recording }) => ({ algorithm: recording.algorithm, ...pick(recording.settings, OWN) });
     Object.assign(this.state, { ...common, sram: this.sram, a: own(a), b: b && own(b) });
     return b ? { a, b } : { a };
-  }
-
-  /** Standard attention for the same problem, for comparison; null where nothing comparable was recorded. */
-  #baseline(recording) {
-    const algorithm = recording.algorithm.endsWith("_backward") ? "standard_backward" : "standard";
-    const found = this.catalog.matching({ algorithm, ...pick(recording.settings, SHARED) });
-    return found.find(({ settings }) => settings.sram_bytes === undefined || settings.sram_bytes === this.sram) ?? null;
   }
 
   #place(at) {
@@ -176,4 +172,5 @@ function pick(object, keys) {
 }
 
 const embedded = (id) => JSON.parse(document.getElementById(`${id}-data`).textContent);
-new Page({ catalog: embedded("catalog"), texts: embedded("texts"), start: embedded("start") }).start();
+window.flashtilePage = new Page({ catalog: embedded("catalog"), texts: embedded("texts"), start: embedded("start") });
+window.flashtilePage.start();

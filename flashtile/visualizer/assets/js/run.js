@@ -46,6 +46,7 @@ class RunView {
     this.pages = new PagesView(this.root, language);
     this.timeline = new TimelineView(this.root);
     this.merge = new MergeView(this.root, language);
+    this.readouts = new ReadoutsView(this.root, language);
   }
 
   show(run, choices, baseline, sram) {
@@ -64,6 +65,7 @@ class RunView {
     this.pages.show(run);
     this.timeline.show(run);
     this.merge.show(trace);
+    this.readouts.show(run);
     this.root.querySelector(".matrix").hidden = run.grid === null;
     this.beside.hidden = baseline === null;
   }
@@ -105,6 +107,7 @@ class RunView {
     this.pages.draw(position);
     this.timeline.draw(position);
     this.merge.draw(position);
+    this.readouts.draw(position);
     this.#drawCost(costAt(trace, position, card), trace.moved[position]);
   }
 

@@ -23,7 +23,8 @@ from flashtile.visualizer.settings import SRAM_SIZES, Setting
 SCRIPTS = (
     "elements", "format", "language", "address", "trace", "machine", "algorithms", "made", "grid", "catalog",
     "matrix", "memories", "statistics", "programs", "pages", "timeline", "merge", "charts", "readouts",
-    "lines", "run", "player", "moments", "questions", "tour", "articles", "controls", "main",
+    "lines", "pseudocode", "formula", "arithmetic", "run", "player", "moments", "questions", "tour",
+    "articles", "predict", "picture", "controls", "main",
 )  # fmt: skip
 """The page's program in the order in which its parts use each other; they share one scope."""
 
@@ -119,7 +120,8 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
 def small_inputs() -> dict[str, list[list[float]]]:
     """q, k and v of the runs that the page makes itself, (64, 4) each: few digits, to be followed by hand."""
     numbers = torch.randn(3, SMALL_SEQLEN, SMALL_HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    return {name: [[round(x, 1) for x in row] for row in one] for name, one in zip("qkv", numbers.tolist())}
+    rounded = [[[round(x, 1) for x in row] for row in one] for one in numbers.tolist()]
+    return dict(zip("qkv", rounded, strict=True))
 
 
 def cards() -> list[dict[str, Any]]:

@@ -45,12 +45,12 @@ class Controls {
     this.speed = this.find("#speed");
     this.speed.replaceChildren(...SPEEDS.map((speed) => element("option", { value: speed }, `${speed}×`)));
     this.speed.value = 1;
-    this.speed.addEventListener("change", () => (clock.speed = Number(this.speed.value)));
+    this.speed.addEventListener("change", () => this.page.change({ speed: Number(this.speed.value) }));
   }
 
   setSpeed(speed) {
     this.speed.value = speed;
-    this.page.clock.speed = speed;
+    this.page.state.speed = this.page.clock.speed = speed;
   }
 
   #questions() {
@@ -92,6 +92,7 @@ class Controls {
     this.find("#language").textContent = LANGUAGES[language.name === "en" ? "zh" : "en"];
     this.find("#theme").textContent = language.text(`theme_${document.documentElement.dataset.theme}`);
     this.slider.max = page.clock.end;
+    if (SPEEDS.includes(state.speed)) this.setSpeed(state.speed);
     this.#showAnswer();
   }
 
@@ -124,6 +125,10 @@ class Controls {
     if (state.b) this.page.change({ a: state.b, b: state.a, question: null });
   }
 
+  #toggleArithmetic() {
+    this.page.change({ arithmetic: this.page.state.arithmetic === "open" ? null : "open" });
+  }
+
   #nextLanguage() {
     this.page.change({ lang: this.page.language.name === "en" ? "zh" : "en" });
   }
@@ -146,6 +151,11 @@ class Controls {
       l: () => this.#nextLanguage(),
       t: () => this.#nextTheme(),
       x: () => this.#swap(),
+      p: () => this.page.predict.toggle(),
+      a: () => this.#toggleArithmetic(),
+      c: () => this.page.export.link(),
+      s: () => this.page.export.svg(),
+      v: () => this.page.export.video(),
       "?": () => this.find("#keys").showModal(),
     };
     this.questions.forEach((question, i) => (keys[String(i + 1)] = () => this.page.ask(question)));

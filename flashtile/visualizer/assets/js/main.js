@@ -3,7 +3,7 @@
 const THEMES = ["auto", "light", "dark"];
 const COLOUR_NAMES = {
   untouched: "--untouched", skipped: "--skipped", computed: "--computed", stored: "--stored", weights: "--weights",
-  hidden: "--hidden", track: "--track", soft: "--soft", ink: "--ink", statistics: "--statistics",
+  hidden: "--hidden", track: "--track", soft: "--soft", ink: "--ink", card: "--card", statistics: "--statistics",
   Q: "--Q", K: "--K", V: "--V", S: "--S", P: "--P", O: "--O",
 };
 const DEFAULTS = {
@@ -16,6 +16,7 @@ class Page {
     this.language = new Language(data.texts);
     const actions = (name) => ({
       chooseRow: (row) => this.change({ row }),
+      openArithmetic: (open) => this.change({ arithmetic: open ? "open" : null }),
       chooseOwn: (parameter, value) => this.change({ [name]: { ...this.state[name], [parameter]: value } }),
     });
     this.views = { a: new RunView("a", this.language, actions("a")), b: new RunView("b", this.language, actions("b")) };
@@ -26,6 +27,8 @@ class Page {
     this.controls = new Controls(this);
     this.tour = new Tour(this);
     this.articles = new Articles(this);
+    this.predict = new Predict(this);
+    this.export = new Export(this);
     this.state = { ...DEFAULTS, ...data.start };
     this.shown = Promise.resolve();
   }
@@ -93,6 +96,7 @@ class Page {
     document.querySelector(".stage").classList.toggle("two", "b" in runs);
     this.views.b.root.hidden = !("b" in runs);
     for (const [name, run] of Object.entries(runs)) {
+      this.views[name].arithmetic.root.open = this.state.arithmetic === "open";
       this.views[name].show(run, settled[name].choices, baseline[name], settled[name].sram);
     }
     const compared = Object.entries(runs).map(([run, { trace }]) => ({ run, trace }));
@@ -104,6 +108,8 @@ class Page {
     this.controls.show(settled);
     this.tour.show(baseline);
     this.articles.show(settled);
+    this.predict.show(baseline);
+    this.export.show();
     this.draw();
   }
 

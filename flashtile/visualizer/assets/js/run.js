@@ -20,7 +20,7 @@ async function loadRun(catalog, recording) {
 }
 
 class RunView {
-  /** `actions`: chooseRow(row), chooseOwn(parameter, value). */
+  /** `actions`: chooseRow(row), chooseOwn(parameter, value), openArithmetic(open). */
   constructor(name, language, actions) {
     this.name = name;
     this.language = language;
@@ -47,6 +47,9 @@ class RunView {
     this.timeline = new TimelineView(this.root);
     this.merge = new MergeView(this.root, language);
     this.readouts = new ReadoutsView(this.root, language);
+    this.pseudocode = new PseudocodeView(this.root);
+    this.formula = this.root.querySelector(".formula");
+    this.arithmetic = new ArithmeticView(this.root, language, actions.openArithmetic);
   }
 
   show(run, choices, baseline, sram) {
@@ -57,6 +60,7 @@ class RunView {
     setText(this.title, this.language.text(`algorithm_${recording.algorithm}`));
     setText(this.about, this.language.text(`about_${recording.algorithm}`));
     this.#showChoices(recording, choices);
+    this.root.querySelector(".matrix").hidden = run.grid === null; // before its canvas is measured
     this.matrix.show(run);
     this.sram.show(sram);
     this.hbm.show(trace);
@@ -66,7 +70,8 @@ class RunView {
     this.timeline.show(run);
     this.merge.show(trace);
     this.readouts.show(run);
-    this.root.querySelector(".matrix").hidden = run.grid === null;
+    this.pseudocode.show(run);
+    this.arithmetic.show(run);
     this.beside.hidden = baseline === null;
   }
 
@@ -108,6 +113,9 @@ class RunView {
     this.timeline.draw(position);
     this.merge.draw(position);
     this.readouts.draw(position);
+    this.pseudocode.draw(line ?? lastLine(this.run, position));
+    setText(this.formula, formulaOf(this.run, position, watched));
+    this.arithmetic.draw(position);
     this.#drawCost(costAt(trace, position, card), trace.moved[position]);
   }
 

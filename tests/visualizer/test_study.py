@@ -132,6 +132,7 @@ def test_predict_then_reveal(visit: Visit) -> None:
     for name, answer in right.items():
         assert visit.state["predict"] == name
         assert visit.page.is_hidden(".reveal")
+        assert blurred(visit)
         choices = visit.each(".choices button", "Number(e.dataset.choice)")
         assert len(choices) >= 3
         assert choices == sorted(choices)
@@ -140,6 +141,7 @@ def test_predict_then_reveal(visit: Visit) -> None:
         visit.page.focus(f".choices [data-choice='{wrong}']")
         visit.press("Enter")
         assert visit.text(".reveal").startswith("No:")
+        assert not blurred(visit)
         assert visit.each(".choices [data-right]", "Number(e.dataset.choice)") == [answer]
         visit.page.click(f".choices [data-choice='{answer}']")
         assert visit.text(".reveal").startswith("Yes:")
@@ -148,6 +150,11 @@ def test_predict_then_reveal(visit: Visit) -> None:
     assert theirs.hbm_read + theirs.hbm_written in visit_choices(visit, "bytes")
     visit.press("p")
     assert visit.page.is_hidden(".predict")
+
+
+def blurred(visit: Visit) -> bool:
+    """Whether the numbers that would give an answer away cannot be read."""
+    return all(visit.each("article.a .readouts dd", "getComputedStyle(e).filter !== 'none'"))
 
 
 def visit_choices(visit: Visit, name: str) -> list[int]:

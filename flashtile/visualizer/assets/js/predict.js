@@ -57,7 +57,11 @@ class Predict {
     const name = page.state.predict;
     this.root.hidden = !(name in asked);
     document.querySelector("#predict").setAttribute("aria-pressed", String(!this.root.hidden));
-    if (this.root.hidden) return (this.shown = undefined);
+    if (this.root.hidden) {
+      document.body.dataset.predicting = "no";
+      this.shown = undefined;
+      return;
+    }
     const shown = JSON.stringify([name, page.language.name, asked[name], page.runs.a.recording.settings]);
     if (shown === this.shown) return; // an answer that was given stays
     this.shown = shown;
@@ -69,12 +73,14 @@ class Predict {
     setText(this.question, language.text(`predict_${name}`, places));
     const values = [...new Set([right, ...others])].filter((value) => value > 0).slice(0, MOST_CHOICES).sort((x, y) => x - y);
     this.reveal.hidden = true;
+    document.body.dataset.predicting = "yes"; // what would give the answer away is blurred
     this.choices.replaceChildren(...values.map((value) => {
       const button = element("button", { type: "button", "data-choice": value }, format(value));
       button.addEventListener("click", () => {
         for (const other of this.choices.children) if (Number(other.dataset.choice) === right) other.dataset.right = "yes";
         button.setAttribute("aria-pressed", "true");
         this.reveal.hidden = false;
+        document.body.dataset.predicting = "no";
         const verdict = language.text(value === right ? "predict_right" : "predict_wrong", { right: format(right) });
         setText(this.reveal, `${verdict} ${language.text(`reveal_${name}`, { ...places, right: format(right) })}`);
       });

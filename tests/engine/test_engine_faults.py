@@ -144,7 +144,7 @@ def test_who_stops_reading_aborts():
         await server.abort("aborted")
         last = [output async for output in stream][-1]
         assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
-        for _ in range(200):
+        for _ in range(2000):
             if not await server.call(lambda engine: engine.requests):
                 return
             await asyncio.sleep(0.01)

@@ -73,7 +73,7 @@ class Controls {
   show({ a, b }) {
     const { page } = this;
     const { language, catalog, state } = page;
-    language.apply(document);
+    this.showFrame();
     const algorithms = catalog.algorithms.map((value) => ({ value, needs: null }));
     const algorithmName = (value) => (value ? language.text(`algorithm_${value}`) : language.text("nothing"));
     fillChoices(this.selects.a, algorithms, state.a.algorithm, algorithmName, language);
@@ -89,10 +89,16 @@ class Controls {
     fillChoices(this.selects.sync, ["share", "bytes"].map((value) => ({ value, needs: null })), page.clock.sync, (value) => language.text(`sync_${value}`), language);
     this.selects.sync.closest("label").hidden = !b;
     this.find("#swap").hidden = !b;
+    this.#showAnswer();
+  }
+
+  /** What stands around algorithms and stories alike. */
+  showFrame() {
+    const { language, clock } = this.page;
+    language.apply(document);
     this.find("#language").textContent = LANGUAGES[language.name === "en" ? "zh" : "en"];
     this.find("#theme").textContent = language.text(`theme_${document.documentElement.dataset.theme}`);
-    this.slider.max = page.clock.end;
-    this.#showAnswer();
+    this.slider.max = clock.end;
   }
 
   #showAnswer() {

@@ -221,6 +221,7 @@ def test_buttons_player_and_the_way_back(told: Visit) -> None:
     told.settle()
     assert told.page.is_visible("article.a")
     assert "story" not in told.state
+    assert told.state["at"] == "3"
     told.page.click("[data-story=fp8]")
     told.settle()
     told.page.click("#play")

@@ -49,7 +49,7 @@ class Page {
 
   /** Change parts of the state and show it. */
   change(parts) {
-    if (parts.question || parts.tour) parts = { ...parts, story: null };
+    if (parts.question || parts.tour) parts = { ...parts, story: null, variant: null };
     this.state = { ...this.state, at: Math.floor(this.clock.at), ...parts };
     return this.show();
   }

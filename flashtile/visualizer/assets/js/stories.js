@@ -63,7 +63,7 @@ class Stories {
     this.variants = this.root.querySelector(".variants");
     this.stage = this.root.querySelector(".cases");
     this.variants.addEventListener("change", () => page.change({ variant: this.variants.value, at: 0 }));
-    this.root.querySelector("#story-end").addEventListener("click", () => page.change({ story: null, variant: null }));
+    this.root.querySelector("#story-end").addEventListener("click", () => this.end());
     this.buttons = page.catalog.stories.map(({ name }) => {
       const button = element("button", { type: "button", "data-story": name, "data-text": `${name}.title` });
       button.addEventListener("click", () => this.tell(name));
@@ -79,7 +79,14 @@ class Stories {
   tell(name) {
     const { page } = this;
     page.clock.pause();
+    if (!this.open) this.before = Math.floor(page.clock.at);
     return page.change({ story: name, variant: null, question: null, tour: null, at: 0 }).then(() => page.play(1));
+  }
+
+  /** Back to the algorithms, where they were left. */
+  end() {
+    this.page.clock.pause();
+    return this.page.change({ story: null, variant: null, at: this.before ?? DEFAULTS.at });
   }
 
   /** Show the story that the state names; whether there is one. */

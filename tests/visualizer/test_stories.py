@@ -233,11 +233,10 @@ def test_buttons_player_and_the_way_back(told: Visit) -> None:
 
 
 def test_every_story_fits_on_a_phone(told: Visit) -> None:
-    """In Chinese and with each input: no text is missing, nothing is wider than the screen."""
+    """In Chinese: no text is missing, nothing is wider than the screen."""
     told.page.set_viewport_size({"width": 390, "height": 844})
     for name in stories.STORIES:
-        for variant in dict.fromkeys(case.variant for case in stories.recorded(name)):
-            tell(told, name, 5, variant=variant, lang="zh")
-            assert told.page.evaluate("document.documentElement.scrollWidth") <= 390, (name, variant)
-            assert len(told.text(".story .about")) > 100
+        tell(told, name, 5, lang="zh")
+        assert told.page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        assert len(told.text(".story .about")) > 100
     told.page.set_viewport_size({"width": 1400, "height": 1000})

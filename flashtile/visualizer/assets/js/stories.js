@@ -80,6 +80,7 @@ class Stories {
     const { page } = this;
     page.clock.pause();
     if (!this.open) this.before = Math.floor(page.clock.at);
+    page.controls.playButton.focus({ preventScroll: true }); // so that Space pauses, and does not begin again
     return page.change({ story: name, variant: null, question: null, tour: null, at: 0 }).then(() => page.play(1));
   }
 

@@ -1,5 +1,6 @@
 // Everything that one can press: the choices, the player, the questions, the keyboard.
 
+const OF_RUNS = ["x"]; // keys that stories have no use for
 const SPEEDS = [0.05, 0.25, 1, 4, 16];
 
 class Controls {
@@ -156,7 +157,7 @@ class Controls {
     };
     this.questions.forEach((question, i) => (keys[String(i + 1)] = () => this.page.ask(question)));
     const action = keys[event.key];
-    if (!action) return;
+    if (!action || (this.page.stories.open && OF_RUNS.includes(event.key))) return;
     // A select that was just used keeps the focus: arrows to the sides step all the same, other keys are its own.
     const aside = event.key === "ArrowLeft" || event.key === "ArrowRight";
     if (inField && ((inField.matches("select") && !aside) || (event.key === " " && inField.matches("button")))) return;

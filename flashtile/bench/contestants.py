@@ -32,9 +32,9 @@ def peers(kind: str) -> tuple[Peer, ...]:
         Sdpa("sdpa-cpu", "FLASH_ATTENTION", "cpu"),
         FlexAttention(),
         TorchVarlen(),
-        FlashAttention("fa2", "flash_attn", UNLIMITED),
+        FlashAttention("fa2", "flash_attn", UNLIMITED, alibi="alibi_slopes"),
         FlashAttention("fa3", "flash_attn_interface", UNLIMITED),
-        FlashAttention("fa4", "flash_attn.cute", None),
+        FlashAttention("fa4", "flash_attn.cute", None, sink="learnable_sink"),
         Standard(),
     )
 

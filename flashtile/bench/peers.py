@@ -120,7 +120,7 @@ class Standard(Peer):
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         attends = {
-            pair: _standard(workload, *pair, device=inputs.q.device) for pair in set(workload.sequences)
+            pair: _standard(workload, *pair, inputs) for pair in set(workload.sequences)
         }
         if workload.lengths is None:
             return Call(attends[workload.seqlen_q, workload.seqlen_k], heads_first=True)
@@ -150,8 +150,8 @@ class Sdpa(Peer):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen:
             return "takes no variable-length batch"
-        if workload.window_left != UNLIMITED or workload.softcap:
-            return "takes no window or soft-cap without a stored mask or scores"
+        if workload.window_left != UNLIMITED or workload.softcap or workload.alibi or workload.sink:
+            return "takes no window, soft-cap, ALiBi or sink without a stored mask or scores"
         if workload.causal and workload.seqlen_q != workload.seqlen_k:
             return "its causal mask is aligned to the upper left"
         return None
@@ -176,7 +176,8 @@ class TorchVarlen(Peer):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if not workload.varlen:
             return "takes variable-length batches only"
-        return "takes no soft-cap" if workload.softcap else None
+        extras = workload.softcap or workload.alibi or workload.sink
+        return "takes no soft-cap, ALiBi or sink" if extras else None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -205,6 +206,9 @@ class FlexAttention(Peer):
         self._compiled = compiled
         self.device_type = "cuda" if compiled else None
 
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        return "takes no sink" if workload.sink else None
+
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         from torch.nn.attention import flex_attention as flex
 
@@ -217,6 +221,10 @@ class FlexAttention(Peer):
         if workload.softcap:
             softcap = workload.softcap
             options["score_mod"] = lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+        slopes = inputs.alibi_slopes
+        if slopes is not None:
+            shift = workload.seqlen_k - workload.seqlen_q
+            options["score_mod"] = lambda score, b, h, i, j: score - slopes[h] * (i + shift - j).abs()
         mask = _flex_mask(workload, inputs)
         if mask is not None:
             rows, keys = (tensor.shape[0 if workload.varlen else 1] for tensor in (inputs.q, inputs.k))
@@ -232,9 +240,18 @@ class FlashAttention(Peer):
 
     device_type = "cuda"
 
-    def __init__(self, name: str, module: str, unlimited: int | None) -> None:
+    def __init__(
+        self, name: str, module: str, unlimited: int | None, alibi: str | None = None, sink: str | None = None
+    ) -> None:
+        """``alibi`` and ``sink`` are its names for ALiBi's slopes and sinks, if it takes them."""
         self.name, self.needs = name, (module, "flash_attn_func")
         self._module, self._unlimited = module, unlimited
+        self._alibi, self._sink = alibi, sink
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        if workload.alibi and self._alibi is None:
+            return "takes no ALiBi"
+        return "takes no sink" if workload.sink and self._sink is None else None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         attend = self.function(workload, inputs)
@@ -244,6 +261,10 @@ class FlashAttention(Peer):
         """The package's function with the workload's options."""
         module = importlib.import_module(self._module)
         given = options(workload, inputs)
+        if workload.alibi:
+            given[str(self._alibi)] = given.pop("alibi_slopes")
+        if workload.sink:
+            given[str(self._sink)] = given.pop("sink").to(workload.torch_dtype)
         if workload.window_left == UNLIMITED:
             del given["window_size"]
         else:
@@ -257,6 +278,10 @@ def options(workload: Workload, inputs: Inputs) -> dict[str, Any]:
     """The arguments that flashtile's functions have from FlashAttention-2."""
     window_size = (workload.window_left, UNLIMITED)
     given = {"causal": workload.causal, "window_size": window_size, "softcap": workload.softcap}
+    if workload.alibi:
+        given["alibi_slopes"] = inputs.alibi_slopes
+    if workload.sink:
+        given["sink"] = inputs.sink
     if not workload.varlen:
         return given
     return given | {
@@ -275,9 +300,14 @@ def _sees_all(workload: Workload) -> bool:
     return not workload.causal and workload.window_left == UNLIMITED
 
 
-def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, device: torch.device) -> Attend:
-    """On (batch, heads, seqlen, head_dim), its mask made before."""
-    hidden = empty = None
+def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) -> Attend:
+    """On (batch, heads, seqlen, head_dim), its mask and bias made before."""
+    hidden = empty = bias = None
+    device, dtype = inputs.q.device, inputs.q.dtype
+    if inputs.alibi_slopes is not None:
+        own = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
+        distance = (own[:, None] - torch.arange(seqlen_k, device=device)).abs()
+        bias = (-inputs.alibi_slopes[:, None, None] * distance).to(dtype)
     if not _sees_all(workload):
         seen = reference.visible(seqlen_q, seqlen_k, workload.window_left, workload.window_right, device)
         hidden = ~seen
@@ -285,7 +315,7 @@ def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, device: torch.de
             empty = hidden.all(-1, keepdim=True)
     attend = partial(
         reference.standard, softmax_scale=workload.head_dim**-0.5, hidden=hidden, empty=empty,
-        softcap=workload.softcap,
+        bias=bias, softcap=workload.softcap, sink=inputs.sink,
     )  # fmt: skip
     return lambda q, k, v: attend(q, k, v)[0]
 

@@ -16,7 +16,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from flashtile.io_model.cards import CARDS
-from flashtile.visualizer import prebuilt
+from flashtile.visualizer import prebuilt, stories
 from flashtile.visualizer.recording import record
 from flashtile.visualizer.settings import SRAM_SIZES, Setting
 
@@ -24,10 +24,12 @@ SCRIPTS = (
     "elements", "format", "language", "address", "trace", "machine", "algorithms", "made", "grid", "catalog",
     "matrix", "memories", "statistics", "programs", "pages", "timeline", "merge", "charts", "readouts",
     "lines", "pseudocode", "formula", "arithmetic", "run", "player", "moments", "questions", "tour",
-    "articles", "predict", "picture", "controls", "main",
+    "articles", "predict", "picture", "controls", "stories", "cells",
+    *(f"stories/{name}" for name in stories.STORIES), "main",
 )  # fmt: skip
 """The page's program in the order in which its parts use each other; they share one scope."""
 
+STYLES = ("style.css", "stories.css")
 LANGUAGES = ("en", "zh")
 DTYPE = "float16"
 FEW = 16
@@ -113,7 +115,7 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
         entries.append({**entry, "packed": key})
     return {
         "recordings": entries, "packed": packed, "sram_sizes": sram_sizes, "cards": cards(),
-        "small_inputs": small_inputs(),
+        "small_inputs": small_inputs(), "stories": stories.catalogue(),
     }  # fmt: skip
 
 
@@ -140,9 +142,14 @@ def cards() -> list[dict[str, Any]]:
 
 
 def texts() -> dict[str, dict[str, str]]:
-    """The page's texts by language and key."""
+    """The page's texts by language and key; those of a story have its name before them."""
     folder = files("flashtile.visualizer") / "assets" / "texts"
-    return {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in LANGUAGES}
+    every = {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in LANGUAGES}
+    for story in stories.STORIES:
+        told = json.loads((folder / "stories" / f"{story}.json").read_text("utf-8"))
+        for language, own in every.items():
+            own |= {f"{story}.{key}": text for key, text in told[language].items()}
+    return every
 
 
 def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
@@ -156,7 +163,7 @@ def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template("page.html.jinja").render(
-        style=(assets / "style.css").read_text("utf-8"),
+        style="\n".join((assets / name).read_text("utf-8") for name in STYLES),
         script='"use strict";\n' + "\n".join(scripts),
         texts=_embed(texts()),
         start=_embed(start),

@@ -4,7 +4,7 @@
 
 const RUN_NUMBERS = new Set(["num_splits", "page_size"]);
 const NUMBERS = ["seqlen", "head_dim", "sram", "at", "row", "tour", "element", "speed"];
-const WORDS = ["queries", "mask", "sync", "card", "question", "preset", "inputs", "predict", "arithmetic", "lang", "theme"];
+const WORDS = ["queries", "mask", "sync", "card", "question", "story", "variant", "preset", "inputs", "predict", "arithmetic", "lang", "theme"];
 
 function writeAddress(state) {
   const parts = [`a=${writeRun(state.a)}`];

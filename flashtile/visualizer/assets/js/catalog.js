@@ -7,12 +7,13 @@ const OF_MADE = ["element", "inputs"]; // of runs that are made on the page
 const SMALL_LENGTH = 8; // one that is offered of those that are made on the page
 
 class Catalog {
-  constructor({ recordings, packed, sram_sizes, cards, small_inputs }) {
+  constructor({ recordings, packed, sram_sizes, cards, small_inputs, stories }) {
     this.maker = new Maker(small_inputs);
     this.recordings = recordings;
     this.packed = packed;
     this.sramSizes = sram_sizes;
     this.cards = cards;
+    this.stories = stories;
     this.traces = new Map();
   }
 

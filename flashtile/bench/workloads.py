@@ -132,6 +132,8 @@ class Workload:
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
             self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
+            None if self.cache is None else self.cache.page_size,
+            None if self.cache is None else self.cache.dtype,
         )  # fmt: skip
 
     @property

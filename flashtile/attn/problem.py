@@ -26,6 +26,8 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     backend: str | None = None
+    partial: bool = False
+    """out and the gradients in float32, parts of sums over devices: to be added up before they are rounded."""
 
 
 class Extras(NamedTuple):
@@ -71,8 +73,14 @@ class Problem(Results):
     varlen: bool = False
     seqused_k: bool = False
     deterministic: bool = False
+    partial: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of out and of the gradients of q, k and v."""
+        return self.lse_dtype if self.partial else self.dtype
 
     @property
     def causal(self) -> bool:
@@ -129,6 +137,7 @@ class Problem(Results):
             "varlen": varlen,
             "seqused_k": used,
             "deterministic": bool(options.deterministic),
+            "partial": bool(options.partial),
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }
         return cls(**fields | others)

@@ -1,5 +1,6 @@
 """Attention over sequences that lie on several GPUs, on torch.distributed: context parallelism."""
 
+from flashtile.parallel.decode import context_parallel_decode, own_tokens
 from flashtile.parallel.functional import context_parallel_attention
 from flashtile.parallel.layout import shard, unshard
 from flashtile.parallel.model import (
@@ -19,8 +20,10 @@ __all__ = [
     "ParallelExplanation",
     "Sharing",
     "context_parallel_attention",
+    "context_parallel_decode",
     "estimates",
     "explain",
+    "own_tokens",
     "shard",
     "unshard",
 ]

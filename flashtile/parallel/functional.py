@@ -14,6 +14,7 @@ from flashtile.arguments import apply_autocast, check_flag, make_options, with_u
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.checks.arguments import check_dense, check_sink
 from flashtile.checks.attention import check_call
+from flashtile.op.operation import PLAIN_TYPES
 from flashtile.parallel.attend import Scores
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
@@ -55,7 +56,9 @@ def context_parallel_attention(
     Args:
         q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with
             ``cu_seqlens_q``. Ranks may have different numbers of tokens, none as well.
-        k, v: likewise, (..., heads_kv, head_dim).
+        k, v: likewise, (..., heads_kv, head_dim). DTensors (batch, seqlen, heads, head_dim) may be given, all
+            placed alike: the dimension of their mesh that shards the sequence is the group, the others may
+            shard batch or heads; ``layout`` must be "contiguous" then.
         group: the process group that shares the sequence; None is the default one.
         mesh: a DeviceMesh instead: of one dimension, or of two, (ring, ulysses), of which the second exchanges
             tokens for heads and should be the faster link.
@@ -105,6 +108,12 @@ def context_parallel_attention(
     check_layout(layout)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if type(q) not in PLAIN_TYPES and _is_distributed(q):
+        return _attend_distributed(
+            q, k, v, return_lse, layout, group, mesh, cu_seqlens_q, sink, method=method,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            deterministic=deterministic, timeout=timeout, backend=backend,
+        )  # fmt: skip
     offsets_q, offsets_k = _offsets(cu_seqlens_q, cu_seqlens_k)
     packed = offsets_q is not None
     ranks, meshed = _find_ranks(group, mesh, method)
@@ -126,6 +135,31 @@ def context_parallel_attention(
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
+
+
+def _is_distributed(q: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(q, DTensor)
+
+
+def _attend_distributed(
+    q: Any, k: Any, v: Any, return_lse: bool, layout: str, group: Any, mesh: Any, cu_seqlens: Any, sink: Any,
+    **options: Any,
+) -> Any:  # fmt: skip
+    from flashtile.parallel.dtensors import attend_local
+
+    given = {"group": group, "mesh": mesh, "cu_seqlens_q": cu_seqlens, "sink": sink}
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} must be None for DTensors, got {type(value).__name__}")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, of_mesh: Any) -> Any:
+        return context_parallel_attention(
+            q, k, v, group=of_mesh, layout=layout, return_lse=True, **options
+        )
+
+    return attend_local(attend, q, k, v, return_lse, layout)
 
 
 class _Call(NamedTuple):

@@ -96,3 +96,121 @@ def _mesh(shape: tuple[int, int]) -> Any:
     if shape not in _meshes:
         _meshes[shape] = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
     return _meshes[shape]
+
+
+def decode(group: Any, *, steps: int, pages: bool, merge: str, interleave: int, seqlen_q: int) -> list[float]:
+    """Errors of steps of decoding over a cache that begins empty, against a whole one; of out, and of lse."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(1)
+    batch, heads, heads_kv, width, capacity = 3, 4, 2, 16, 32
+    whole = torch.zeros(2, batch, capacity, heads_kv, width, dtype=torch.float64)
+    own = torch.zeros(2, batch, capacity, heads_kv, width, dtype=torch.float64)
+    table = None
+    if pages:  # pages of 4 tokens in an order of their own; what no sequence has holds NaN
+        own = torch.full((2, batch * 8 + 1, 4, heads_kv, width), torch.nan, dtype=torch.float64)
+        table = torch.randperm(batch * 8).view(batch, 8).to(torch.int32) + 1
+    sink = torch.randn(heads, dtype=torch.float64)
+    lengths = torch.tensor([0, 1, 5], dtype=torch.int32)
+    prefix = torch.randn(2, batch, 5, heads_kv, width, dtype=torch.float64)
+    whole[:, :, :5] = prefix
+    for b in range(batch):
+        for position in range(int(lengths[b])):
+            if position // interleave % size == rank:
+                index = position // (interleave * size) * interleave + position % interleave
+                row, column = (b, index) if table is None else (int(table[b, index // 4]), index % 4)
+                own[:, row, column] = prefix[:, b, position]
+    part = slice(None)
+    if merge == "reduce_scatter":
+        part = slice(rank * heads // size, (rank + 1) * heads // size)
+    errors = []
+    for _ in range(steps):
+        q = torch.randn(batch, seqlen_q, heads, width, dtype=torch.float64)
+        k, v = torch.randn(2, batch, seqlen_q, heads_kv, width, dtype=torch.float64).unbind()
+        arguments: dict[str, Any] = {"cache_seqlens": lengths, "sink": sink}
+        out, lse = parallel.context_parallel_decode(
+            q, *own, k, v, block_table=table, group=group, interleave=interleave, merge=merge,
+            return_lse=True, timeout=60, **arguments,
+        )  # fmt: skip
+        right, right_lse = flashtile.flash_attn_with_kvcache(
+            q, *whole, k, v, causal=True, return_softmax_lse=True, **arguments
+        )
+        errors += [_error(out, right[:, :, part]), _error(lse, right_lse[:, part])]
+        lengths = lengths + seqlen_q
+    return errors
+
+
+def through_layers(group: Any, *, layers: int) -> tuple[float, float]:
+    """Relative errors of a bfloat16 transformer's attention after many layers: over ranks, and on one device."""
+    torch.manual_seed(2)
+    heads, width, tokens = 2, 32, 96
+    weights = torch.randn(layers, 3, heads * width, heads * width) / (heads * width) ** 0.5
+    x = torch.randn(1, tokens, heads * width)
+
+    def run(x: Tensor, dtype: torch.dtype, attend: Any) -> Tensor:
+        x = x.to(dtype)
+        for layer in weights.to(dtype):
+            q, k, v = (torch.nn.functional.rms_norm(x, x.shape[-1:]) @ w for w in layer)
+            x = x + attend(*(t.unflatten(-1, (heads, width)) for t in (q, k, v))).flatten(-2)
+        return x
+
+    def over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return parallel.context_parallel_attention(q, k, v, group=group, causal=True, method="ring", timeout=60)
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtile.attention(q, k, v, causal=True)
+
+    exact = run(x, torch.float64, alone)
+    single = run(x, torch.bfloat16, alone)
+    shared = parallel.unshard(run(parallel.shard(x, 1, group), torch.bfloat16, over_ranks), 1, group)
+    return tuple(((t - exact).norm() / exact.norm()).item() for t in (shared, single))
+
+
+def distributed(group: Any, *, shape: tuple[int, int], placements: tuple[int, int], public: bool) -> float:
+    """Largest error of out and dq of DTensors on a mesh of two dimensions; ``public``: flashtile.attention."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(3)
+    mesh = _mesh(shape)
+    whole = [torch.randn(2, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    placed = [distribute_tensor(t.detach(), mesh, [Shard(d) for d in placements]) for t in whole]
+    placed = [t.requires_grad_() for t in placed]
+    if public:
+        out = flashtile.attention(*placed, causal=True)
+    else:
+        out = parallel.context_parallel_attention(*placed, causal=True, layout="contiguous", timeout=60)
+        assert out.placements == placed[0].placements
+    right = flashtile.attention(*whole, causal=True)
+    dout = torch.randn_like(right)
+    gradients = torch.autograd.grad(right, whole, dout)
+    out.backward(distribute_tensor(dout, mesh, [Shard(d) for d in placements]).redistribute(mesh, out.placements))
+    found = [out, *(t.grad for t in placed)]
+    return max(_error(a.full_tensor(), b) for a, b in zip(found, (right, *gradients), strict=True))
+
+
+def faulty(group: Any, *, timeout: float = 30, exits: bool = False, stays_away: bool = False, **arguments: Any) -> str:
+    """What a rank hears of a call that cannot go well."""
+    if exits:
+        os._exit(1)
+    if stays_away:
+        return "stayed away"
+    tokens, heads = arguments.pop("tokens", 8), arguments.pop("heads", 2)
+    dtype = arguments.pop("dtype", torch.float32)
+    x = torch.randn(1, tokens, heads, 16, dtype=dtype, requires_grad=arguments.pop("learns", False))
+    try:
+        parallel.context_parallel_attention(x, x, x, group=group, timeout=timeout, **arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def dies_between_passes(group: Any, *, timeout: float, dies: bool) -> str:
+    """What a rank hears in the backward pass when another has gone."""
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    out = parallel.context_parallel_attention(x, x, x, group=group, timeout=timeout, method="ring")
+    if dies:
+        os._exit(1)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

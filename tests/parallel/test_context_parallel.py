@@ -65,3 +65,73 @@ def test_it_is_exact(ranks, name):
     for rank, errors in enumerate(ranks.run(parallel_tasks.compare, count, **case)):
         assert isinstance(errors, dict), f"rank {rank}: {errors!r}"
         assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments"),
+    [
+        (4, {"pages": True, "merge": "allgather", "interleave": 1, "seqlen_q": 1}),
+        (3, {"pages": False, "merge": "allgather", "interleave": 2, "seqlen_q": 2}),
+        (2, {"pages": True, "merge": "reduce_scatter", "interleave": 4, "seqlen_q": 3}),
+    ],
+)
+def test_decoding_over_a_sharded_cache(ranks, count, arguments):
+    """It begins with sequences that some ranks have no token of."""
+    for errors in ranks.run(parallel_tasks.decode, count, steps=6, **arguments):
+        assert max(errors) < 1e-12, errors
+
+
+def test_many_layers_are_as_exact_as_on_one_device(ranks):
+    for shared, single in ranks.run(parallel_tasks.through_layers, 4, layers=64):
+        assert shared <= 1.1 * single
+
+
+@pytest.mark.parametrize("placements", [(1, 0), (1, 2), (0, 1)])
+@pytest.mark.parametrize("public", [False, True])
+def test_distributed_tensors(ranks, placements, public):
+    for error in ranks.run(parallel_tasks.distributed, 8, shape=(4, 2), placements=placements, public=public):
+        assert error < 1e-12
+
+
+DISAGREEMENTS = {
+    "causal": ({"causal": True}, {}),
+    "window_left": ({"window_size": (3, 0)}, {"window_size": (4, 0)}),
+    "method": ({"method": "ring"}, {"method": "ulysses"}),
+    "cu_seqlens": ({"layout": "striped"}, {"layout": "zigzag"}),
+    "heads of q": ({"heads": 2}, {"heads": 4}),
+    "dtype": ({"dtype": "float64"}, {"dtype": "float32"}),
+    "whether gradients are wanted": ({"learns": True}, {}),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree_say_so(ranks, name):
+    import torch
+
+    first, second = ({**a, **({"dtype": getattr(torch, a["dtype"])} if "dtype" in a else {})} for a in DISAGREEMENTS[name])
+    name = "layout" if name == "cu_seqlens" else name
+    for said in ranks.run(parallel_tasks.faulty, 2, by_rank=[first, second]):
+        assert said.startswith(f"ValueError: the ranks disagree on {name}: rank 0 has "), said
+
+
+def test_a_rank_with_other_tokens_is_named(ranks):
+    for said in ranks.run(parallel_tasks.faulty, 2, by_rank=[{"tokens": 8}, {"tokens": 5}]):
+        assert "rank" in said, said
+        assert "cut it with flashtile.parallel.shard" in said
+
+
+def test_a_refused_call_is_refused_on_all_ranks(ranks):
+    said = ranks.run(parallel_tasks.faulty, 2, by_rank=[{}, {"softcap": -1.0}])
+    assert said[0].startswith("ValueError: rank 1 refuses the call: softcap")
+    assert said[1].startswith("ValueError: softcap must be")
+
+
+def test_an_absent_rank_is_named_in_time_and_nothing_hangs():
+    with pool(3) as few:
+        away = [{}, {}, {"stays_away": True}]
+        for said in few.run(parallel_tasks.faulty, 3, by_rank=away, timeout=1.0)[:2]:
+            assert said.startswith("RuntimeError: rank "), said
+            assert "from rank 2 within 1 s" in said
+    with pool(2) as few:
+        alive, _ = few.run(parallel_tasks.dies_between_passes, 2, by_rank=[{"dies": False}, {"dies": True}], timeout=5.0)
+        assert alive.startswith("rank 0 of 2 has heard nothing from rank 1 within 5 s"), alive

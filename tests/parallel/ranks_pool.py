@@ -23,7 +23,7 @@ class Pool:
 
     def __init__(self, size: int, groups: tuple[int, ...] = ()) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "parallel_tasks"])
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "parallel_tasks"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, self.processes = [], []
         for rank in range(size):

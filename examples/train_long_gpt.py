@@ -1,11 +1,11 @@
-"""Train a small byte-level GPT on one long sequence that several processes share, each with a part of its tokens.
+"""Train a small byte-level GPT on one long sequence that several processes share.
 
-    torchrun --nproc-per-node 2 examples/train_long_gpt.py                       # 131072 bytes; CPUs over gloo
-    torchrun --nproc-per-node 2 examples/train_long_gpt.py --window -1           # every byte sees all before
+    torchrun --nproc-per-node 2 examples/train_long_gpt.py                # 131072 bytes; CPUs over gloo
+    torchrun --nproc-per-node 2 examples/train_long_gpt.py --window -1    # every byte sees all before
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_long_gpt.py --checkpoint long.pt
 
-With GPUs it takes one a process, and NCCL. With ``--checkpoint`` a run that is started again, by hand or by torchrun
-after a process has died, goes on from the last checkpoint, with any number of processes.
+With GPUs it takes one a process, and NCCL. With ``--checkpoint`` a run that is started again, by hand or by
+torchrun after a process has died, goes on from the last checkpoint, with any number of processes.
 
 What makes it context parallel is marked with (1) to (4).
 """
@@ -30,7 +30,7 @@ from flashtile.parallel import context_parallel_attention, shard
 
 
 def main(
-    seqlen: Annotated[int, typer.Option(min=1, help="Bytes of the sequence, of all processes together.")] = 131072,
+    seqlen: Annotated[int, typer.Option(min=1, help="Bytes of the whole sequence.")] = 131072,
     steps: Annotated[int, typer.Option(min=1, help="Steps in all, those before a restart included.")] = 100,
     layers: Annotated[int, typer.Option(min=1)] = 2,
     heads: Annotated[int, typer.Option(min=1)] = 2,
@@ -70,7 +70,9 @@ def join_group() -> torch.device:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, group: Any, method: str, window: int) -> Tensor:
     """(3) Queries see the keys of all processes. All else in the model works on bytes one by one."""
-    return context_parallel_attention(q, k, v, group=group, method=method, causal=True, window_size=(window, 0))
+    return context_parallel_attention(
+        q, k, v, group=group, method=method, causal=True, window_size=(window, 0)
+    )
 
 
 def train(

@@ -27,7 +27,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
     partial: bool = False
-    """out and the gradients in float32, parts of sums over devices: to be added up before they are rounded."""
+    """out and the gradients in float32: parts of sums over devices, added up before they are rounded."""
 
 
 class Extras(NamedTuple):
@@ -39,6 +39,9 @@ class Extras(NamedTuple):
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
 
+
+OPTIONS_OF_ALL = Options._fields.index("backend") + 1
+"""The first options: those that attention in FP8 has, too."""
 
 NO_EXTRAS = Extras()
 """The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""

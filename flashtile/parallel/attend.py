@@ -27,11 +27,18 @@ class Scores:
 
     def options(self, call: Block | Packed, partial: bool) -> Options:
         block = call.blocks[0] if isinstance(call, Packed) else call
-        longest = call.longest if isinstance(call, Packed) else (None, None)
+        longest_q, longest_k = call.longest if isinstance(call, Packed) else (None, None)
         return Options(
-            *longest, self.softmax_scale, False, block.left, block.right, self.softcap, self.deterministic,
-            self.backend, partial,
-        )  # fmt: skip
+            max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k,
+            softmax_scale=self.softmax_scale,
+            window_left=block.left,
+            window_right=block.right,
+            softcap=self.softcap,
+            deterministic=self.deterministic,
+            backend=self.backend,
+            partial=partial,
+        )
 
 
 class State:
@@ -85,9 +92,7 @@ def attend_once(
     return out, lse
 
 
-def first_state(
-    q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out, lse) over no keys."""
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros((batch, tokens, heads, head_dim_v), dtype=dtype)

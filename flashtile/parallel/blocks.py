@@ -181,9 +181,7 @@ def _blocks(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
         row += of_q.length
 
 
-def _documents(
-    of_q: Piece, of_k: Piece, mask: Mask
-) -> Iterator[tuple[int, Piece, int, Piece]]:
+def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piece, int, Piece]]:
     """For each document that has tokens in both pieces: where its part of each starts in the piece, and that
     part, its start counted so that a query stands at the key that it is aligned with."""
     first = max(0, bisect_right(mask.starts_q, of_q.start) - 1)
@@ -193,7 +191,8 @@ def _documents(
         row, rows = _cut(of_q, mask.starts_q[d], mask.starts_q[d + 1])
         column, keys = _cut(of_k, mask.starts_k[d], mask.starts_k[d + 1])
         if rows.length and keys.length:
-            yield row, rows._replace(start=rows.start - mask.starts_q[d + 1] + mask.starts_k[d + 1]), column, keys
+            aligned = rows.start - mask.starts_q[d + 1] + mask.starts_k[d + 1]
+            yield row, rows._replace(start=aligned), column, keys
 
 
 def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
@@ -286,4 +285,3 @@ def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block
             (taken if fits else left).append(block)
         yield taken[0] if len(taken) == 1 else Packed(tuple(taken), tokens_q, tokens_k)
         waiting = left
-

@@ -1,5 +1,5 @@
-"""Decoding over a key/value cache whose tokens are interleaved over ranks (Helix, DCP): each rank attends to its
-own, and the partial results are merged by lse."""
+"""Decoding over a key/value cache whose tokens are interleaved over ranks (decode context
+parallelism): each rank attends to its own, and the partial results are merged by lse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MERGES = ("allgather", "reduce_scatter")
 
 
 def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Tensor:
-    """How many of each sequence's first ``lengths`` tokens lie on ``rank`` of ``size``, in the dtype of lengths.
+    """How many of each sequence's first ``lengths`` tokens lie on a rank, in the shape and dtype of lengths.
 
     Token p is on rank ``p // interleave % size``, as its number
     ``p // (interleave * size) * interleave + p % interleave``.
@@ -56,17 +56,17 @@ def context_parallel_decode(
 ) -> Tensor | Any:
     """:func:`flashtile.flash_attn_with_kvcache` over a cache whose tokens are interleaved over ranks.
 
-    Partial results are float32 until they are merged. Nothing is read on the host: once it has run, a step can
-    be captured in a CUDA graph.
+    Partial results are float32 until they are merged. Nothing is read on the host: once it has run, a step
+    can be captured in a CUDA graph.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), the same on all ranks: the last tokens of each sequence.
-        k_cache, v_cache: this rank's own tokens (:func:`flashtile.parallel.own_tokens`), dense or in pages, as
-            for :func:`flashtile.flash_attn_with_kvcache`.
+        k_cache, v_cache: this rank's own tokens (:func:`flashtile.parallel.own_tokens`), dense or in pages,
+            as for :func:`flashtile.flash_attn_with_kvcache`.
         k, v: (batch, seqlen_new, heads_kv, head_dim), the same on all ranks: appended first. Each token is
             written by the rank that it belongs to. Dense caches must be contiguous.
         cache_seqlens: (batch,) int32: tokens of each *whole* sequence, on all ranks together, before k.
-        block_table: (batch, max_blocks) int32, of this rank's pages. It must have pages for the tokens to come.
+        block_table: (batch, max_blocks) int32, of this rank's pages, with pages for the tokens to come.
         group: the process group; None is the default one.
         interleave: tokens in a row that lie on one rank.
         merge: "allgather": every rank gets out of all heads. "reduce_scatter": rank r gets that of
@@ -90,7 +90,7 @@ def context_parallel_decode(
     Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> k_cache, v_cache = torch.zeros(2, 3, 512, 2, 64).unbind()  # (batch, own tokens, heads_kv, head_dim)
+        >>> k_cache, v_cache = torch.zeros(2, 3, 512, 2, 64).unbind()  # 512 tokens on each rank
         >>> lengths = torch.tensor([0, 17, 250], dtype=torch.int32)
         >>> q = torch.randn(3, 1, 8, 64)
         >>> k, v = torch.randn(2, 3, 1, 2, 64).unbind()
@@ -117,7 +117,7 @@ def context_parallel_decode(
     ranks = ranks_of(group)
     if merge == "reduce_scatter" and heads % ranks.size:
         raise ValueError(
-            f"q must have a multiple of {ranks.size} heads, the ranks, for merge='reduce_scatter', got {heads}"
+            f"q must have a multiple of {ranks.size} heads for merge='reduce_scatter', got {heads}"
         )
     same = {
         "the shape of q": tuple(q.shape), "dtype": str(q.dtype), "interleave": interleave, "merge": merge,
@@ -129,7 +129,8 @@ def context_parallel_decode(
     ranks.agree(same, {}, timeout)
     lengths = cache_seqlens
     if k is not None or v is not None:
-        _append(ranks, k_cache, v_cache, k, v, lengths, block_table, interleave, k_descale, v_descale, backend)
+        descales = (k_descale, v_descale)
+        _append(ranks, k_cache, v_cache, k, v, lengths, block_table, interleave, descales, backend)
         assert k is not None
         lengths = lengths + k.shape[1]
     rows, table, own = with_unit_stride(q), block_table, CacheTensors()
@@ -164,8 +165,7 @@ def _append(
     before: Tensor,
     block_table: Tensor | None,
     interleave: int,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
+    descales: tuple[Tensor | None, Tensor | None],
     backend: str | None,
 ) -> None:
     """Write the new tokens that belong to this rank."""
@@ -193,14 +193,14 @@ def _append(
     slots = torch.where(own & fits, row * page_size + index % page_size, -1)
     append_kvcache(
         k_cache, v_cache, k.flatten(0, 1), v.flatten(0, 1), slot_mapping=slots.flatten(),
-        k_descale=k_descale, v_descale=v_descale, backend=backend,
+        k_descale=descales[0], v_descale=descales[1], backend=backend,
     )  # fmt: skip
 
 
 def _merged(
     ranks: Ranks, out: Tensor, lse: Tensor, merge: str, timeout: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, heads, head_dim) and lse (batch, seqlen_q, heads) over the tokens of all ranks."""
+    """out (batch, seqlen_q, heads, head_dim) and lse (batch, seqlen_q, heads) over all ranks' tokens."""
     if merge == "allgather":
         sent, heads = [as_bytes([out, lse])] * ranks.size, out.shape[2]
         parts = ranks.gather(sent[0].unsqueeze(0), [1] * ranks.size, timeout)
@@ -214,5 +214,3 @@ def _merged(
     states = [from_bytes(part.flatten(), specs) for part in parts]
     outs, lses = (torch.stack(of_ranks) for of_ranks in zip(*states, strict=True))
     return flash_attn_combine(outs, lses, out_dtype=dtype)
-
-

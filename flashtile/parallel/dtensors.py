@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -14,14 +15,16 @@ SEQUENCE, HEADS = 1, 2
 def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, return_lse: bool, layout: str) -> Any:
     """``attend(q, k, v, group)`` of the local tensors of DTensors (batch, seqlen, heads, head_dim).
 
-    On one dimension of the mesh the sequence may be sharded: its group shares it. On the others batch or heads
+    On one dimension of the mesh the sequence is sharded: its group shares it. On the others batch or heads
     may be, which needs no communication, or nothing.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be a DTensor as q, k and v are, got {type(tensor).__name__}")
         if tensor.dim() != 4:
-            raise NotImplementedError(f"{name} must be (batch, seqlen, heads, head_dim) as a DTensor, got {name} of {tensor.dim()} dimensions")
+            raise NotImplementedError(
+                f"{name} must be (batch, seqlen, heads, head_dim) as a DTensor, got {tuple(tensor.shape)}"
+            )
         if tensor.device_mesh != q.device_mesh or tensor.placements != q.placements:
             raise ValueError(
                 f"{name} must be placed as q, {q.placements} on {q.device_mesh}, got {tensor.placements} on "
@@ -39,7 +42,9 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, return_lse:
             "flashtile.attention takes DTensors sharded by batch or heads alone"
         )
     if layout != "contiguous":
-        raise ValueError(f"layout must be 'contiguous' for DTensors, whose shards are consecutive, got {layout!r}")
+        raise ValueError(
+            f"layout must be 'contiguous' for DTensors, whose shards are consecutive, got {layout!r}"
+        )
     heads_parts = [mesh.size(dim) for dim, placement in enumerate(q.placements) if placement.is_shard(HEADS)]
     for parts in heads_parts:
         if q.shape[HEADS] % parts or k.shape[HEADS] % parts:
@@ -54,10 +59,7 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, return_lse:
 
 
 def _placed(local: Tensor, like: Any, shape: tuple[int, ...], placements: Any) -> Any:
-    stride, strides = 1, []
-    for size in reversed(shape):
-        strides.insert(0, stride)
-        stride *= max(size, 1)
+    strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=shape, stride=tuple(strides)
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,9 @@ def context_parallel_attention(
     """:func:`flashtile.attention` of a sequence whose tokens lie on several ranks, differentiable.
 
     All ranks of the group call it together, each with its own tokens of q, k and v, as
-    :func:`flashtile.parallel.shard` cuts them. What ranks compute of the same row is float32 until it has been
-    merged by lse; so are the gradients of keys until those of all ranks have been added, in a fixed order.
+    :func:`flashtile.parallel.shard` cuts them. What is computed of the same row in several parts is float32
+    until it has been merged by lse; so are the gradients of keys until those of all ranks have been added, in
+    a fixed order.
 
     Args:
         q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with
@@ -60,17 +62,17 @@ def context_parallel_attention(
             placed alike: the dimension of their mesh that shards the sequence is the group, the others may
             shard batch or heads; ``layout`` must be "contiguous" then.
         group: the process group that shares the sequence; None is the default one.
-        mesh: a DeviceMesh instead: of one dimension, or of two, (ring, ulysses), of which the second exchanges
-            tokens for heads and should be the faster link.
+        mesh: a DeviceMesh instead: of one dimension, or of two, (ring, ulysses), of which the second
+            exchanges tokens for heads and should be the faster link.
         method: "ring": keys and values travel. "ulysses": tokens are exchanged for heads, then each rank
             attends alone. "allgather": keys and values of all ranks on each. "auto": the one that takes the
             least time by the IO model (:func:`flashtile.parallel.explain`); on a mesh of two
             dimensions always Ulysses within a ring.
         layout: which tokens a rank has, "zigzag", "contiguous" or "striped". Under a causal mask zigzag and
             striped give all ranks equally much to compute. All but contiguous must be cut as ``shard`` cuts.
-        cu_seqlens_q, cu_seqlens_k: offsets of documents packed in the *whole* sequence, the same on all ranks,
-            to its very end; cu_seqlens_k is cu_seqlens_q if not given. They are read on the host: a list or a
-            CPU tensor spares a synchronisation.
+        cu_seqlens_q, cu_seqlens_k: offsets of documents packed in the *whole* sequence, to its very end, the
+            same on all ranks; cu_seqlens_k is cu_seqlens_q if not given. They are read on the host: a list or
+            a CPU tensor spares a synchronisation.
         softmax_scale, causal, window_size, softcap, backend: as for :func:`flashtile.attention`; masks are
             aligned to the bottom right of the whole sequence.
         sink: (heads_q,), the same on all ranks. Its gradient is the part of what this rank computed: add them
@@ -130,7 +132,8 @@ def context_parallel_attention(
                 )
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
     error = _own_error(q, k, v, sink, options)
-    call = _agree(ranks, q, k, v, sink, options, (method, layout, meshed, offsets_q, offsets_k), timeout, error)
+    others = (method, layout, meshed, offsets_q, offsets_k)
+    call = _agree(ranks, q, k, v, sink, options, others, timeout, error)
     out, lse = _Attention.apply(q, k, v, sink, _method(call, ranks, mesh, method, layout, options, timeout))
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -155,9 +158,7 @@ def _attend_distributed(
             raise NotImplementedError(f"{name} must be None for DTensors, got {type(value).__name__}")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, of_mesh: Any) -> Any:
-        return context_parallel_attention(
-            q, k, v, group=of_mesh, layout=layout, return_lse=True, **options
-        )
+        return context_parallel_attention(q, k, v, group=of_mesh, layout=layout, return_lse=True, **options)
 
     return attend_local(attend, q, k, v, return_lse, layout)
 
@@ -230,9 +231,7 @@ def _agree(
         with contextlib.suppress(ValueError, RuntimeError):
             ranks.agree({}, {}, timeout, str(error))
         raise error
-    learns = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, v, sink)
-    )
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
     same: dict[str, Any] = {
         "method": method,
         "layout": layout,
@@ -308,9 +307,7 @@ def _mask(call: _Call, options: Options) -> Mask:
     starts_k = (0, total_k) if call.offsets_k is None else call.offsets_k
     for name, starts, total in (("cu_seqlens_q", starts_q, total_q), ("cu_seqlens_k", starts_k, total_k)):
         if starts[-1] != total:
-            raise ValueError(
-                f"{name} must end at the {total} tokens of all ranks together, got {starts[-1]}"
-            )
+            raise ValueError(f"{name} must end at the {total} tokens of all ranks together, got {starts[-1]}")
     right = 0 if options.causal else options.window_right
     return Mask(options.window_left, right, starts_q, starts_k)
 
@@ -338,7 +335,7 @@ def _read_offsets(name: str, offsets: Any) -> tuple[int, ...]:
     values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
     if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
         raise TypeError(f"{name} must be a tensor or a list of ints, got {type(offsets).__name__}")
-    if len(values) < 2 or values[0] != 0 or any(b < a for a, b in zip(values, values[1:], strict=False)):
+    if len(values) < 2 or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ValueError(f"{name} must rise from 0 and have at least 2 entries, got {list(values)[:8]}")
     return tuple(values)
 
@@ -350,7 +347,6 @@ def _find_ranks(group: Any, mesh: Any, method: str) -> tuple[Ranks, tuple[int, .
         raise ValueError(f"mesh must have 1 dimension or 2, (ring, ulysses), got {mesh.ndim}")
     if mesh.ndim == 2 and method != "auto":
         raise ValueError(
-            f"method must be 'auto' on a mesh of two dimensions, which is Ulysses within a ring, got {method!r}"
+            f"method must be 'auto' on a mesh of two dimensions (Ulysses within a ring), got {method!r}"
         )
     return ranks_of(group, mesh), tuple(mesh.mesh.shape)
-

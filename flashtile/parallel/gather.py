@@ -1,5 +1,5 @@
-"""Keys and values of all ranks gathered on each, for few key heads or short sequences (Llama 3, arXiv:2407.21783,
-section 3.3.2): one exchange, one call of attention, and nothing to merge."""
+"""Keys and values of all ranks gathered on each, for few key heads: one exchange, one call of attention, and
+nothing to merge (Llama 3, arXiv:2407.21783, section 3.3.2)."""
 
 from __future__ import annotations
 

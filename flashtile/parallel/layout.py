@@ -30,9 +30,9 @@ def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...
     """What ``rank`` of ``size`` has of ``total`` tokens, in its order.
 
     "contiguous" cuts evenly. "zigzag" cuts into 2 * size chunks, of which rank r has numbers r and
-    2 * size - 1 - r: under a causal mask all ranks then have equally much to compute (Zhu, ring-flash-attention;
-    Llama 3, arXiv:2407.21783, section 3.3.2). "striped" gives rank r tokens r, r + size, ...
-    (Brandon et al. 2023, arXiv:2311.09431).
+    2 * size - 1 - r: under a causal mask all ranks then have equally much to compute (Llama 3,
+    arXiv:2407.21783, section 3.3.2). "striped" gives rank r tokens r, r + size, ... (Brandon et al. 2023,
+    arXiv:2311.09431).
     """
     if layout == "striped":
         return joined([Piece(rank, len(range(rank, total, size)), size)])
@@ -176,4 +176,3 @@ def _checked_dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1}, got {dim}")
     return dim % x.dim()
-

@@ -71,4 +71,3 @@ class Method(Protocol):
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
     ) -> Gradients: ...
-

@@ -1,21 +1,21 @@
-"""What each method costs by the IO model: bytes and times, for a choice and for machines that are not at hand.
+"""What each method costs by the IO model: for a choice, and for machines that are not at hand.
 
-Times are of attention alone, with one rank a GPU. Products run at ``REACHED`` of a card's peak; a message takes a
-link's latency and its bytes over the link's bandwidth, each way at once. A ring computes beside its messages;
-the other methods do not.
+Times are of attention alone, with one rank a GPU. Products run at ``REACHED`` of a card's peak; a message
+takes a link's latency and its bytes over the link's bandwidth, each way at once. A ring computes beside its
+messages; the other methods do not. Merging partial results and copies are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from flashtile.io_model.calls import ELEMENT_BYTES, Call
 from flashtile.io_model.cards import Card, card_of_device, find_card
 from flashtile.parallel.blocks import Mask, Pair, pair_of
-from flashtile.parallel.layout import Piece, joined, pieces_of, tokens_of
+from flashtile.parallel.layout import Piece, pieces_of, tokens_of
 from flashtile.problem import UNLIMITED
 
 METHODS = ("auto", "ring", "ulysses", "allgather")
@@ -46,10 +46,10 @@ class Link:
 
 LINKS = {
     "nvlink": Link(
-        "nvlink", 331.0, 56.0, "two H200s (NV18), isend and irecv at once, fitted to 16 and 128 MB: 107 and 462 us"
+        "nvlink", 331.0, 56.0, "two H200s (NV18), isend beside irecv, fitted to 107 us for 16 MB, 462 for 128"
     ),
     "infiniband": Link(
-        "infiniband", 50.0, 60.0, "NDR, 400 Gbit/s a GPU (maker's figure); latency as of NVLink's host work, not measured"
+        "infiniband", 50.0, 60.0, "NDR, 400 Gbit/s a GPU (maker's figure); the latency is assumed"
     ),
 }
 
@@ -169,12 +169,13 @@ class ParallelExplanation:
         return self.rows[0].method
 
     def __str__(self) -> str:
-        lines = [f"method: {self.method}, over {self.rows[0].ranks} ranks on {self.card.name}, {self.link.name}"]
+        where = f"over {self.rows[0].ranks} ranks on {self.card.name}, {self.link.name}"
+        lines = [f"method: {self.method}, {where}"]
         for row in self.rows:
             lines.append(
-                f"{row.method}: {row.seconds * 1e3:.3g} ms, products {row.compute_seconds * 1e3:.3g} ms, waiting "
-                f"{row.exposed_seconds * 1e3:.3g} ms; receives {row.bytes / 2**20:.4g} MiB, holds "
-                f"{row.extra_bytes / 2**20:.4g} MiB more"
+                f"{row.method}: {row.seconds * 1e3:.3g} ms, products {row.compute_seconds * 1e3:.3g} ms, "
+                f"waiting {row.exposed_seconds * 1e3:.3g} ms; receives {row.bytes / 2**20:.4g} MiB, "
+                f"holds {row.extra_bytes / 2**20:.4g} MiB more"
             )
         return "\n".join(lines)
 
@@ -203,7 +204,7 @@ def explain(
 
 
 def setting_of(device: torch.device, ranks: int) -> tuple[Card, Link]:
-    """What a group's choice is made by: NVLink within a host, InfiniBand beyond; H200s where there is no GPU."""
+    """What a choice is made by: NVLink within a host, InfiniBand beyond; H200s where there is no GPU."""
     if device.type != "cuda":
         return find_card("h200"), LINKS["nvlink"]
     card = card_of_device(torch.cuda.get_device_name(device)) or find_card("h200")
@@ -276,11 +277,10 @@ def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEs
 
 
 def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
-    everything = joined(sorted(p for rank in range(ranks) for p in _pieces(replace(sharing, layout="contiguous"), ranks, rank)))
     pairs = 0
     for rank in _ranks_to_look_at(ranks):
         own = _pieces(sharing, ranks, rank)
-        keys = everything
+        keys: tuple[Piece, ...] = (Piece(0, sharing.seqlen),)
         if any(piece.step > 1 for piece in own):
             keys = tuple(p for other in range(ranks) for p in _pieces(sharing, ranks, other))
         pairs = max(pairs, _pair(sharing, own, keys).pairs)

@@ -36,7 +36,9 @@ class Message(NamedTuple):
 class Pending:
     """Messages under way."""
 
-    def __init__(self, ranks: Ranks, works: list[tuple[int, Any]], messages: Sequence[Message], timeout: float):
+    def __init__(
+        self, ranks: Ranks, works: list[tuple[int, Any]], messages: Sequence[Message], timeout: float
+    ) -> None:
         self._ranks, self._works, self._timeout = ranks, works, timeout
         self._messages = messages  # their memory must stay until they have left
 
@@ -74,8 +76,8 @@ class Ranks:
             return Pending(self, [], (), timeout)
         works = self._run(lambda: dist.batch_isend_irecv(operations), peers, timeout)
         # NCCL has one work for the whole batch.
-        named = zip(peers, works, strict=False) if len(works) == len(peers) else ((peers[0], w) for w in works)
-        return Pending(self, list(named), (*sent, *received), timeout)
+        named = peers if len(works) == len(peers) else peers[:1] * len(works)
+        return Pending(self, list(zip(named, works, strict=True)), (*sent, *received), timeout)
 
     def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int], timeout: float) -> list[Tensor]:
         """Bytes for each rank, against ``sizes`` bytes of each."""
@@ -143,11 +145,11 @@ class Ranks:
         for rank, (_, _, refusal) in enumerate(records):
             if refusal is not None:
                 raise ValueError(f"rank {rank} refuses the call: {refusal}")
-        for name, value in same.items():
+        for name in same:
             values = [of_rank.get(name) for of_rank, _, _ in records]
             if any(other != values[0] for other in values):
                 listed = ", ".join(f"rank {rank} has {other!r}" for rank, other in enumerate(values))
-                raise ValueError(f"the ranks disagree on {name}: {listed}; it must be the same on all ({value!r} here)")
+                raise ValueError(f"the ranks disagree on {name}: {listed}; it must be the same on all")
         result = {name: tuple(of_rank[name] for _, of_rank, _ in records) for name in own}
         if not always:
             if not self._agreed and self.size > 1:
@@ -197,8 +199,8 @@ class Ranks:
     def _silent(self, peers: Sequence[int], timeout: float) -> RuntimeError:
         named = ", ".join(map(str, peers)) or "some"
         return RuntimeError(
-            f"rank {self.rank} of {self.size} has heard nothing from rank {named} within {timeout:g} s: it is gone, "
-            "has raised an error, or makes another call; all ranks must make the same calls in the same order"
+            f"rank {self.rank} of {self.size} heard nothing from rank {named} within {timeout:g} s: it is "
+            "gone, has raised an error, or makes another call (all ranks must make the same, in one order)"
         )
 
 
@@ -213,7 +215,7 @@ _known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
-    """Of a group, or of all of a mesh with one or two dimensions; one object a group, which counts its rounds."""
+    """Of a group, or of all of a mesh; one object a group, which counts its rounds."""
     if mesh is not None:
         if group is not None:
             raise ValueError("group must be None beside mesh, got both")

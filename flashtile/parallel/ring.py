@@ -1,9 +1,9 @@
-"""Ring attention (Liu et al. 2023, arXiv:2310.01889): queries stay, keys and values come from rank after rank.
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): queries stay, keys and values come from rank to rank.
 
-In step t, rank r has the keys of rank r - t, and those of rank r - t - 1 are on their way. Each rank sends its
-own keys to the one that needs them next, and not what it was sent: as many bytes as in a ring, but a rank
+In step t, rank r has the keys of rank r - t, and those of rank r - t - 1 are on their way. Each rank sends
+its own keys to the one that needs them next, and not what it was sent: as many bytes as in a ring, but a rank
 gets only the keys that its queries see, and none where the mask hides all. The backward pass goes the same
-way; the gradients of keys return to their rank in float32, where they are added up in the order of the steps.
+way; gradients of keys return to their rank in float32, and are added up in the order of the steps.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class Ring:
         of_keys = rows.dtype if shards.keys_shared else k.dtype
         return Gradients(dq.value().to(q.dtype), dk.value().to(of_keys), dv.value().to(of_keys), dsink)
 
-
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
-        """Gradients of step ``t``: those of rank - t's keys go there, those of own keys come from rank + t."""
+        """Of step ``t``: gradients of the keys of rank - t go there, those of own keys come from rank + t."""
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)

@@ -1,8 +1,8 @@
 """DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509): tokens are exchanged for heads, and back.
 
 Each rank gets all tokens of its group for some heads, and attends as one device would, or in a ring with the
-other groups (two dimensions: USP, Fang and Zhao 2024, arXiv:2405.07719). With fewer key heads than ranks, a key
-head goes to every rank that has some of its query heads.
+other groups (two dimensions: USP, Fang and Zhao 2024, arXiv:2405.07719). With fewer key heads than ranks, a
+key head goes to every rank that has some of its query heads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from flashtile.parallel.attend import wide
 from flashtile.parallel.layout import Piece, joined, positions, tokens_of
 from flashtile.parallel.methods import Forward, Gradients, Method, Shards
 from flashtile.parallel.ranks import as_bytes, from_bytes, num_bytes
+
+Heads = Callable[[int], list[int]]
+"""The heads of a rank."""
 
 
 def query_heads(heads: int, size: int, rank: int) -> range:
@@ -73,23 +76,24 @@ class Ulysses:
         if of_out.shape[2] == 0:
             shared = keys_shared(self.heads_q, self.heads_kv, self.shards.ranks.size)
             dtypes = [wide(t.dtype) if shared and i else t.dtype for i, t in enumerate(saved[:3])]
-            nothing = (torch.zeros_like(t, dtype=of) for t, of in zip(saved[:3], dtypes, strict=True))
-            inner = Gradients(*nothing, None)
+            dq, dk, dv = (torch.zeros_like(t, dtype=of) for t, of in zip(saved[:3], dtypes, strict=True))
+            inner = Gradients(dq, dk, dv, None)
         else:
             lse_gradient = _as_lse(of_lse[0]) if of_lse else None
             inner = self.inner.backward(of_out, lse_gradient, saved, self._own(sink))
         by_heads = sorted([inner.dq, inner.dk, inner.dv], key=lambda t: -t.dtype.itemsize)
         order = [next(i for i, t in enumerate(by_heads) if t is of) for of in inner[:3]]
-        heads = [self._queries if t is inner.dq else self._keys for t in by_heads]
+        heads: list[Heads] = [self._queries if t is inner.dq else self._keys for t in by_heads]
         parts = self._to_tokens(by_heads, heads)
-        dq, dk, dv = (parts[i] for i in order)
+        of_queries, of_keys, of_values = (parts[i] for i in order)
         dsink = None
         if sink is not None:
             dsink = torch.zeros_like(sink)
             own = self._queries(self.shards.ranks.rank)
             if inner.dsink is not None:
                 dsink[own[0] : own[-1] + 1] = inner.dsink
-        return Gradients(torch.cat(dq, dim=2), self._sum(dk).to(dout.dtype), self._sum(dv).to(dout.dtype), dsink)
+        dk, dv = (self._sum(of).to(dout.dtype) for of in (of_keys, of_values))
+        return Gradients(torch.cat(of_queries, dim=2), dk, dv, dsink)
 
     def _queries(self, rank: int) -> list[int]:
         return list(query_heads(self.heads_q, self.shards.ranks.size, rank))
@@ -100,7 +104,7 @@ class Ulysses:
     def _own(self, sink: Tensor | None) -> Tensor | None:
         return None if sink is None else sink[self._queries(self.shards.ranks.rank)]
 
-    def _to_heads(self, tensors: list[Tensor], heads: list[Callable[[int], list[int]]]) -> list[Tensor]:
+    def _to_heads(self, tensors: list[Tensor], heads: list[Heads]) -> list[Tensor]:
         """All tokens of this rank's heads, from this rank's tokens of all heads; widest dtypes first."""
         shards, rank = self.shards, self.shards.ranks.rank
         lengths = shards.lengths_q if len(tensors) < 3 else None
@@ -122,10 +126,8 @@ class Ulysses:
         orders = [self._order(i == 0 or lengths is not None, t.device) for i, t in enumerate(whole)]
         return [t if order is None else t[:, order] for t, order in zip(whole, orders, strict=True)]
 
-    def _to_tokens(
-        self, tensors: list[Tensor], heads: list[Callable[[int], list[int]]]
-    ) -> list[list[Tensor]]:
-        """For each tensor: this rank's tokens of the heads of every rank. The inverse of :meth:`_to_heads`."""
+    def _to_tokens(self, tensors: list[Tensor], heads: list[Heads]) -> list[list[Tensor]]:
+        """For each tensor: this rank's tokens of every rank's heads. The inverse of :meth:`_to_heads`."""
         shards, rank = self.shards, self.shards.ranks.rank
         as_they_came = []
         of_each = []
@@ -177,9 +179,10 @@ def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     if all(piece.step == 1 for piece in pieces):
         return joined(sorted(pieces))
     total = tokens_of(pieces)
-    if sorted(piece.start for piece in pieces) == list(range(len(pieces))) and max(
-        piece.stop - piece.step for piece in pieces
-    ) < total:
+    if (
+        sorted(piece.start for piece in pieces) == list(range(len(pieces)))
+        and max(piece.stop - piece.step for piece in pieces) < total
+    ):
         return (Piece(0, total),)
     return tuple(pieces)
 

@@ -18,12 +18,16 @@ PATIENCE = 240
 """Seconds after which a rank that says nothing is taken for stuck."""
 
 
+PRELOADED = ["torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "parallel_tasks"]
+"""What takes long to import, some of it by autograd."""
+
+
 class Pool:
     """``size`` ranks. A task is a function of a module that they can import: ``task(group, **arguments)``."""
 
     def __init__(self, size: int, groups: tuple[int, ...] = ()) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "parallel_tasks"])
+        context.set_forkserver_preload(PRELOADED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, self.processes = [], []
         for rank in range(size):
@@ -76,7 +80,8 @@ def _serve(rank: int, size: int, groups: tuple[int, ...], port: int, pipe: Any) 
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+    patience = timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     of_size = {count: dist.new_group(list(range(count))) for count in groups}
     while True:
         try:

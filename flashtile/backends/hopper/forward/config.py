@@ -11,7 +11,7 @@ from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.problem import UNLIMITED
 
 O_PART = 64
-"""Columns of the output that leave together with ``O_IN_PARTS``."""
+"""Columns of an output in 16 bits that leave together with ``O_IN_PARTS``; of one in float32 half as many."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,9 @@ def choose(problem: Problem) -> ForwardConfig:
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
         rows = _BOTH_EDGES.get((block_d, block_dv), ()) + rows
-    return next(config for keys, config in rows if seen < keys)
+    config = next(config for keys, config in rows if seen < keys)
+    # A tile of float32 is twice as large: in parts it takes the shared memory of one in 16 bits, or less.
+    return replace(config, Q_HOLDS_O=False, O_IN_PARTS=True) if problem.partial else config
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:

@@ -109,7 +109,8 @@ class Ranks:
         every = flat.new_empty(self.size * flat.numel())
         others = self._others()
         if flat.numel():
-            run = dist.all_gather_into_tensor
+            # Newer releases of torch have another name for it.
+            run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = self._run(lambda: run(every, flat, group=self.group, async_op=True), others, timeout)
             self.wait(work, others, timeout)
         whole = from_bytes(every, [((self.size, longest, *rest), x.dtype)])[0]

@@ -195,7 +195,9 @@ def faulty(group: Any, *, timeout: float = 30, stays_away: bool = False, **argum
         return "stayed away"
     tokens, heads = arguments.pop("tokens", 8), arguments.pop("heads", 2)
     dtype = arguments.pop("dtype", torch.float32)
-    x = torch.randn(1, tokens, heads, 16, dtype=dtype, requires_grad=arguments.pop("learns", False))
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    learns = arguments.pop("learns", False)
+    x = torch.randn(1, tokens, heads, 16, dtype=dtype, device=device, requires_grad=learns)
     try:
         parallel.context_parallel_attention(x, x, x, group=group, timeout=timeout, **arguments)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -214,3 +216,78 @@ def dies_between_passes(group: Any, *, timeout: float, dies: bool) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+def on_gpus(
+    group: Any, *, method: str, sizes: tuple[int, int], **mask: Any
+) -> dict[str, tuple[float, float]]:
+    """Root-mean-square errors in bfloat16 of this rank's out and gradients, and those of one GPU's."""
+    torch.manual_seed(dist.get_world_size(group))
+    tokens, width = sizes
+    shapes = [(1, tokens, heads, width) for heads in (8, 2, 2, 8)]
+    whole = [torch.randn(shape).cuda().bfloat16() for shape in shapes]
+    dout = whole.pop()
+
+    def both(attend: Any, tensors: list[Tensor], dout: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = attend(*leaves, **mask)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def shared(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+        return parallel.context_parallel_attention(q, k, v, group=group, method=method, **mask)
+
+    exact = both(reference.attention, [t.double() for t in whole], dout.double())
+    alone = both(flashtile.attention, whole, dout)
+    cut = [parallel.shard(t, 1, group) for t in (*whole, dout)]
+    errors = {}
+    for name, got, single, right in zip(
+        ("out", "dq", "dk", "dv"), both(shared, cut[:3], cut[3]), alone, exact, strict=True
+    ):
+        parts = [parallel.shard(t, 1, group) for t in (single, right)]
+        errors[name] = tuple((t - parts[1]).square().mean().sqrt().item() for t in (got, parts[0]))
+    return errors
+
+
+def decode_in_a_graph(group: Any) -> list[float]:
+    """Errors of steps of a captured decoding loop over two sharded caches of other lengths, against one GPU."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    cache = torch.randn(2, 3, 4096, 2, 128).cuda().bfloat16()
+    q = torch.randn(3, 1, 8, 128).cuda().bfloat16()
+    own = cache[:, :, rank::size].contiguous()
+    lengths = torch.tensor([0, 1, 4096], dtype=torch.int32).cuda()
+
+    def step() -> Tensor:
+        return parallel.context_parallel_decode(q, *own, cache_seqlens=lengths, group=group)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    errors = []
+    for change in ([0, 1, 4096], [5, 0, 77], [4095, 2048, 3]):
+        lengths.copy_(torch.tensor(change, dtype=torch.int32))
+        q.normal_()
+        dist.broadcast(q, 0, group=group)
+        graph.replay()
+        right = flashtile.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths)
+        errors.append((out.float() - right.float()).abs().max().item())
+    return errors
+
+
+def example(group: Any, *, path: str, steps: int, checkpoint: Any) -> list[float]:
+    """Losses of the example of a long sequence, from its checkpoint on."""
+    import script_runner
+
+    script = script_runner.load(path)
+    torch.manual_seed(0)
+    model = script.Llama(script.sized(1, 2, 32))
+    text = torch.arange(4000).remainder(61).add(32).to(torch.uint8)
+    corpus = script.Corpus("numbers", 1, text, text)
+    attend = script.partial(script.attention, method="ring", window=-1)
+    return script.train(model, corpus, attend, 90, steps, 1e-2, 0, checkpoint, 2, group)

@@ -1,4 +1,4 @@
-"""Processes that are ranks of one gloo group, started once and used by many tests.
+"""Processes that are ranks of one process group, started once and used by many tests.
 
 They are forked from a server that has imported torch and flashtile, so that eight cost little more than one.
 """
@@ -18,21 +18,26 @@ PATIENCE = 240
 """Seconds after which a rank that says nothing is taken for stuck."""
 
 
-PRELOADED = ["torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "parallel_tasks"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "parallel_tasks",
+]
 """What takes long to import, some of it by autograd."""
 
 
 class Pool:
     """``size`` ranks. A task is a function of a module that they can import: ``task(group, **arguments)``."""
 
-    def __init__(self, size: int, groups: tuple[int, ...] = ()) -> None:
+    def __init__(self, size: int, groups: tuple[int, ...] = (), backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, groups, self._store.port, theirs)
+            arguments = (rank, size, groups, backend, self._store.port, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -67,21 +72,23 @@ class Pool:
 
 
 @contextmanager
-def pool(size: int, groups: tuple[int, ...] = ()) -> Iterator[Pool]:
-    ranks = Pool(size, groups)
+def pool(size: int, groups: tuple[int, ...] = (), backend: str = "gloo") -> Iterator[Pool]:
+    ranks = Pool(size, groups, backend)
     try:
         yield ranks
     finally:
         ranks.close()
 
 
-def _serve(rank: int, size: int, groups: tuple[int, ...], port: int, pipe: Any) -> None:
+def _serve(rank: int, size: int, groups: tuple[int, ...], backend: str, port: int, pipe: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     patience = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     of_size = {count: dist.new_group(list(range(count))) for count in groups}
     while True:
         try:

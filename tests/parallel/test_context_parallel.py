@@ -134,3 +134,14 @@ def test_an_absent_rank_is_named_in_time_and_nothing_hangs():
         dying = [{"dies": False}, {"dies": True}]
         alive, _ = few.run(parallel_tasks.dies_between_passes, 2, by_rank=dying, timeout=5.0)
         assert alive.startswith("rank 0 of 2 heard nothing from rank 1 within 5 s"), alive
+
+
+def test_the_example_goes_on_from_its_checkpoint_with_other_ranks(ranks, tmp_path):
+    run = {"path": "examples/train_long_gpt.py"}
+    whole = ranks.run(parallel_tasks.example, 2, steps=6, checkpoint=None, **run)
+    first = ranks.run(parallel_tasks.example, 3, steps=4, checkpoint=tmp_path / "long.pt", **run)
+    rest = ranks.run(parallel_tasks.example, 2, steps=6, checkpoint=tmp_path / "long.pt", **run)
+    assert whole[0] == whole[1]
+    assert len(rest[0]) == 2
+    assert first[0] + rest[0] == pytest.approx(whole[0], abs=1e-4)
+    assert whole[0][-1] < whole[0][0]

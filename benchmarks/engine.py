@@ -122,7 +122,7 @@ def floor_bytes(llm: LLM, batch: int, context: int) -> float:
     parts = [part for layer in model.layers for part in (layer.attention, layer.mlp)]
     matrices = [matrix for part in parts for matrix in vars(part).values() if isinstance(matrix, Matrix)]
     weights = sum(m.weight.numel() * m.weight.element_size() for m in (*matrices, model.head))
-    item = llm.engine.runner.k_cache.element_size()
+    item = llm.engine.runner.memory.k.element_size()
     return weights + batch * context * 2 * c.num_layers * c.num_kv_heads * c.head_dim * item
 
 

@@ -170,7 +170,7 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
 
 
 async def _reset_prefix_cache(request: web.Request, service: Service) -> web.Response:
-    count = await service.asynchronous.call(lambda engine: engine.scheduler.reset_prefix_cache())
+    count = await service.asynchronous.call(lambda engine: engine.reset_prefix_cache())
     return web.json_response({"blocks": count})
 
 

@@ -169,7 +169,7 @@ class LLM:
             if c is not None and one is not None
         )
         if num_gpu_blocks_override is not None:
-            blocks = _between("num_gpu_blocks_override", num_gpu_blocks_override, None, 1, 2**30)
+            blocks = ranks.least(_between("num_gpu_blocks_override", num_gpu_blocks_override, None, 1, 2**30))
         else:
             memory = kv_cache_memory_bytes
             if memory is None:

@@ -23,6 +23,10 @@ PATIENCE = timedelta(days=365)
 """A server may have nothing to do for long; a process that ends is noticed at once all the same."""
 
 
+MESSAGE = 1024
+"""Bytes that one broadcast tells."""
+
+
 class Ranks:
     """The processes that compute one model together: here this one alone.
 
@@ -112,15 +116,23 @@ class ProcessRanks(Ranks):
 
     def tell(self, what: Any) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8)
-        dist.broadcast(torch.tensor(len(data)), 0, group=self._host)
-        dist.broadcast(data, 0, group=self._host)
+        # Most of what is told fits into the first message.
+        first = torch.zeros(MESSAGE, dtype=torch.uint8)
+        first[:8] = torch.tensor([len(data)]).view(torch.uint8)
+        first[8 : 8 + len(data)] = data[: MESSAGE - 8]
+        dist.broadcast(first, 0, group=self._host)
+        if len(data) > MESSAGE - 8:
+            dist.broadcast(data, 0, group=self._host)
 
     def hear(self) -> Any:
-        size = torch.tensor(0)
+        first = torch.empty(MESSAGE, dtype=torch.uint8)
         try:
-            dist.broadcast(size, 0, group=self._host)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self._host)
+            dist.broadcast(first, 0, group=self._host)
+            size = int(first[:8].view(torch.int64))
+            data = first[8 : 8 + size]
+            if size > MESSAGE - 8:
+                data = torch.empty(size, dtype=torch.uint8)
+                dist.broadcast(data, 0, group=self._host)
         except RuntimeError as error:
             raise EOFError(f"the first process has ended: {error}") from None
         # Only processes of this program are in the group.
@@ -135,6 +147,28 @@ class ProcessRanks(Ranks):
             symmetric.rendezvous(found, dist.group.WORLD)
             self._shared[dtype] = found
         return self._shared[dtype]
+
+
+def lead(engine: Any) -> None:
+    """From now on tell the other processes, which :func:`follow`, what this engine is asked to do."""
+    ranks = engine.runner.ranks
+    engine.on_change = lambda *change: ranks.tell(change)
+
+
+def follow(engine: Any) -> None:
+    """Do what the first process's engine does, until it says that this is all (:func:`dismiss`).
+
+    Raises:
+        EOFError: the first process has ended without a word.
+    """
+    while (change := engine.runner.ranks.hear()) is not None:
+        name, arguments, options = change
+        getattr(engine, name)(*arguments, **options)
+
+
+def dismiss(engine: Any) -> None:
+    """Let the processes go that follow."""
+    engine.runner.ranks.tell(None)
 
 
 def local_device() -> str | None:

@@ -14,10 +14,11 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 
-from flashtile.commands.options import as_arguments, bad_parameters
+from flashtile.commands.options import as_arguments, bad_parameters, parse_device
 
 KEY = "FLASHTILE_API_KEY"
-TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
 
 def serve(
@@ -62,7 +63,7 @@ def serve(
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
     try:
         from flashtile.engine import LLM
-        from flashtile.engine.parallel import dismiss, follow, lead
+        from flashtile.engine.parallel import dismiss, follow, lead, start_others
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
     except ModuleNotFoundError as error:
@@ -88,10 +89,13 @@ def serve(
         with bad_parameters():
             environments = environments_of(data_parallel_size, tensor_parallel_size, device)
         own = as_arguments(context, data_parallel_size=1, host="127.0.0.1", port=0)
-        _serve_replicas(own, environments, tensor_parallel_size, limits, host, port, announce)
+        _serve_replicas(own, environments, limits, host, port, announce)
+    others: list[Any] = []
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
-        command = parallel_command(as_arguments(context), tensor_parallel_size)
-        os.execv(command[0], command)
+        others, _store = start_others(command_of(as_arguments(context)), tensor_parallel_size, parse_device(device))
+    elif os.environ.get("RANK", "0") != "0":
+        for number in (signal.SIGTERM, signal.SIGINT):  # the first process says when it is over
+            signal.signal(number, signal.SIG_IGN)
     with bad_parameters():
         try:
             llm = LLM(
@@ -107,8 +111,6 @@ def serve(
 
     engine = llm.engine
     if engine.runner.ranks.rank:
-        for number in (signal.SIGTERM, signal.SIGINT):  # the first process says when it is over
-            signal.signal(number, signal.SIG_IGN)
         try:
             follow(engine)
         except EOFError as error:
@@ -126,18 +128,19 @@ def serve(
         raise _taken(host, port, error) from None
     if tensor_parallel_size > 1 and code == 0:
         dismiss(engine)
+        for process in others:
+            process.wait()
     raise typer.Exit(code)
 
 
 def _serve_replicas(
-    arguments: list[str], environments: list[dict[str, str]], tensor_parallel_size: int, limits: Any,
-    host: str, port: int, announce: Callable[[int], None],
+    arguments: list[str], environments: list[dict[str, str]], limits: Any, host: str, port: int,
+    announce: Callable[[int], None],
 ) -> NoReturn:  # fmt: skip
     from flashtile.engine.server.replicas.front import serve_replicas
     from flashtile.engine.server.replicas.process import Replica
 
-    command = parallel_command(arguments, tensor_parallel_size)
-    replicas = [Replica(i, command, environment) for i, environment in enumerate(environments)]
+    replicas = [Replica(i, command_of(arguments), environment) for i, environment in enumerate(environments)]
     try:
         code = serve_replicas(replicas, limits, host, port, announce)
     except OSError as error:
@@ -145,10 +148,9 @@ def _serve_replicas(
     raise typer.Exit(code)
 
 
-def parallel_command(arguments: list[str], processes: int) -> list[str]:
-    """``flashtile serve`` in so many processes that compute one model together."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable, *(torchrun if processes > 1 else []), "-m", "flashtile", "serve", *arguments]
+def command_of(arguments: list[str]) -> list[str]:
+    """``flashtile serve`` in a process of its own."""
+    return [sys.executable, "-m", "flashtile", "serve", *arguments]
 
 
 def environments_of(replicas: int, processes: int, device: str | None) -> list[dict[str, str]]:

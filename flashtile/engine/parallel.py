@@ -8,8 +8,12 @@ taken from the first process, so that a last bit that differs cannot lead two of
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import subprocess
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +29,9 @@ PATIENCE = timedelta(days=365)
 
 MESSAGE = 1024
 """Bytes that one broadcast tells."""
+
+
+logger = logging.getLogger("flashtile.engine")
 
 
 class Ranks:
@@ -64,7 +71,7 @@ ALONE = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """The processes that ``torchrun`` started, of which each has called this.
+    """The processes that ``torchrun`` or :func:`start_others` started, of which each has called this.
 
     Args:
         world: how many there must be.
@@ -81,11 +88,9 @@ class ProcessRanks(Ranks):
                 f"tensor_parallel_size must be the number of processes, got {world} in {started}: "
                 f"start them with torchrun --nproc-per-node {world}"
             )
-        # A program that fails while it uses multicast can leave the host's GPUs unusable.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        _forbid_multicast()
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+            dist.init_process_group(_backend(device))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._host = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._device = device
@@ -102,7 +107,9 @@ class ProcessRanks(Ranks):
     def join(self, x: Tensor) -> Tensor:
         rows, columns = x.shape
         parts = x.new_empty(self.world * rows, columns)
-        dist.all_gather_into_tensor(parts, x.contiguous())
+        # torch 2.13 has a new name for it.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(parts, x.contiguous())
         return parts.view(self.world, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def agree(self, x: Tensor) -> Tensor:
@@ -149,6 +156,37 @@ class ProcessRanks(Ranks):
         return self._shared[dtype]
 
 
+def start_others(
+    command: Sequence[str], world: int, device: torch.device
+) -> tuple[list[subprocess.Popen[bytes]], dist.TCPStore]:
+    """Become the first of ``world`` processes on this host; the others run ``command``. They meet at a store,
+    which must live as long as they do.
+
+    If one of them ends before :func:`dismiss`, this process ends, too, with exit code 1: it would wait for it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+    place = {
+        "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # all meet at that store
+    }  # fmt: skip
+    others = [
+        subprocess.Popen(command, env={**os.environ, **place, "RANK": str(i), "LOCAL_RANK": str(i)})
+        for i in range(1, world)
+    ]
+    os.environ.update({**place, "RANK": "0", "LOCAL_RANK": "0"})
+
+    def watch(process: subprocess.Popen[bytes]) -> None:
+        if process.wait():
+            logger.error("a process that computes a part of the model has ended with code %d", process.returncode)
+            os._exit(1)
+
+    for process in others:
+        threading.Thread(target=watch, args=(process,), daemon=True).start()
+    _forbid_multicast()
+    dist.init_process_group(_backend(device))
+    return others, store
+
+
 def lead(engine: Any) -> None:
     """From now on tell the other processes, which :func:`follow`, what this engine is asked to do."""
     ranks = engine.runner.ranks
@@ -169,6 +207,16 @@ def follow(engine: Any) -> None:
 def dismiss(engine: Any) -> None:
     """Let the processes go that follow."""
     engine.runner.ranks.tell(None)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _forbid_multicast() -> None:
+    """A program that fails while it uses multicast can leave the host's GPUs unusable."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def local_device() -> str | None:

@@ -51,7 +51,8 @@ class Routing:
             return None
         idlest = min(up, key=lambda place: place.in_flight)
         beginnings = _beginnings(prompt)
-        home = next((found for one in reversed(beginnings) if (found := self._homes.get(one)) in up), None)
+        homes = (self._homes.get(one) for one in reversed(beginnings))
+        home = next((found for found in homes if any(found is place for place in up)), None)
         chosen = idlest if home is None or home.in_flight > idlest.in_flight + SLACK else home
         for one in beginnings:
             self._homes[one] = chosen

@@ -47,9 +47,9 @@ def serve(
     enable_prefix_caching: Annotated[bool, typer.Option(help="Find equal beginnings again.")] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     speculative_config: Annotated[
-        str | None, typer.Option(help='JSON, as \'{"method": "ngram"}\': guess tokens, check several at a time.')
+        str | None, typer.Option(help='JSON: {"method": "ngram"}, or a draft "model": several tokens a step.')
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that hold a part of the model each.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Replicas, each with GPUs of its own.")] = 1,
     max_concurrent_requests: Annotated[int, typer.Option(help="Calls at a time; others get 429.")] = 1024,
     max_prompts: Annotated[int, typer.Option(help="Prompts in one call.")] = 256,
@@ -92,7 +92,8 @@ def serve(
         _serve_replicas(own, environments, limits, host, port, announce)
     others: list[Any] = []
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
-        others, _store = start_others(command_of(as_arguments(context)), tensor_parallel_size, parse_device(device))
+        command, own_device = command_of(as_arguments(context)), parse_device(device)
+        others, _store = start_others(command, tensor_parallel_size, own_device)
     elif os.environ.get("RANK", "0") != "0":
         for number in (signal.SIGTERM, signal.SIGINT):  # the first process says when it is over
             signal.signal(number, signal.SIG_IGN)

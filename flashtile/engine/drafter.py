@@ -1,7 +1,7 @@
 """The draft model on the device: a few tokens ahead of each sequence, in the step that checks them.
 
-It has a cache of its own with the same blocks, so that sharing, copies and swapping are the same for both. Its
-keys and values are there for every token that the model itself has computed, but for the last two of a
+It has a cache of its own with the same blocks, so that sharing, copies and swapping are the same for both.
+Its keys and values are there for every token that the model itself has computed, but for the last two of a
 sequence: those it computes first, and then one token after the other.
 """
 
@@ -68,9 +68,9 @@ class Drafter:
         )
         # As they change from pass to pass: the last token, tokens before it, the row, guesses still wanted.
         _, last, length, rows, wanted = views
-        tokens, places, table_rows, left = (state[:padded] for state in self._state)
-        for state, view in zip((tokens, places, table_rows, left), (last, length - 1, rows, wanted), strict=True):
-            state.copy_(view)
+        state = self._state[:, :padded]
+        state.copy_(torch.stack([last, length - 1, rows, wanted]))
+        tokens, places, _, left = state
         choice = self._draws.of(sequences).choice
         guesses = []
         for place in range(self.depth):

@@ -1,4 +1,4 @@
-"""How the tokens of a batch are chosen: its requests' parameters on the device, and what changes logits before."""
+"""How a batch's tokens are chosen: the requests' parameters on the device, and what changes logits before."""
 
 from __future__ import annotations
 

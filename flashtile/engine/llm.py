@@ -429,7 +429,7 @@ def _memory_left(model: Model, max_num_batched_tokens: int, block_size: int, uti
         zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
         length = min(tokens, model.rotary[0].shape[0])
         offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
-        step = StepInput(zeros[:length], zeros[:1], numbers.unsqueeze(0), offsets, length)  # of one long prompt
+        step = StepInput(zeros[:length], zeros[:1], numbers.unsqueeze(0), offsets, length)
         hidden = model.hidden(step, caches[0], caches[1])
         model.logits(hidden[:512]).float()
         torch.cuda.synchronize(device)

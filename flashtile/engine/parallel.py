@@ -148,6 +148,7 @@ class ProcessRanks(Ranks):
     def _symmetric(self, dtype: torch.dtype) -> Tensor:
         """Memory that every process can read."""
         if dtype not in self._shared:
+            assert dist.group.WORLD is not None
             from torch.distributed import _symmetric_memory as symmetric
 
             found = symmetric.empty(ONE_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=self._device)
@@ -162,7 +163,7 @@ def start_others(
     """Become the first of ``world`` processes on this host; the others run ``command``. They meet at a store,
     which must live as long as they do.
 
-    If one of them ends before :func:`dismiss`, this process ends, too, with exit code 1: it would wait for it.
+    If one of them fails, this process ends, too, with exit code 1: it would wait for it.
     """
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
@@ -177,7 +178,8 @@ def start_others(
 
     def watch(process: subprocess.Popen[bytes]) -> None:
         if process.wait():
-            logger.error("a process that computes a part of the model has ended with code %d", process.returncode)
+            code = process.returncode
+            logger.error("a process that computes a part of the model has ended with code %d", code)
             os._exit(1)
 
     for process in others:

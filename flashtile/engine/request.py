@@ -38,7 +38,8 @@ class Sequence:
 
     __slots__ = (
         "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "num_computed", "order", "parents", "pending", "request", "state", "stop_reason", "tokens",
+        "logprobs", "num_computed", "order", "parents", "pending", "request", "state", "stop_reason",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):

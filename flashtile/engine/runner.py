@@ -1,9 +1,9 @@
 """Runs steps on the device: memory for keys and values, one transfer a step, CUDA graphs, the draw.
 
-What the host says of a step goes to the device in one copy of int32 numbers. The chosen tokens stay there, one
-place a row of the block table, so that the next step can be launched before the host has seen them. Steps of
-single tokens, and of tokens with guesses behind them, are captured in CUDA graphs, one for each padded batch
-size, when they are first needed.
+What the host says of a step goes to the device in one copy of int32 numbers. The chosen tokens stay there,
+one place a row of the block table, so that the next step can be launched before the host has seen them. Steps
+of single tokens, and of tokens with guesses behind them, are captured in CUDA graphs, one for each padded
+batch size, when they are first needed.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Form(NamedTuple):
 
 @dataclass
 class Memory:
-    """Keys and values of a model, (num_layers, num_blocks, block_size, kv_heads, head_dim), on the device and,
-    for sequences that are swapped out, on the host."""
+    """Keys and values of a model, (num_layers, num_blocks, block_size, kv_heads, head_dim), on the device
+    and, of sequences that are swapped out, on the host."""
 
     k: Tensor
     v: Tensor
@@ -176,9 +176,8 @@ class Runner:
         # Room for the largest step, whose every row of the block table is new. Graphs read from this place.
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.verified)
         samples = max_num_batched_tokens + rows
-        self._transfer = Transfer(
-            5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel(), self.device
-        )
+        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel()
+        self._transfer = Transfer(numbers, self.device)
         results = samples + rows * len(parents)
         self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
         batch = graph_batch(min(rows * self.verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0

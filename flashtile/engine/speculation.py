@@ -1,9 +1,9 @@
 """Guesses of the next tokens, which one step checks all at once.
 
-Two ways to guess. Prompt look-up (Saxena 2023): where a text repeats itself, what followed the last few tokens
-before is likely to follow again. A draft model (Leviathan et al. 2023, arXiv:2211.17192): a small model goes
-on from the text, and of each of its tokens the next likely ones may be guessed beside it, as a tree (Miao et
-al. 2024, SpecInfer, arXiv:2305.09781).
+Two ways to guess. Prompt look-up (Saxena 2023): where a text repeats itself, what followed the last few
+tokens before is likely to follow again. A draft model (Leviathan et al. 2023, arXiv:2211.17192): a small
+model goes on from the text, and beside each of its tokens the next likely ones may be guessed, too, as a tree
+(Miao et al. 2024, SpecInfer, arXiv:2305.09781).
 
 A step computes the guesses behind a sequence's last token, draws a token after each, and keeps them along
 those guesses that were drawn. A draw is an argmax of logits with noise, and the noise depends on the seed and
@@ -139,7 +139,8 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
     given: dict[str, Any] = {name: as_int(name, value) for name, value in values.items()}
     if kind is DraftModel:
         if not isinstance(folder, (str, Path)):
-            raise TypeError(f"speculative_config must have the draft model's folder as model, got {folder!r:.60}")
+            text = "speculative_config must have the draft model's folder as model"
+            raise TypeError(f"{text}, got {folder!r:.60}")
         given["model"] = Path(folder)
     found: PromptLookup | DraftModel = kind(**given)
     count = found.num_speculative_tokens
@@ -212,7 +213,7 @@ class Speculator:
 
 
 class DraftSpeculator:
-    """Says how many guesses the draft model makes; it makes them on the device, in the step that checks them."""
+    """Says how many guesses the draft model makes, on the device, in the step that checks them."""
 
     def __init__(self, settings: DraftModel):
         self.settings = settings

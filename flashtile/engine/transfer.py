@@ -29,12 +29,13 @@ class Transfer:
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
         """Views of all of them on the device, one after another."""
         self._turn = (self._turn + 1) % RING
-        sizes = [len(part) for part in (*parts, *tensors)]
-        pinned, at = self._pinned[self._turn], 0
         flat = array("i", [number for part in parts for number in part])
-        for tensor in (torch.frombuffer(flat, dtype=torch.int32) if flat else torch.empty(0), *tensors):
+        written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []
+        pinned, at = self._pinned[self._turn], 0
+        for tensor in (*written, *tensors):
             pinned[at : at + len(tensor)] = tensor
             at += len(tensor)
+        sizes = [*map(len, parts), *map(len, tensors)]
         self.numbers[:at].copy_(pinned[:at], non_blocking=True)
         return list(self.numbers[:at].split(sizes))
 

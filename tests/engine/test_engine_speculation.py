@@ -1,4 +1,4 @@
-"""Guesses of a draft model: answers are those without guesses, token by token, whatever the model is worth."""
+"""Guesses of a draft model: answers are those without guesses, token by token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from engine_models import SIZES, VOCABULARY, folder, greedy, load, prompts, transformers_model
+from engine_models import SIZES, VOCABULARY, folder, greedy, load, prompts
 
 from flashtile.engine import SamplingParams
 from flashtile.engine.sampler import Choice, candidates, choose, stream_seed
 from flashtile.engine.speculation import comb, depths, visible, way
 
 LENGTH = 14
+SMALL = {"num_gpu_blocks_override": 17, "max_num_seqs": 4, "swap_space": 0.001}
 
 
 def drafted(by: str = "llama2", tokens: int = 3, width: int = 1) -> dict:
@@ -35,7 +36,7 @@ def test_a_tree_of_guesses():
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
-@pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 17, "max_num_seqs": 4, "swap_space": 0.001}])
+@pytest.mark.parametrize("more", [{}, SMALL])
 def test_greedy_tokens_are_those_without_guesses(name, width, more):
     llm = load(name, **drafted(width=width), **more)
     outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
@@ -47,16 +48,16 @@ def test_greedy_tokens_are_those_without_guesses(name, width, more):
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_sampled_tokens_are_those_without_guesses(width):
-    """With answers that share blocks, chunks beside guesses, and biases that the draft model does not know."""
+    """With answers that share blocks, chunks beside guesses, and biases that the drafts lack."""
     params = [
         SamplingParams(seed=i, n=1 + i % 2, max_tokens=12, top_p=0.9, temperature=0.7, logit_bias={i: 5.0})
         for i in range(5)
     ]
-    answers = [
-        [[one.token_ids for one in output.outputs] for output in load("llama3", **options).generate(prompts(), params)]
-        for options in ({}, {**drafted("llama3", 3, width), "max_num_batched_tokens": 24, "max_num_seqs": 12})
-    ]  # fmt: skip
-    assert answers[0] == answers[1]
+    plain = load("llama3").generate(prompts(), params)
+    options = {**drafted("llama3", 3, width), "max_num_batched_tokens": 24, "max_num_seqs": 12}
+    guessed = load("llama3", **options).generate(prompts(), params)
+    tokens = [[[one.token_ids for one in output.outputs] for output in many] for many in (plain, guessed)]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -44,7 +44,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer(json.dumps({"server_load": 2, "path": self.path}))
     def do_POST(self):
-        prompt = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}").get("prompt", "")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        prompt = json.loads(body or "{}").get("prompt", "")
         if prompt == "die at " + NUMBER:
             os._exit(3)
         if prompt == "die in a stream":
@@ -169,7 +170,7 @@ def test_a_replica_gets_the_options_and_gpus_that_are_its_own(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments_of(2, 2, None)] == ["4,5", "6,7"]
-    with pytest.raises(ValueError, match="at most the 4 GPUs here, got 3 . 2"):
+    with pytest.raises(ValueError, match="at most the 4 GPUs here, got 3"):
         environments_of(3, 2, None)
 
 

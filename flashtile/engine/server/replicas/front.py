@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -23,8 +24,10 @@ from flashtile.engine.server.replicas.routing import Routing, prompt_of
 from flashtile.engine.server.run import LAST_WORDS
 from flashtile.engine.server.service import Limits
 
-HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host", "te",
-       "trailer", "upgrade", "proxy-authorization", "proxy-authenticate", "expect", "date", "server")  # fmt: skip
+HOP = (
+    "connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host", "te",
+    "trailer", "upgrade", "proxy-authorization", "proxy-authenticate", "expect", "date", "server",
+)  # fmt: skip
 """Headers that are between two ends of one connection alone, or that each end writes itself."""
 
 Gone = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
@@ -54,7 +57,7 @@ class Front:
         app.cleanup_ctx.append(self._connected)
         return app
 
-    async def _connected(self, app: web.Application):  # type: ignore[no-untyped-def]
+    async def _connected(self, app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
@@ -68,7 +71,8 @@ class Front:
         except asyncio.TimeoutError:
             seconds = self.limits.body_timeout
             raise ApiError(f"the body took longer than {seconds:g} s", status=408, code="timeout") from None
-        prompt, tried = prompt_of(body), []
+        prompt = prompt_of(body)
+        tried: list[Replica] = []
         while True:
             untried = [one for one in self.replicas if one not in tried]
             replica = self.routing.choose(untried, prompt)
@@ -217,8 +221,8 @@ def serve_replicas(
         ups = [asyncio.ensure_future(replica.wait_until_up()) for replica in replicas]
         for replica in replicas:
             replica.start()
-        all_ended = asyncio.gather(*(replica.wait() for replica in replicas))
-        started = asyncio.gather(*ups)
+        all_ended: asyncio.Future[Any] = asyncio.gather(*(replica.wait() for replica in replicas))
+        started: asyncio.Future[Any] = asyncio.gather(*ups)
         await asyncio.wait([started, all_ended], return_when=asyncio.FIRST_COMPLETED)
         code = 1
         if started.done() and all(started.result()) and not stopping.is_set():

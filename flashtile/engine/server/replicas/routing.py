@@ -1,4 +1,4 @@
-"""Which replica a call goes to: where its beginning was computed before, unless that one has too much to do."""
+"""Which replica a call goes to: where its beginning was computed, unless that one has too much to do."""
 
 from __future__ import annotations
 

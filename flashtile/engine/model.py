@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.decode.functional import append_kvcache, flash_attn_with_kvcache
 from flashtile.decode.rotary import rotate
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
@@ -167,21 +167,26 @@ class Attention:
         q, k, v = qkv.split(heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        more: dict[str, Any] = {"rotary_cos": cache.cos, "rotary_sin": cache.sin, "rotary_interleaved": False}
-        if step.tree_mask is not None:  # a token's place in the cache is not its place in the text
+        ragged = step.cu_seqlens_q is not None
+        common: dict[str, Any] = {
+            "block_table": step.block_table, "softmax_scale": self.scale, "softcap": self.softcap,
+            "sink": self.sink, **self._masking(step),
+        }  # fmt: skip
+        if ragged:
+            common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
+        if step.slots is not None:  # which say more than the lengths: of a tree, of what pads a batch
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
-            more = {}
-        if step.cu_seqlens_q is None:
-            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+            append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
+            q = q if ragged else q.unsqueeze(1)
+            return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **common)
+        if ragged:
+            common |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
         else:
-            more |= {
-                "cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q,
-                "cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q,
-            }  # fmt: skip
+            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         return flash_attn_with_kvcache(
-            q, cache.k, cache.v, k, v, cache_seqlens=step.cache_seqlens, block_table=step.block_table,
-            softmax_scale=self.scale, softcap=self.softcap, sink=self.sink, **more, **self._masking(step),
+            q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
+            rotary_interleaved=False, **common,
         )  # fmt: skip
 
 

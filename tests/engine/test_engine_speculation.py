@@ -34,13 +34,20 @@ def test_a_tree_of_guesses():
     assert way([], (), [5]) == [0]
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-@pytest.mark.parametrize("more", [{}, SMALL])
-def test_greedy_tokens_are_those_without_guesses(name, width, more):
-    llm = load(name, **drafted(width=width), **more)
-    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
-    assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
+@pytest.mark.parametrize(
+    ("name", "by", "width", "more"),
+    [
+        ("llama3", "llama2", 1, {}), ("llama3", "qwen3", 3, SMALL), ("qwen3", "qwen3", 1, SMALL),
+        ("qwen3", "llama2", 3, {}), ("gemma2", "mistral", 1, SMALL), ("gpt_oss", "llama2", 1, {}),
+    ],
+)  # fmt: skip
+def test_greedy_tokens_are_those_without_guesses(name, by, width, more):
+    """Sequences end at different steps, some in the middle of guesses."""
+    llm = load(name, **drafted(by, width=width), **more)
+    params = [SamplingParams(temperature=0, max_tokens=LENGTH - i) for i in range(5)]
+    outputs = llm.generate(prompts(), params)
+    expected = [tokens[: LENGTH - i] for i, tokens in enumerate(greedy(name, LENGTH))]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
     manager = llm.engine.scheduler.manager
     manager.check_integrity()
     assert manager.sequences == ()

@@ -103,7 +103,7 @@ def run(
         "versions": machine.versions(),
         "device": machine.describe_device(device),
         "source": machine.source_commit(),
-        "read_tbps": _read_tbps(device, rounds, rep),
+        "read_tbps": read_tbps(device, rounds, rep),
         "cells": [],
     }
     for workload in chosen:
@@ -113,7 +113,8 @@ def run(
     return document
 
 
-def _read_tbps(device: torch.device, rounds: int, rep: float) -> float:
+def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
+    """10^12 bytes a second of reading; of copying on the CPU."""
     if device.type != "cuda":
         return copy_ceiling(device, rounds, rep) * 1e-3
     from flashtile.bench.linear_profile import read_bandwidth

@@ -65,6 +65,13 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 3,
     rep: Annotated[float, typer.Option(min=1.0, callback=finite, help="Milliseconds a measurement.")] = 25.0,
     host_time: Annotated[bool, typer.Option(help="Measure the host time of a call.")] = True,
+    operations: Annotated[
+        bool,
+        typer.Option(
+            "--operations",
+            help="Time standard attention's operations one by one, too: products, mask, softmax, dropout.",
+        ),
+    ] = False,
     unit: Annotated[
         str | None,
         typer.Option(help="Of the tables and the plot: tflops or gbps. Default: gbps for decoding."),
@@ -112,7 +119,9 @@ def bench(
     with bad_parameters():
         products = linear_bench.select(_split(workload_names))
         if products and (
-            refused := [o for o in (passes, backends, head_dims, dtype, plot_path, report_path) if o]
+            refused := [
+                o for o in (passes, backends, head_dims, dtype, operations, plot_path, report_path) if o
+            ]
         ):
             raise ValueError(
                 f"{linear_bench.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
@@ -129,8 +138,10 @@ def bench(
         )
         kind = contestants.kind_of(chosen)
         settings = runner.Settings(
-            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time
+            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time, operations
         )
+        if operations and (kind != "attention" or "forward" not in settings.passes):
+            raise ValueError("--operations takes attention workloads with pass forward")
         entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
 
     with progress_bar(Console(stderr=True)) as progress:

@@ -40,6 +40,7 @@ BAD = [
     ((*BENCH, "--peers", "flex"), "cannot run here"),
     ((*BENCH, "--backend", "tpu"), "got 'tpu'"),
     ((*BENCH, "--pass", "sideways"), "got 'sideways'"),
+    ((*BENCH, "--pass", "backward", "--operations"), "--operations takes attention workloads"),
     ((*BENCH, "--pass", "graph"), "needs a CUDA device"),
     ((*BENCH, "-w", "papre"), "got 'papre'"),
     ((*BENCH, "-w", "ci-decode"), "one kind"),

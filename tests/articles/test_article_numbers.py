@@ -1,4 +1,4 @@
-"""Worked numbers of the articles (docs/articles.md), from our code; what has a test elsewhere is linked there."""
+"""Worked numbers of the articles (docs/articles.md), from our code; others are tested where it links to."""
 
 from __future__ import annotations
 

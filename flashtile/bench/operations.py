@@ -37,8 +37,9 @@ class Operations(Standard):
     """Scores, masked scores, probabilities, those left by dropout and its mask, and a result being made."""
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        if workload.varlen or workload.softcap or workload.cache is not None or workload.fp8:
-            return "is taken apart for dense calls without soft-cap"
+        changed = workload.softcap or workload.alibi or workload.sink
+        if workload.varlen or changed or workload.cache is not None or workload.fp8:
+            return "is taken apart for dense calls without soft-cap, ALiBi and sink"
         if workload.causal and workload.seqlen_q > workload.seqlen_k:
             return "is taken apart where every row sees a key"
         return super().refuses(workload, device)

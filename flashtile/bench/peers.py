@@ -143,9 +143,10 @@ class LoopsOfFlash1(Peer):
     needs = ("triton", "jit")
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        if workload.varlen or workload.window_left != UNLIMITED or workload.softcap:
-            return "takes dense calls without window and soft-cap"
-        if workload.head_dim > 128 or workload.torch_dtype.itemsize > 4:
+        changed = workload.softcap or workload.alibi or workload.sink
+        if workload.varlen or workload.window_left != UNLIMITED or changed:
+            return "takes dense calls without window, soft-cap, ALiBi and sink"
+        if max(workload.head_dim, workload.head_dim_v or 0) > 128 or workload.torch_dtype.itemsize > 4:
             return "takes head sizes up to 128 and no float64"
         return None
 

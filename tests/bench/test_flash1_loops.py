@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,6 +24,11 @@ CALLS = {
     "whole-blocks": (1, 64, 64, 2, 2, 32, 32, False),
     "one-query": (2, 1, 65, 2, 1, 16, 16, True),
 }
+(FULL,) = workloads.select(["ci-full-s96"])
+LATER = [
+    replace(FULL, name=name, **{name: value})
+    for name, value in (("alibi", True), ("sink", True), ("head_dim_v", 192))
+]
 
 
 @pytest.mark.interpreter
@@ -51,9 +58,10 @@ def test_it_refuses_what_it_would_compute_wrongly():
     device = torch.device("cuda")
     refused = {
         workload.name
-        for workload in workloads.select(["ci", "paper"])
+        for workload in (*workloads.select(["ci", "paper"]), *LATER)
         if LoopsOfFlash1().refuses(workload, device) is not None
     }
+    assert {workload.name for workload in LATER} <= refused
     assert {"ci-varlen", "ci-window-s150", "ci-softcap-s100", "paper-d256-s512"} <= refused
     assert not {"ci-gqa-s113", "ci-chunk", "paper-d64-s512", "paper-d128-causal-s16384"} & refused
 

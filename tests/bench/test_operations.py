@@ -65,10 +65,12 @@ def test_a_cell_has_each_operation_and_their_sum():
     ("workload", "reason"),
     [
         (workloads.select(["ci-varlen"])[0], "dense calls"),
+        (replace(CAUSAL, alibi=True), "without soft-cap, ALiBi"),
+        (replace(CAUSAL, sink=True), "without soft-cap, ALiBi"),
         (replace(CAUSAL, seqlen_q=200), "every row sees a key"),
         (replace(CAUSAL, seqlen_q=2**20, seqlen_k=2**20), "MiB"),
     ],
-    ids=["varlen", "rows-without-keys", "memory"],
+    ids=["varlen", "alibi", "sink", "rows-without-keys", "memory"],
 )
 def test_what_it_does_not_take_is_said(workload, reason):
     assert reason in str(Operations().refuses(workload, CPU))

@@ -66,6 +66,13 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 3,
     rep: Annotated[float, typer.Option(min=1.0, callback=finite, help="Milliseconds a measurement.")] = 25.0,
     host_time: Annotated[bool, typer.Option(help="Measure the host time of a call.")] = True,
+    operations: Annotated[
+        bool,
+        typer.Option(
+            "--operations",
+            help="Time standard attention's operations one by one, too: products, mask, softmax, dropout.",
+        ),
+    ] = False,
     unit: Annotated[
         str | None,
         typer.Option(help="Of the tables and the plot: tflops or gbps. Default: gbps for decoding."),
@@ -113,7 +120,8 @@ def bench(
     with bad_parameters():
         for kind_of_bench in (linear_bench, engine_bench):
             others: Any = kind_of_bench.select(_split(workload_names))
-            refused = [o for o in (passes, backends, head_dims, dtype, plot_path, report_path) if o]
+            given = (passes, backends, head_dims, dtype, operations, plot_path, report_path)
+            refused = [option for option in given if option]
             if others and refused:
                 raise ValueError(
                     f"{kind_of_bench.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
@@ -132,8 +140,10 @@ def bench(
         )
         kind = contestants.kind_of(chosen)
         settings = runner.Settings(
-            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time
+            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time, operations
         )
+        if operations and (kind != "attention" or "forward" not in settings.passes):
+            raise ValueError("--operations takes attention workloads with pass forward")
         entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
 
     with progress_bar(Console(stderr=True)) as progress:

@@ -105,8 +105,9 @@ def test_every_measurement_is_shown(site, path):
 
 
 @pytest.mark.parametrize("source", ALGORITHMS, ids=lambda source: source.stem)
-def test_an_algorithm_stands_beside_its_text(site, source):
-    page = (site / "algorithms" / f"{source.stem}.html").read_text()
+@pytest.mark.parametrize("ending", ["", ".zh-CN"])
+def test_an_algorithm_stands_beside_its_text(site, source, ending):
+    page = (site / "algorithms" / f"{source.stem}{ending}.html").read_text()
     assert 'class="beside"' in page
     assert f"flashtile/algorithms/{source.name}" in page
     defined = re.findall(r"^(?:def|class) (\w+)", source.read_text(), re.MULTILINE)

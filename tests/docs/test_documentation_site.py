@@ -86,6 +86,12 @@ def test_nothing_is_loaded_from_elsewhere(site):
     assert {address for address in loaded if "//" in address} == set()
 
 
+def test_pages_say_their_language(site):
+    for page in (site / "algorithms").glob("*.html"):
+        language = "zh-CN" if page.stem.endswith(".zh-CN") else "en"
+        assert f'<html lang="{language}"' in page.read_text()[:300], page
+
+
 def test_formulas_are_mathml(site):
     page = site / "guides" / "understanding.html"
     assert "math" in Elements(page).tags

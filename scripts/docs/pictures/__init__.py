@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "assets" / "pictures"
 
-NAMES = ("memory_pyramid", "tiling", "loop_order", "overlap", "split_keys", "block_table", "layer")
+NAMES = sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "canvas"})
 
 
 def files(name: str) -> dict[str, str]:

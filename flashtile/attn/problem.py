@@ -26,6 +26,8 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     backend: str | None = None
+    partial: bool = False
+    """out and the gradients in float32: parts of sums over devices, added up before they are rounded."""
 
 
 class Extras(NamedTuple):
@@ -37,6 +39,9 @@ class Extras(NamedTuple):
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
 
+
+OPTIONS_OF_ALL = Options._fields.index("backend") + 1
+"""The first options: those that attention in FP8 has, too."""
 
 NO_EXTRAS = Extras()
 """The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""
@@ -71,8 +76,14 @@ class Problem(Results):
     varlen: bool = False
     seqused_k: bool = False
     deterministic: bool = False
+    partial: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of out and of the gradients of q, k and v."""
+        return self.lse_dtype if self.partial else self.dtype
 
     @property
     def causal(self) -> bool:
@@ -129,6 +140,7 @@ class Problem(Results):
             "varlen": varlen,
             "seqused_k": used,
             "deterministic": bool(options.deterministic),
+            "partial": bool(options.partial),
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }
         return cls(**fields | others)

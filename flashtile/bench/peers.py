@@ -135,6 +135,33 @@ class Standard(Peer):
         return Call(attend, heads_first=True)
 
 
+class LoopsOfFlash1(Peer):
+    """FlashAttention's first loop order, keys outside and queries inside, as a Triton kernel: what the second
+    is said to be twice as fast as. Forward alone."""
+
+    name, device_type = "flash1-loops", "cuda"
+    needs = ("triton", "jit")
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        changed = workload.softcap or workload.alibi or workload.sink
+        if workload.varlen or workload.window_left != UNLIMITED or changed:
+            return "takes dense calls without window, soft-cap, ALiBi and sink"
+        if max(workload.head_dim, workload.head_dim_v or 0) > 128 or workload.torch_dtype.itemsize > 4:
+            return "takes head sizes up to 128 and no float64"
+        return None
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Call:
+        flash1 = importlib.import_module("flashtile.backends.portable.flash1")
+        launch = flash1.Flash1Launch(workload.causal, workload.head_dim**-0.5)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if q.requires_grad:
+                raise NotImplementedError("has no backward pass")
+            return launch(q, k, v)
+
+        return Call(attend)
+
+
 class Sdpa(Peer):
     """torch's ``scaled_dot_product_attention`` held to one of its backends."""
 

@@ -132,6 +132,8 @@ class Workload:
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
             self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
+            None if self.cache is None else self.cache.page_size,
+            None if self.cache is None else self.cache.dtype,
         )  # fmt: skip
 
     @property
@@ -435,6 +437,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
     *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
     *_dense("cpu-d128-gqa-causal", (1024,), 0, "cpu", (8, 2, 128), causal=True, **FLOAT32),
+    *_dense("cpu-gpt2", (1024,), 0, "cpu-gpt2", (12, 12, 64), causal=True, **FLOAT32),
     *_dense("cpu-window-causal", (2048,), 0, "cpu", (8, 8, 64), causal=True, window_left=255, **FLOAT32),
     # Seconds on two cores; every kind of call once, lengths that are no powers of two
     *_dense("ci-full", (96, 160), 192, "ci", (2, 2, 32), **FLOAT32),

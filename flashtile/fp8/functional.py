@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import apply_autocast, as_int, check_flag, make_options
-from flashtile.attn.problem import Extras, Options
+from flashtile.attn.problem import OPTIONS_OF_ALL, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.checks.fp8 import check_inputs, check_sequences
 from flashtile.fp8.operators import ATTEND, QUANTIZE, refuse_gradient
@@ -217,7 +217,8 @@ def attention(
     tensors = AttendTensors(
         scales_of(q), scales_of(k), scales_of(v), cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink
     )
-    stored = AttendOptions(*options, q.dtype, q.shape[-1], True, method == "block")
+    of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], q.dtype, q.shape[-1], True, method == "block")
+    stored = AttendOptions(*of_all)
     try:
         out, lse = ATTEND((q.values, k.values, v.values), tensors, stored)
     except ERRORS as error:
@@ -240,7 +241,8 @@ def attend_descaled(
         check_dense(name, x)
         refuse_gradient(name, x)
     tensors = AttendTensors(q_descale, k_descale, v_descale, *extras)
-    return ATTEND((q, k, v), tensors, AttendOptions(*options, torch.bfloat16, q.shape[-1]))
+    of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], torch.bfloat16, q.shape[-1])
+    return ATTEND((q, k, v), tensors, AttendOptions(*of_all))
 
 
 def shared_method(

@@ -59,7 +59,7 @@ def test_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("append", "rotary", "most"), [(False, False, 330), (True, False, 460), (True, True, 560)], ids=str
+    ("append", "rotary", "most"), [(False, False, 380), (True, False, 510), (True, True, 610)], ids=str
 )
 def test_decoding(append: bool, rotary: bool, most: int) -> None:
     arguments = decoding(append, rotary)

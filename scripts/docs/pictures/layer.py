@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtile.linear.table
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.model import Cache, Layer, StepInput
-from flashtile.engine.weights import WHOLE
+from flashtile.engine.parallel import Ranks
 from flashtile.linear.table import FLAT, LIBRARY, Row, read_table
 from pictures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, Say, box, heading, line, svg, text
 
@@ -86,7 +86,7 @@ def calls(lengths: list[int]) -> list[Called]:
     """Of one layer, for sequences with as many new tokens."""
     c, tokens, batch = LLAMA_2_7B, sum(lengths), len(lengths)
     with FakeTensorMode():
-        layer = Layer(c, weight, 0, WHOLE, False)
+        layer = Layer(c, weight, 0, Ranks(), False)
         pages = (torch.empty(64, 16, c.num_kv_heads, c.head_dim, dtype=torch.bfloat16) for _ in range(2))
         angles = (torch.empty(c.max_position_embeddings, c.head_dim // 2) for _ in range(2))
         one = max(lengths) == 1

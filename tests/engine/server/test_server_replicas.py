@@ -15,6 +15,7 @@ import typer
 from aiohttp import web
 from typer.testing import CliRunner
 
+import loops
 from flashtile.cli import application
 from flashtile.commands.options import as_arguments
 from flashtile.commands.serve import environments_of
@@ -151,7 +152,7 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
         assert not await broken.wait_until_up()
         await broken.wait()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    loops.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_replica_gets_the_options_and_gpus_that_are_its_own(monkeypatch):

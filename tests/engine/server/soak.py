@@ -1,8 +1,8 @@
 """Random calls, many at a time, to a server with too little memory.
 
-``PYTHONPATH=.:tests python tests/engine/server/soak.py 20000``. Every call is answered: rightly, because the model
-writes the alphabet, or with the error that it deserves. Some clients go away, before or while they are
-answered. In the end nothing is left: no request, no block, no memory.
+``PYTHONPATH=.:tests python tests/engine/server/soak.py 20000``. Every call is answered: rightly, because
+the model writes the alphabet, or with the error that it deserves. Some clients go away, before or while they
+are answered. In the end nothing is left: no request, no block, no memory.
 """
 
 from __future__ import annotations

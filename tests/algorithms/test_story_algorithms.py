@@ -204,6 +204,8 @@ def test_every_request_is_answered(spare: float) -> None:
     for event in trace.events:
         assert event.data is not None
         assert event.data["held"] <= room.slots
+        running = [number for number, *_ in event.data["sequences"]]
+        assert max(running) < len(requests) - event.data["waiting"]  # who came first is never behind
         last |= {number: (length, final) for number, length, final, *_ in event.data["sequences"]}
     assert set(last) == set(range(len(requests)))
     assert all(length == final - 1 for length, final in last.values())

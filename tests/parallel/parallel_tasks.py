@@ -249,7 +249,7 @@ def on_gpus(
 
 
 def decode_in_a_graph(group: Any) -> list[float]:
-    """Errors of steps of a captured decoding loop over sharded caches of two lengths, against one GPU."""
+    """Errors of a captured step of decoding over a sharded cache, for changing lengths, against one GPU."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     cache = torch.randn(2, 3, 4096, 2, 128).cuda().bfloat16()

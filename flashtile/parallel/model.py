@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -199,6 +200,7 @@ def two_dimensions(
     )
 
 
+@lru_cache(maxsize=256)
 def choose(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
     """The fastest, the first of METHODS where they are equal."""
     return min(
@@ -254,6 +256,7 @@ def explain(
     return ParallelExplanation(sharing, card, link, tuple(estimates(sharing, ranks, card, link)))
 
 
+@lru_cache(maxsize=64)
 def setting_of(device: torch.device, ranks: int) -> tuple[Card, Link]:
     """What a choice is made by: NVLink within a host, InfiniBand beyond; H200s where there is no GPU."""
     if device.type != "cuda":

@@ -19,8 +19,8 @@ import flashtile.integrations.transformers
 import flashtile.padding
 
 MADE_BY_US = {
-    "Array", "Batch", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant", "ParallelEstimate",
-    "ParallelExplanation", "Span", "Step", "Usage",
+    "Array", "Batch", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant",
+    "ParallelEstimate", "ParallelExplanation", "Span", "Step", "Usage",
 }  # fmt: skip
 """Classes that users get and never make."""
 

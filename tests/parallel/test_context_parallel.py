@@ -120,6 +120,13 @@ def test_many_layers_are_as_exact_as_on_one_device(ranks):
         assert shared <= 1.1 * single
 
 
+def test_parts_are_not_rounded(ranks):
+    """Neither of out nor of gradients: rounding once is all that their error is."""
+    for errors in ranks.run(parallel_tasks.rounding, 8):
+        ratios = {name: shared / once for name, (shared, once) in errors.items()}
+        assert max(ratios.values()) < 1.02, ratios
+
+
 @pytest.mark.parametrize("placements", [(1, 0), (1, 2), (0, 1)])
 @pytest.mark.parametrize("public", [False, True])
 def test_distributed_tensors(ranks, placements, public):

@@ -116,7 +116,7 @@ def run(
             timing.release_memory(device)
     for workload, cell in cells.items():
         cell["floor_ms"] = floor_bytes(workload) / document["read_tbps"] * 1e-9
-        _compare(workload, cell["results"])
+        compare(cell["results"])
     after_cell(document)
     return document
 
@@ -172,7 +172,7 @@ def _failed(error: Exception) -> dict[str, Any]:
     return {"status": "failed", "text": f"{type(error).__name__}: {lines[0][:200] if lines else ''}"}
 
 
-def _compare(workload: Workload, results: dict[str, Any]) -> None:
+def compare(results: dict[str, Any]) -> None:
     """With the same weights in float32 all give the same tokens."""
     tokens_of = {name: found.pop("tokens") for name, found in results.items() if "tokens" in found}
     if tokens_of.get("transformers", tokens_of.get(OURS)) != tokens_of.get(OURS):

@@ -92,7 +92,7 @@ def calls(lengths: list[int]) -> list[Called]:
         one = max(lengths) == 1
         step = StepInput(
             integers(tokens), integers(batch), integers(batch, 64), None if one else integers(batch + 1),
-            max(lengths), integers(batch) if one else None,
+            max(lengths), seqused_k=integers(batch) if one else None,
         )  # fmt: skip
         with Recorder() as recorder:
             layer(torch.empty(tokens, c.hidden_size, dtype=torch.bfloat16), step, Cache(*pages, *angles))

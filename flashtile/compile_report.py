@@ -297,7 +297,9 @@ def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
 def _lost_barriers(ttgir: str) -> int:
     """Barriers that are initialised before the partitions start, and that none of them captures."""
     start = re.search(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
-    captured = set(start[1].split(", ")) if start else set()
+    if start is None:  # a kernel that is one partition has all of them, as Triton's own for tcgen05
+        return 0
+    captured = set(start[1].split(", "))
     array_of = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir))
     initialised = re.findall(r"ttng\.init_barrier (%\w+),", ttgir)
     return sum(array_of.get(barrier, barrier) not in captured for barrier in initialised)

@@ -19,7 +19,6 @@ from flashtile import compile_report
 @pytest.mark.parametrize(
     ("arch", "name"),
     [
-        ("gfx942", "decode bf16 head_dim 128 rows 16 page 16"),
         ("gfx950", "forward bf16 head_dim 64 causal"),
         ("gfx1201", "forward bf16 head_dim 64 causal"),
         ("sm_120a", "forward bf16 head_dim 64 causal"),

@@ -80,12 +80,11 @@ def split_q(
     call, O, LSE, warps = _prepare(q, k, v, memory, softmax_scale, num_warps, "block_m", block_m)
     for rows in blocks(call.Q.rows, block_m):
         with memory.sram(kernel="split-Q") as sram:
-            sram.load(call.Q, rows)
-            parts = _parts(rows, num_warps)
+            q_i, parts = sram.load(call.Q, rows), _parts(rows, num_warps)
             warps.barrier(LOADED)
             state = []
             for warp, own in enumerate(parts):
-                q_w = warps.read("Q", _rows_of(call.Q.tensor, own), warp, own)
+                q_w = warps.read("Q", _rows_of(q_i, own, rows), warp, own)
                 acc, l = zeros(len(own), call.V.cols, q), zeros(len(own), 1, q)
                 state.append((q_w, acc, lowest(len(own), q), l))
             for keys in blocks(call.K.rows, block_n):
@@ -340,6 +339,5 @@ def _parts(extent: range, count: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(ends)]
 
 
-def _rows_of(tile: Tensor, rows: range, within: range | None = None) -> Tensor:
-    start = within.start if within else 0
-    return tile[rows.start - start : rows.stop - start]
+def _rows_of(tile: Tensor, rows: range, within: range) -> Tensor:
+    return tile[rows.start - within.start : rows.stop - within.start]

@@ -81,8 +81,23 @@ class Sequence(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A program's rows or keys: the first, ``offset`` (row i stands at key i + offset), the ALiBi slope."""
+    """A program's rows or keys: of which sequence and query head, the first, ``offset`` (row i stands at key
+    i + offset), the ALiBi slope."""
 
+    b: Any
+    head: Any
     start: Any
     offset: Any
     slope: Any
+
+
+class Cells(NamedTuple):
+    """Where the scores of a tile lie. ``rows`` and ``keys``, positions in their sequence, broadcast against
+    each other to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]."""
+
+    b: Any
+    head: Any
+    rows: Any
+    keys: Any
+    distance: Any
+    """Key minus the row's own position, in the tile's shape."""

@@ -16,13 +16,14 @@ from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.arguments import Block, Lengths, Numbers, Strides
 from flashtile.backends.portable.tiles import (
-    apply_score_mod,
     block_range,
+    cells_of,
     find_sequence,
     head_of,
     load_slope,
+    modify_scores,
+    seen_cells,
     store_tile,
-    visible,
 )
 
 
@@ -61,17 +62,14 @@ def dkdv_blocks(
         if C.HAS_SCORE_MOD or WINDOWED:
             keys = block.start + tl.arange(0, C.BLOCK_N)
             rows = start + tl.arange(0, C.BLOCK_M)
-            distance = keys[:, None] - (rows + block.offset)[None, :]
+            cells = cells_of(block, rows, keys, KEYS_FIRST=True)
         if C.HAS_SCORE_MOD:
-            scores, softcap_grad = apply_score_mod(
-                scores, distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
-                C.HAS_ALIBI,
-            )  # fmt: skip
+            scores, score_grad = modify_scores(scores, cells, block, numbers, C)
             p = tl.exp2(scores + neg_lse_rows[None, :])
         else:
             p = tl.exp2(scores * numbers.scale_log2 + neg_lse_rows[None, :])
         if WINDOWED:
-            seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+            seen = seen_cells(cells, lengths, C)
             p = tl.where(seen, p, 0.0)
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
         dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
@@ -80,7 +78,7 @@ def dkdv_blocks(
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
         ds = p * (dp + neg_delta_rows[None, :])
         if C.HAS_SOFTCAP:
-            ds = ds * softcap_grad
+            ds = ds * score_grad
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk, dv
 
@@ -145,7 +143,7 @@ def dkdv_kernel(
     for g in range(group_size):
         head = head_kv * group_size + g
         slope = load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI)
-        block = Block(key_start, offset, slope)
+        block = Block(b, head, key_start, offset, slope)
         q_rows = Matrix(q_base + head.to(tl.int64) * q_strides.head, q_strides.token, sequence.len_q)
         dout_rows = Matrix(dout_base + head * C.HEAD_DIM_V, num_heads_q * C.HEAD_DIM_V, sequence.len_q)
         statistics = statistics_offset(b, head, sequence.start_q, num_heads_q, padded_rows, C.VARLEN)

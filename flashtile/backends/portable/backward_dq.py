@@ -15,14 +15,15 @@ from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.arguments import Block, Lengths, Numbers, Strides
 from flashtile.backends.portable.tiles import (
-    apply_score_mod,
     block_range,
+    cells_of,
     find_sequence,
     head_of,
     load_slope,
+    modify_scores,
     row_block,
+    seen_cells,
     store_tile,
-    visible,
 )
 
 
@@ -61,23 +62,20 @@ def dq_blocks(
         if C.HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
-            distance = keys[None, :] - (rows + block.offset)[:, None]
+            cells = cells_of(block, rows, keys, KEYS_FIRST=False)
         if C.HAS_SCORE_MOD:
-            scores, softcap_grad = apply_score_mod(
-                scores, distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
-                C.HAS_ALIBI,
-            )  # fmt: skip
+            scores, score_grad = modify_scores(scores, cells, block, numbers, C)
             p = tl.exp2(scores + neg_lse[:, None])
         else:
             p = tl.exp2(scores * numbers.scale_log2 + neg_lse[:, None])
         if MASKED:
-            seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+            seen = seen_cells(cells, lengths, C)
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
         ds = p * (dp + neg_delta[:, None])
         if C.HAS_SOFTCAP:
-            ds = ds * softcap_grad
+            ds = ds * score_grad
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_D]
     return dq
 
@@ -115,7 +113,7 @@ def dq_kernel(
         tile_offset = sequence.start_q * num_heads_q + head
     else:
         tile_offset = b.to(tl.int64) * seqlen_q * num_heads_q + head
-    block = Block(row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
+    block = Block(b, head, row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
 
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
     BLOCK_D: tl.constexpr = C.BLOCK_D

@@ -14,15 +14,16 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, load_tile
 from flashtile.backends.portable.arguments import Block, Lengths, Numbers, Strides
 from flashtile.backends.portable.tiles import (
-    apply_score_mod,
     block_range,
+    cells_of,
     find_sequence,
     head_of,
     load_slope,
+    modify_scores,
     result_bases,
     row_block,
+    seen_cells,
     store_tile,
-    visible,
 )
 
 
@@ -92,14 +93,11 @@ def attend_blocks(
         if C.HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
-            distance = keys[None, :] - (rows + block.offset)[:, None]
+            cells = cells_of(block, rows, keys, KEYS_FIRST=False)
             if C.HAS_SCORE_MOD:
-                scores, _ = apply_score_mod(
-                    scores, distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
-                    C.HAS_ALIBI,
-                )  # fmt: skip
+                scores, _ = modify_scores(scores, cells, block, numbers, C)
             if MASKED:
-                seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+                seen = seen_cells(cells, lengths, C)
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
@@ -142,7 +140,7 @@ def forward_kernel(
     q_rows = head_of(q, q_strides, b, sequence.start_q, head, sequence.len_q)
     keys = head_of(k, k_strides, b, sequence.start_k, head_kv, sequence.len_k)
     values = head_of(v, v_strides, b, sequence.start_k, head_kv, sequence.len_k)
-    block = Block(row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
+    block = Block(b, head, row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
 
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
     BLOCK_DV: tl.constexpr = C.BLOCK_DV

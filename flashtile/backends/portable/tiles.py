@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.tiles import LOG2_E, Matrix, sequence
-from flashtile.backends.portable.arguments import Sequence
+from flashtile.backends.portable.arguments import Cells, Sequence
 
 
 @triton.jit
@@ -150,6 +150,34 @@ def apply_score_mod(
     if HAS_ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
     return scores * LOG2_E, softcap_grad
+
+
+@triton.jit
+def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
+    """Where the scores of ``rows`` by ``keys`` lie, or with KEYS_FIRST of ``keys`` by ``rows``."""
+    if KEYS_FIRST:
+        rows, keys = rows[None, :], keys[:, None]
+    else:
+        rows, keys = rows[:, None], keys[None, :]
+    return Cells(block.b, block.head, rows, keys, keys - (rows + block.offset))
+
+
+@triton.jit
+def modify_scores(scores, cells, block, numbers, C: tl.constexpr):
+    """Raw products -> (scores in log2 units, their derivative by the scaled product).
+
+    Every kernel of the forward and backward pass modifies its scores here and nowhere else.
+    """
+    return apply_score_mod(
+        scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
+        C.HAS_ALIBI,
+    )  # fmt: skip
+
+
+@triton.jit
+def seen_cells(cells, lengths, C: tl.constexpr):
+    """Which scores of a tile take part, as far as their sequence has them."""
+    return visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
 
 
 @triton.jit

@@ -31,6 +31,8 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -43,16 +45,22 @@ def attention(
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
     """
     options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask)
     check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of dense q, k, v."""
+    masks = [] if mask is None else [mask]
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
+        """(out, lse) of dense q, k, v: of sequence ``b``, or of all."""
         seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
+        for one in masks:
+            seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
         return masked(
             q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, softcap=problem.softcap,
             sink=sink, round_p=round_p,
@@ -72,7 +80,7 @@ def attention(
         )
         if seqused_k is not None:
             one_k, one_v = one_k[:, : seqused_k[b]], one_v[:, : seqused_k[b]]
-        out, lse = attend(one_q, one_k, one_v, slopes)
+        out, lse = attend(one_q, one_k, one_v, slopes, b)
         outs.append(out)
         lses.append(lse)
     if cu_seqlens_q is None:
@@ -151,11 +159,12 @@ def masked(
     slopes: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen`` (seqlen_q, seqlen_k).
+    """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen``: bool, broadcast to
+    (..., heads, seqlen_q, seqlen_k).
 
     ``slopes`` are those of ALiBi, ``options`` those of :func:`standard`.
     """
-    bias = None if slopes is None else alibi_bias(slopes, seen.shape[0], seen.shape[1], q.dtype)
+    bias = None if slopes is None else alibi_bias(slopes, seen.shape[-2], seen.shape[-1], q.dtype)
     q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
     empty = ~seen.any(-1, keepdim=True)
     out, lse = standard(
@@ -163,6 +172,13 @@ def masked(
     )
     assert lse is not None
     return out.transpose(-2, -3), lse
+
+
+def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The part of sequence ``b`` (None: all of them) of what broadcasts to the scores of the longest."""
+    if b is not None and cells.shape[0] > 1:
+        cells = cells[b : b + 1]
+    return cells[:, :, :seqlen_q, :seqlen_k]
 
 
 def visible(

@@ -440,6 +440,9 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
     seqused_k = arguments.get("seqused_k")
     if seqused_k is not None and seqused_k.numel():
         seqlen_k = seqused_k.double().mean().item()
+    for name in ("mask", "key_padding_mask"):
+        if arguments.get(name) is not None and arguments[name].numel():
+            seqlen_k *= arguments[name].double().mean().item()
     left, right = arguments.get("window_size", (-1, -1))
     right = 0 if arguments.get("causal", False) else right
     left = min(left, seqlen_k) if left >= 0 else seqlen_k

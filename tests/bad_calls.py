@@ -406,6 +406,27 @@ USED = [
         seqused_k=offsets(-1, 7)),
 ]
 
+MASKS = [
+    *(bad(("attention", "attention varlen"), TypeError, "mask", "torch.Tensor", type(value).__name__,
+          mask=value)
+      for value in ([True], True, np.ones((1, 1, 5, 7), bool))),
+    *(bad(("attention", "attention varlen"), TypeError, "mask must be bool", str(dtype),
+          mask=rand(1, 1, 5, 7, dtype=dtype)) for dtype in (torch.float32, torch.uint8, torch.int64)),
+    *(bad("attention", ValueError, "mask", "(2 or 1, 4 or 1, 5 or 1, 7)", f"got {shape}",
+          mask=rand(*shape, dtype=torch.bool))
+      for shape in ((5, 7), (2, 2, 5, 7), (3, 1, 5, 7), (1, 1, 4, 7), (1, 1, 5, 1), (1, 1, 5, 7, 1))),
+    bad("attention varlen", ValueError, "mask", "max_seqlen_q or 1, max_seqlen_k", "got (1, 1, 10, 14)",
+        mask=rand(1, 1, 10, 14, dtype=torch.bool)),
+    bad(("attention",), ValueError, "mask", "on meta", "not on cpu",
+        mask=rand(1, 1, 5, 7, dtype=torch.bool, device="meta")),
+    *(bad("attention", TypeError, "key_padding_mask must be bool", str(dtype),
+          key_padding_mask=rand(2, 7, dtype=dtype)) for dtype in (torch.float32, torch.int64)),
+    *(bad("attention", ValueError, "key_padding_mask", "(batch, seqlen_k) = (2, 7)", f"got {shape}",
+          key_padding_mask=rand(*shape, dtype=torch.bool)) for shape in ((7,), (1, 7), (2, 5), (2, 1, 1, 7))),
+    bad("attention varlen", NotImplementedError, "key_padding_mask must be None", "seqused_k",
+        key_padding_mask=rand(2, 7, dtype=torch.bool)),
+]
+
 MERGE = [
     *(bad("merge_states", TypeError, name, "torch.Tensor", type(value).__name__, **{name: value})
       for name in ("out_a", "lse_a", "out_b", "lse_b") for value in (None, [0.0], 1.0)),
@@ -435,6 +456,8 @@ MERGE = [
         lse_b=rand(2, 4, 5, dtype=torch.float64)),
 ]  # fmt: skip
 
-CALLS = [*TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MERGE]
+CALLS = [
+    *TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MASKS, *MERGE
+]
 PAIRS = [(function, call) for call in CALLS for function in call.functions]
 # fmt: on

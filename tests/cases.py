@@ -69,6 +69,10 @@ class Case:
     """A sink in "float32" or in the dtype of q ("own")."""
     unused_keys: int = 0
     """Keys of NaN at the end of sequence b that seqused_k leaves out, b + 1 times as many (all at most)."""
+    mask: str | None = None
+    """A boolean mask with a part of its own for each "b"atch entry, "h"ead and "q"uery, as named."""
+    padding: str | None = None
+    """key_padding_mask that leaves out keys on the "left" or "right", or in "holes"."""
     layout: str = "contiguous"
     upstream: str = "both"
     """Gradients: "both", of "out" or "lse" alone, "sum" (of out.sum(): one element, expanded), "transposed"
@@ -109,6 +113,13 @@ class Case:
         if self.sink is not None:
             dtype = self.dtype if self.sink == "own" else FP32
             arguments["sink"] = testing.random_tensor((self.heads_q,), dtype, device, seed=seed + 4)
+        rows_of_masks = max((q for q, _ in self.lengths), default=0) if self.lengths else self.seqlen_q
+        keys_of_masks = max((k for _, k in self.lengths), default=0) if self.lengths else self.seqlen_k
+        cells = (batch, self.heads_q, rows_of_masks + self.slack, keys_of_masks + self.slack)
+        if self.mask is not None:
+            arguments["mask"] = self._broadcast(self.mask, cells, device, seed + 5) > -0.5
+        if self.padding is not None:
+            arguments["key_padding_mask"] = self._padding(cells, device, seed + 6)
         if self.unused_keys:
             arguments["seqused_k"] = self._leave_out_keys(k, v)
         arguments.update(
@@ -122,6 +133,22 @@ class Case:
             if tensor is not None and self.unused_tail:
                 poison_last_rows(tensor, self.unused_tail)
         return Inputs(q, k, v, arguments, dout, dlse)
+
+    def _broadcast(self, named: str, cells: tuple[int, ...], device: str, seed: int) -> Tensor:
+        """Normal numbers for all scores, expanded where not named: nothing is there twice."""
+        shape = [size if name in named else 1 for name, size in zip("bhq", cells, strict=False)]
+        numbers = testing.random_tensor((*shape, cells[-1]), FP32, device, seed=seed)
+        return numbers if self.layout != "expanded" else numbers.expand(cells)
+
+    def _padding(self, cells: tuple[int, ...], device: str, seed: int) -> Tensor:
+        batch, _, _, seqlen_k = cells
+        keys = torch.arange(seqlen_k, device=device)
+        pads = (torch.arange(batch, device=device)[:, None] + 1) * seqlen_k // (batch + 1)
+        if self.padding == "left":
+            return keys >= pads
+        if self.padding == "right":
+            return keys < seqlen_k - pads
+        return testing.random_tensor((batch, seqlen_k), FP32, device, seed=seed) > 0
 
     def _leave_out_keys(self, k: Tensor, v: Tensor) -> Tensor:
         """seqused_k, with NaN written to what it leaves out."""
@@ -225,6 +252,22 @@ def with_masks(variants: Variants, chosen: Variants) -> Variants:
     return {f"{a}-{b}": {**variant, **mask} for a, variant in variants.items() for b, mask in chosen.items()}
 
 
+CELLS: Variants = {
+    "mask": {"mask": "bhq"},
+    "mask-causal": {"mask": "q", "causal": True},
+    "mask-heads": {"mask": "h", "softcap": 2.0},
+    "mask-window-sink": {"mask": "bq", "window_size": (9, 4), "sink": "float32"},
+    "padding-left": {"padding": "left", "causal": True},
+    "padding-right": {"padding": "right"},
+    "padding-right-causal": {"padding": "right", "causal": True},
+    "padding-holes": {"padding": "holes"},
+    "padding-holes-causal": {"padding": "holes", "causal": True, "sink": "own"},
+    "padding-window": {"padding": "right", "window_size": (9, 4), "alibi": "head"},
+    "padding-mask": {"padding": "left", "mask": "hq"},
+    "mask-used": {"mask": "bq", "unused_keys": 3, "causal": True},
+}
+"""What differs from score to score, or from key to key, in other ways than by distance."""
+
 HEADS = {
     f"heads-{q}-{kv}": {"heads_q": q, "heads_kv": kv}
     for q, kv in ((1, 1), (3, 3), (3, 1), (5, 1), (7, 1), (6, 2), (10, 2), (14, 2))
@@ -294,6 +337,10 @@ def tiny() -> Iterator[Case]:
         "varlen-only-tail": replace(ragged, lengths=(), unused_tail=4, slack=2),
     }
     yield from cross(batches, some(mask, "full", "causal", "window", "everything"))
+    two = replace(dense, batch=2, head_dim=16)
+    yield from cross({"": two}, CELLS)
+    yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
+    yield from cross({"varlen": replace(ragged, slack=2)}, some(CELLS, "mask", "mask-used"))
     corners = replace(dense, lengths=diagonals(34, 32), heads_q=1, heads_kv=1, head_dim=16)
     yield from cross({"diagonals": corners}, some(EDGES, "causal", "window-narrow", "window-tile"))
 
@@ -341,6 +388,7 @@ def large() -> Iterator[Case]:
     precise = replace(dense, seqlen_q=1000, seqlen_k=1100, dtype=FP32)
     dims = head_dims(64, 128, 256)
     yield from cross({"fp32": precise}, with_masks(dims, some(mask, "full", "causal", "everything")))
+    yield from cross({"": replace(few, batch=3)}, CELLS)
     corners = replace(few, lengths=diagonals(260, 16, 32, 64, 128), heads_q=2, heads_kv=1)
     for head_dim in (64, 128, 256):
         yield from cross({f"diagonals-d{head_dim}": replace(corners, head_dim=head_dim)}, EDGES)

@@ -18,6 +18,7 @@ from flashtile.arguments import (
     apply_autocast,
     check_flag,
     make_options,
+    padding_of,
     refuse_descales,
     refuse_unknown,
     with_unit_stride,
@@ -54,6 +55,8 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     deterministic: bool = False,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -91,6 +94,12 @@ def attention(
         sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
             every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
+        mask: bool, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides: True for a key that
+            takes part. It joins the masks above. What is 1 or expanded is never written out. Beside
+            cu_seqlens the lengths are max_seqlen_q and max_seqlen_k, from each sequence's first token on.
+        key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
+            query and head. Keys before the first and behind the last that takes part cost nothing. causal and
+            window_size count from the padded lengths. Not beside cu_seqlens.
         deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
             with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
             ``torch.use_deterministic_algorithms(True)`` asks for it, too.
@@ -132,8 +141,14 @@ def attention(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
     )
     extras = NO_EXTRAS
-    if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
-        extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if not (
+        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is None
+    ):
+        if mask is not None and key_padding_mask is None:
+            mask, key_padding_mask = padding_of(mask, q, k)
+        extras = Extras(
+            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask
+        )  # fmt: skip
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     return (out, lse) if return_lse else out

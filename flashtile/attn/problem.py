@@ -36,7 +36,16 @@ class Extras(NamedTuple):
     seqused_k: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+    mask: Tensor | None = None
+    key_padding_mask: Tensor | None = None
 
+
+EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
+OPTIONS_OF_ALL = Options._fields.index("backend") + 1
+"""The first extras and options: those that attention in FP8 has, too."""
+
+BEYOND_DISTANCE = ("mask", "key_padding_mask")
+"""Arguments of :attr:`Problem.beyond_distance`."""
 
 NO_EXTRAS = Extras()
 """The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""
@@ -71,8 +80,16 @@ class Problem(Results):
     varlen: bool = False
     seqused_k: bool = False
     deterministic: bool = False
+    mask: bool = False
+    key_padding_mask: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
+
+    @property
+    def beyond_distance(self) -> str | None:
+        """The first argument, if any, that hides or changes scores by more than the distance of row and key
+        and the lengths of sequences."""
+        return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
 
     @property
     def causal(self) -> bool:
@@ -129,6 +146,8 @@ class Problem(Results):
             "varlen": varlen,
             "seqused_k": used,
             "deterministic": bool(options.deterministic),
+            "mask": extras.mask is not None,
+            "key_padding_mask": extras.key_padding_mask is not None,
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }
         return cls(**fields | others)

@@ -46,13 +46,19 @@ def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, 
         of_extras = [None if t is None else sharded.get(name, Replicate()) for name, t in given]
         return rows, lse, of_extras, Replicate() if extras.sink is None else dsink
 
+    def along(dim: int) -> dict[str, Any]:
+        """What has a size of its own there is shared out."""
+        return {"mask": Shard(dim)} if extras.mask is not None and extras.mask.shape[dim] > 1 else {}
+
     slopes_by_batch = extras.alibi_slopes is not None and extras.alibi_slopes.ndim == 2
     ways = [way(Replicate(), Replicate(), Replicate())]
     if extras.cu_seqlens_q is None:
-        by_batch = {"seqused_k": Shard(0)} | ({"alibi_slopes": Shard(0)} if slopes_by_batch else {})
+        by_batch = {"seqused_k": Shard(0), "key_padding_mask": Shard(0)} | along(0)
+        if slopes_by_batch:
+            by_batch["alibi_slopes"] = Shard(0)
         ways.append(way(Shard(0), Shard(0), Partial(), **by_batch))  # dsink is a sum over sequences
     if _heads_can_be_shared(q, k, v):
-        by_heads = {"alibi_slopes": Shard(1 if slopes_by_batch else 0), "sink": Shard(0)}
+        by_heads = {"alibi_slopes": Shard(1 if slopes_by_batch else 0), "sink": Shard(0)} | along(1)
         ways.append(way(Shard(q.ndim - 2), Shard(q.ndim - 3), Shard(0), **by_heads))
     return ways
 

@@ -16,6 +16,8 @@ from flashtile.attn.problem import Extras
 from flashtile.op.refusals import refuse_tangents
 
 _NUM_EXTRAS = len(Extras._fields)
+_WITHOUT_BATCH = Extras._fields.index("sink")
+"""From here on extras need not have a batch."""
 
 
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -81,7 +83,7 @@ def _vmap(
     dims: tuple[int | None, ...] = in_dims[:num_tensors]
     dim_of = dict(zip(Extras._fields, in_dims[num_tensors:], strict=False))
     _refuse_varlen(extras.cu_seqlens_q)
-    if extras.sink is not None:
+    if any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
         return _one_by_one(operator, samples, in_dims, arguments)
     flat = []
     for tensor, dim in zip(tensors, dims, strict=True):
@@ -103,7 +105,8 @@ def _vmap(
 def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """A loop, for a sink: a call has one, and one gradient of it, for all of its batch."""
+    """A loop, for what need not have a batch: a sink has one gradient for a call's whole batch, a mask may be
+    the same for all of it."""
     given = list(zip(arguments, in_dims, strict=True))
     if samples == 0:  # no results, but in the shapes that a sample's would have
         shapes = operator(

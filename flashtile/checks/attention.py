@@ -10,7 +10,9 @@ from torch import Tensor
 from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import (
     TRANSPOSED,
+    check_broadcast,
     check_dense,
+    check_device,
     check_dtype,
     check_groups,
     check_heads_tensor,
@@ -45,7 +47,7 @@ def check_call(
         NotImplementedError: a device or head size that flashtile does not serve.
     """
     check_types(q, k, v, extras, options)
-    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, tensor, dtypes)
@@ -72,6 +74,7 @@ def check_call(
     check_int32("seqused_k", seqused_k, (batch,), "(batch,)", q)
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
+    _check_masks(q, k, batch, extras, options)
     check_score_options(options)
 
 
@@ -87,6 +90,29 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
         raise NotImplementedError(
             "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
         )
+
+
+def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Options) -> None:
+    packed = extras.cu_seqlens_q is not None
+    seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
+    if extras.mask is not None:
+        check_dtype("mask", extras.mask, (torch.bool,))
+        check_broadcast("mask", extras.mask, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
+    padding = extras.key_padding_mask
+    if padding is None:
+        return
+    if packed:
+        raise NotImplementedError(
+            "key_padding_mask must be None beside cu_seqlens_k: packed sequences have no padding (seqused_k "
+            "says how many keys each uses)"
+        )
+    check_dtype("key_padding_mask", padding, (torch.bool,))
+    if tuple(padding.shape) != (batch, seqlen_k):
+        raise ValueError(
+            f"key_padding_mask must have shape (batch, seqlen_k) = {(batch, seqlen_k)}, "
+            f"got {tuple(padding.shape)}"
+        )
+    check_device("key_padding_mask", padding, q)
 
 
 def _check_packed(

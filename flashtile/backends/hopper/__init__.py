@@ -23,6 +23,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     reason = reason_of_device(problem)
     if reason is not None:
         return reason
+    if problem.beyond_distance is not None:
+        return f"it has no {problem.beyond_distance}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

@@ -17,6 +17,10 @@ class Variant:
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
+    HAS_MASK: bool
+    MASK_HAS_ROWS: bool
+    """The mask differs from row to row."""
+    HAS_PADDING: bool
     HAS_SCORE_MOD: bool
     """Scores are more than raw products times a positive scale."""
     EVEN_M: bool
@@ -32,6 +36,10 @@ class Variant:
     BLOCK_N: int
     WIDE: bool
     """A tile's own extent in memory does not fit 32 bits."""
+    WIDE_CELLS: bool
+    """The mask of one head does not fit 32 bits."""
+    HIDES: bool
+    """Any block may hold hidden keys, so that all of them take a mask, in one run."""
     PRECISION: str
     """Of the products, in Triton's terms (``input_precision``)."""
 
@@ -59,6 +67,28 @@ class Lengths(NamedTuple):
     total_k: Any
     window_left: Any
     window_right: Any
+
+
+class CellStrides(NamedTuple):
+    """Of what broadcasts to all scores: elements from one sequence, query head, row and key to the next."""
+
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+
+
+class Masks(NamedTuple):
+    """Booleans, True for what takes part. None is one that the call does not have."""
+
+    mask: Any
+    mask_strides: Any
+    padding: Any
+    """Of keys, by sequence."""
+    padding_stride_b: Any
+    padding_stride_k: Any
+    key_bounds: Any
+    """(batch, 2): each sequence's first key that takes part, and the one behind the last."""
 
 
 class Numbers(NamedTuple):

@@ -13,9 +13,10 @@ import triton.language as tl
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
-from flashtile.backends.portable.arguments import Block, Lengths, Numbers, Strides
+from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Masks, Numbers, Strides
 from flashtile.backends.portable.tiles import (
     block_range,
+    bounded,
     cells_of,
     find_sequence,
     head_of,
@@ -41,11 +42,14 @@ class Pointers(NamedTuple):
     cu_seqlens_k: Any
     seqused_k: Any
     alibi_slopes: Any
+    mask: Any
+    key_padding_mask: Any
+    key_bounds: Any
 
 
 @triton.jit
 def dq_blocks(
-    dq, q, dout, neg_lse, neg_delta, k, v, first, last, block, lengths, numbers, MASKED: tl.constexpr,
+    dq, q, dout, neg_lse, neg_delta, k, v, first, last, block, lengths, numbers, masks, MASKED: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``first`` to ``last`` (exclusive) into dq of the rows of ``block``.
@@ -69,7 +73,7 @@ def dq_blocks(
         else:
             p = tl.exp2(scores * numbers.scale_log2 + neg_lse[:, None])
         if MASKED:
-            seen = seen_cells(cells, lengths, C)
+            seen = seen_cells(cells, lengths, masks, C)
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
@@ -82,16 +86,19 @@ def dq_blocks(
 
 @kernel(do_not_specialize=("padded_rows", *Lengths._fields))
 def dq_kernel(
-    q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes,
-    padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
-    v_stride_s, v_stride_h, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
-    window_left, window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
+    q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
+    key_padding_mask, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
+    k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
+    mask_stride_k, padding_stride_b, padding_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q,
+    seqlen_k, total_q, total_k, window_left, window_right, softmax_scale, scale_log2, softcap, C:
+    tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; neg_lse
     and neg_delta as ``common.preprocess`` lays them out."""
     pointers = Pointers(
-        q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes
-    )
+        q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
+        key_padding_mask, key_bounds,
+    )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
@@ -99,6 +106,10 @@ def dq_kernel(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
     )
     numbers = Numbers(softmax_scale, scale_log2, softcap)
+    masks = Masks(
+        mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
+        padding_stride_b, padding_stride_k, key_bounds,
+    )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
     head_kv = head // group_size
@@ -130,14 +141,21 @@ def dq_kernel(
         row_start, min(row_start + C.BLOCK_M, sequence.len_q), offset, sequence.len_k, window_left,
         window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
+    if C.HIDES:
+        first, last = bounded(first, last, masks, b, C.BLOCK_N, C)
+        full_last = first  # one run, which takes a mask throughout
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
-        if RUN == 1 or (RUN == 0 and C.HAS_LEFT) or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N)):
+        if (
+            (RUN == 0 and C.HAS_LEFT and not C.HIDES)
+            or (RUN == 1 and not C.HIDES)
+            or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N or C.HIDES))
+        ):
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             dq_tile = dq_blocks(
                 dq_tile, q_tile, dout_tile, neg_lse_rows, neg_delta_rows, keys, values, begin, end, block,
-                lengths, numbers, RUN != 1, C,
+                lengths, numbers, masks, RUN != 1, C,
             )  # fmt: skip
     store_tile(
         dq + tile_offset * C.HEAD_DIM, row_start, sequence.len_q, num_heads_q * C.HEAD_DIM,

@@ -35,6 +35,7 @@ _PLAIN = Problem(
 _VARIANTS: dict[str, Problem] = {
     "full": _PLAIN,
     "causal": replace(_PLAIN, window_right=0),
+    "masks": replace(_PLAIN, window_right=0, mask=True, key_padding_mask=True),
     "features": replace(
         _PLAIN,
         varlen=True,
@@ -49,7 +50,10 @@ _VARIANTS: dict[str, Problem] = {
 """Plain problems as most calls have them, and one with every feature at once."""
 
 _FLOAT_ROWS = ("lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
-_STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh")
+_CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
+_STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh") | frozenset(
+    ("mask_stride_b", "mask_stride_h", "mask_stride_q", "padding_stride_b")
+)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -72,7 +76,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=tile.features_spill_budget
-                        if variant == "features"
+                        if variant in ("features", "masks")
                         else tile.spill_budget,
                         tensor_cores=config.precision != "ieee",
                     )
@@ -90,11 +94,17 @@ def _arguments(
         "seqused_k": problem.seqused_k,
         "alibi_slopes": problem.alibi,
         "sink": problem.sink,
+        "mask": problem.mask,
+        "key_padding_mask": problem.key_padding_mask,
+        "key_bounds": problem.key_padding_mask,
     }
     constants: dict[str, Any] = {name: None for name in pointers._fields if not given.get(name, True)}
-    constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True)
+    constants |= dict.fromkeys(("mask_stride_k", "padding_stride_k"), 1)
+    cells = (_CELLS if problem.mask else None,)
+    constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True, cells=cells)
     types = dict.fromkeys(pointers._fields, f"*{dtype}") | dict.fromkeys(_FLOAT_ROWS, "*fp32")
-    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "*i32")
+    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_bounds"), "*i32")
+    types |= dict.fromkeys(("mask", "key_padding_mask"), "*i1")
     types |= dict.fromkeys(Numbers._fields, "fp32")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     return {"signature": signature, "constants": constants, "divisible_by_16": _STRIDES}

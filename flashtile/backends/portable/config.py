@@ -133,4 +133,5 @@ def choose(problem: Problem) -> Config:
     """The configuration for a problem."""
     width = padded(max(problem.head_dim, problem.head_dim_v))
     windowed = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
+    windowed = windowed or problem.beyond_distance is not None
     return row(family(problem.device), problem.dtype.itemsize, width, windowed)

@@ -12,9 +12,10 @@ import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, load_tile
-from flashtile.backends.portable.arguments import Block, Lengths, Numbers, Strides
+from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Masks, Numbers, Strides
 from flashtile.backends.portable.tiles import (
     block_range,
+    bounded,
     cells_of,
     find_sequence,
     head_of,
@@ -40,6 +41,9 @@ class Pointers(NamedTuple):
     seqused_k: Any
     alibi_slopes: Any
     sink: Any
+    mask: Any
+    key_padding_mask: Any
+    key_bounds: Any
 
 
 @triton.jit
@@ -78,8 +82,8 @@ def sink_step(acc, row_max, row_sum, sink):
 
 @triton.jit
 def attend_blocks(
-    acc, row_max, row_sum, q, k, v, first, last, block, lengths, numbers, MASKED: tl.constexpr,
-    C: tl.constexpr,
+    acc, row_max, row_sum, q, k, v, first, last, block, lengths, numbers, masks, MASKED: tl.constexpr, C:
+    tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum.
 
@@ -97,7 +101,7 @@ def attend_blocks(
             if C.HAS_SCORE_MOD:
                 scores, _ = modify_scores(scores, cells, block, numbers, C)
             if MASKED:
-                seen = seen_cells(cells, lengths, C)
+                seen = seen_cells(cells, lengths, masks, C)
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
@@ -111,18 +115,22 @@ def attend_blocks(
 
 @kernel(do_not_specialize=Lengths._fields)
 def forward_kernel(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink,
-    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
-    v_stride_h, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
-    window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
+    key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
+    v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, padding_stride_b,
+    padding_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
+    window_left, window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
     without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
-    seqused_k [batch] and sink [num_heads_q] may be None.
+    seqused_k [batch], sink [num_heads_q] and the masks may be None.
     """
-    pointers = Pointers(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    pointers = Pointers(
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
+        key_bounds,
+    )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
@@ -130,6 +138,10 @@ def forward_kernel(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
     )
     numbers = Numbers(softmax_scale, scale_log2, softcap)
+    masks = Masks(
+        mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
+        padding_stride_b, padding_stride_k, key_bounds,
+    )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
     head_kv = head // group_size
@@ -153,13 +165,21 @@ def forward_kernel(
         row_start, min(row_start + C.BLOCK_M, sequence.len_q), offset, sequence.len_k, window_left,
         window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
+    if C.HIDES:
+        first, last = bounded(first, last, masks, b, C.BLOCK_N, C)
+        full_last = first  # one run, which takes a mask throughout
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
-        if RUN == 1 or (RUN == 0 and C.HAS_LEFT) or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N)):
+        if (
+            (RUN == 0 and C.HAS_LEFT and not C.HIDES)
+            or (RUN == 1 and not C.HIDES)
+            or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N or C.HIDES))
+        ):
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             acc, row_max, row_sum = attend_blocks(
-                acc, row_max, row_sum, q_tile, keys, values, begin, end, block, lengths, numbers, RUN != 1, C
+                acc, row_max, row_sum, q_tile, keys, values, begin, end, block, lengths, numbers, masks,
+                RUN != 1, C,
             )
 
     if sink is not None:

@@ -13,16 +13,27 @@ from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import has_score_mod, padded, stride_of_two
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
-from flashtile.backends.portable.arguments import Lengths, Numbers, Strides, Variant
+from flashtile.backends.portable.arguments import CellStrides, Lengths, Numbers, Strides, Variant
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import forward_kernel
+from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.problem import LOG2_E, UNLIMITED
 
+_SINK = Extras._fields.index("sink")
+"""Which the kernels of the backward pass do not take."""
 
-def variant_of(problem: Problem, config: KernelConfig, precision: str, wide: bool, aligned: bool) -> Variant:
-    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`)."""
+
+def variant_of(
+    problem: Problem,
+    config: KernelConfig,
+    precision: str,
+    wide: bool,
+    aligned: bool,
+    cells: tuple[Tensor | None] = (None,),
+) -> Variant:
+    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`); ``cells`` is the mask."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
@@ -35,6 +46,9 @@ def variant_of(problem: Problem, config: KernelConfig, precision: str, wide: boo
         HAS_RIGHT=right != UNLIMITED,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.alibi,
+        HAS_MASK=problem.mask,
+        MASK_HAS_ROWS=_has_rows(cells[0]),
+        HAS_PADDING=problem.key_padding_mask,
         HAS_SCORE_MOD=has_score_mod(problem),
         EVEN_M=not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
@@ -45,12 +59,34 @@ def variant_of(problem: Problem, config: KernelConfig, precision: str, wide: boo
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDE=wide,
+        WIDE_CELLS=any(map(_is_wide, cells)),
+        HIDES=problem.mask or problem.key_padding_mask,
         PRECISION=precision,
     )
 
 
 def _strides(tensor: Tensor, packed: bool) -> Strides:
     return Strides(0 if packed else tensor.stride(0), tensor.stride(-3), tensor.stride(-2))
+
+
+def _cell_strides(cells: Tensor | None) -> CellStrides:
+    """Of what broadcasts to all scores: 0 along a dimension of size 1."""
+    if cells is None:
+        return CellStrides(0, 0, 0, 0)
+    pairs = zip(cells.shape, cells.stride(), strict=True)
+    return CellStrides(*(stride if size > 1 else 0 for size, stride in pairs))
+
+
+def _has_rows(cells: Tensor | None) -> bool:
+    return cells is not None and cells.shape[2] > 1
+
+
+def _is_wide(cells: Tensor | None) -> bool:
+    """Whether what one head has lies too far apart for 32 bits."""
+    if cells is None:
+        return False
+    _, _, row, key = _cell_strides(cells)
+    return (cells.shape[2] + 128) * row + (cells.shape[3] + 128) * key >= 2**31
 
 
 def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
@@ -80,7 +116,7 @@ def _attention_kernel(
     problem: Problem,
     precision: str,
     inputs: tuple[Tensor, Tensor, Tensor],
-    alibi_slopes: Tensor | None,
+    extras: Extras,
     *padded_rows: int,
 ) -> KeptKernel:
     """One of the three kernels; ``inputs`` are q, k and v. Those of the backward take ``padded_rows``."""
@@ -89,8 +125,10 @@ def _attention_kernel(
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(_aligned, inputs))
     strides = (stride for tensor in inputs for stride in _strides(tensor, problem.varlen))
     numbers = Numbers(problem.softmax_scale, problem.softmax_scale * LOG2_E, problem.softcap)
-    scalars = (*padded_rows, *strides, *_lengths(problem, alibi_slopes), *numbers)
-    variant = variant_of(problem, config, precision, wide, aligned)
+    padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
+    beside = (*_cell_strides(extras.mask), *padding)
+    scalars = (*padded_rows, *strides, *beside, *_lengths(problem, extras.alibi_slopes), *numbers)
+    variant = variant_of(problem, config, precision, wide, aligned, (extras.mask,))
     return KeptKernel(kernel, programs, scalars, (variant,), config)
 
 
@@ -104,6 +142,7 @@ class ForwardLaunch:
         self._config = config
         self._out_shape = problem.out_shape
         self._lse_shape = problem.lse_shape
+        self._key_bounds: Any = None
         self._kernel: KeptKernel | None = None
 
     def __call__(
@@ -134,6 +173,8 @@ class ForwardLaunch:
             programs = triton.cdiv(problem.seqlen_q, config.BLOCK_M) * problem.num_heads_q * problem.batch
             if programs == 0:
                 return out, lse
+            if extras.key_padding_mask is not None:
+                self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
             kernel = self._kernel = _attention_kernel(
                 forward_kernel,
                 programs,
@@ -141,9 +182,10 @@ class ForwardLaunch:
                 problem,
                 self._config.precision,
                 (q, k, v),
-                extras.alibi_slopes,
+                extras,
             )
-        kernel(q.device, q, k, v, out, lse, *extras)
+        bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
+        kernel(q.device, q, k, v, out, lse, *extras, bounds)
         return out, lse
 
 
@@ -156,6 +198,7 @@ class BackwardLaunch:
         self._padded_rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
         sequences = 1 if problem.varlen else problem.batch
         self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
+        self._key_bounds: Any = None
         self.kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -187,16 +230,20 @@ class BackwardLaunch:
         if no_keys:
             return dq, dk, dv, dsink
         inputs = (q, k, v, dout, neg_lse, neg_delta)
-        compute_dkdv(q.device, *inputs, dk, dv, *extras[:-1])
-        compute_dq(q.device, *inputs, dq, *extras[:-1])
+        bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
+        others = (*extras[:_SINK], *extras[_SINK + 1 :], bounds)
+        compute_dkdv(q.device, *inputs, dk, dv, *others)
+        compute_dq(q.device, *inputs, dq, *others)
         return dq, dk, dv, dsink
 
     def prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Extras
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
+        if extras.key_padding_mask is not None:
+            self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
         preprocess = preprocess_launch(problem, dlse is not None, LOG2_E)
-        common = (problem, config.precision, (q, k, v), extras.alibi_slopes, self._padded_rows)
+        common = (problem, config.precision, (q, k, v), extras, self._padded_rows)
         programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
         dkdv = _attention_kernel(dkdv_kernel, programs, config.dkdv, *common)
         programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * problem.num_heads_q * problem.batch

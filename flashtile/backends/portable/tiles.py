@@ -175,9 +175,49 @@ def modify_scores(scores, cells, block, numbers, C: tl.constexpr):
 
 
 @triton.jit
-def seen_cells(cells, lengths, C: tl.constexpr):
+def seen_cells(cells, lengths, masks, C: tl.constexpr):
     """Which scores of a tile take part, as far as their sequence has them."""
-    return visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+    seen = visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+    if C.HAS_MASK:
+        seen = seen & load_cells(masks.mask, masks.mask_strides, cells, lengths, C.MASK_HAS_ROWS, False, C)
+    if C.HAS_PADDING:
+        keys = masks.padding + cells.b.to(tl.int64) * masks.padding_stride_b
+        keys += cells.keys.to(tl.int64) * masks.padding_stride_k
+        if C.EVEN_N:
+            seen = seen & tl.load(keys)
+        else:
+            seen = seen & tl.load(keys, mask=cells.keys < lengths.seqlen_k, other=False)
+    return seen
+
+
+@triton.jit
+def load_cells(pointer, strides, cells, lengths, HAS_ROWS: tl.constexpr, other, C: tl.constexpr):
+    """What a tensor that broadcasts to all scores has for a tile; ``other`` beyond it."""
+    base = pointer + cells.b.to(tl.int64) * strides.batch + cells.head.to(tl.int64) * strides.head
+    rows, keys = cells.rows, cells.keys
+    if C.WIDE_CELLS:
+        rows, keys = rows.to(tl.int64), keys.to(tl.int64)
+    place = keys * strides.key
+    if HAS_ROWS:
+        place = rows * strides.row + place
+    # Whole blocks need no look at each element, so that several are loaded at once.
+    if C.EVEN_N and (C.EVEN_M or not HAS_ROWS):
+        return tl.load(base + place)
+    inside = keys < lengths.seqlen_k
+    if HAS_ROWS and not C.EVEN_M:
+        inside = inside & (rows < lengths.seqlen_q)
+    return tl.load(base + place, mask=inside, other=other)
+
+
+@triton.jit
+def bounded(first, last, masks, b, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Of blocks of keys from ``first`` to ``last``, those with keys that padding leaves."""
+    if C.HAS_PADDING:
+        start = tl.load(masks.key_bounds + 2 * b)
+        end = tl.load(masks.key_bounds + 2 * b + 1)
+        first = max(first, start // BLOCK)
+        last = min(last, (end + BLOCK - 1) // BLOCK)
+    return first, last
 
 
 @triton.jit

@@ -64,7 +64,7 @@ class WideBackwardLaunch:
         lse: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)

@@ -33,6 +33,7 @@ def attention(
     sink: Tensor | None = None,
     mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def attention(
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
     """
     options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask)
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias)
     check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
@@ -61,9 +62,10 @@ def attention(
         seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
         for one in masks:
             seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
+        added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
         return masked(
-            q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, softcap=problem.softcap,
-            sink=sink, round_p=round_p,
+            q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
+            softcap=problem.softcap, sink=sink, round_p=round_p,
         )  # fmt: skip
 
     if cu_seqlens_q is None and (seqused_k is None or problem.batch == 0):
@@ -157,14 +159,22 @@ def masked(
     lse_dtype: torch.dtype,
     *,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen``: bool, broadcast to
     (..., heads, seqlen_q, seqlen_k).
 
-    ``slopes`` are those of ALiBi, ``options`` those of :func:`standard`.
+    ``slopes`` are those of ALiBi, ``bias`` broadcasts as ``seen`` does and hides where it is -inf,
+    ``options`` those of :func:`standard`.
     """
-    bias = None if slopes is None else alibi_bias(slopes, seen.shape[-2], seen.shape[-1], q.dtype)
+    if bias is not None:
+        hidden = bias == -torch.inf
+        seen = seen & ~hidden
+        bias = bias.masked_fill(hidden, 0.0)
+    if slopes is not None:
+        of_distance = alibi_bias(slopes, seen.shape[-2], seen.shape[-1], q.dtype)
+        bias = of_distance if bias is None else bias + of_distance
     q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
     empty = ~seen.any(-1, keepdim=True)
     out, lse = standard(

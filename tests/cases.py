@@ -73,6 +73,8 @@ class Case:
     """A boolean mask with a part of its own for each "b"atch entry, "h"ead and "q"uery, as named."""
     padding: str | None = None
     """key_padding_mask that leaves out keys on the "left" or "right", or in "holes"."""
+    bias: str | None = None
+    """An additive bias, likewise, some of it -inf; in the dtype of q where it names "own"."""
     layout: str = "contiguous"
     upstream: str = "both"
     """Gradients: "both", of "out" or "lse" alone, "sum" (of out.sum(): one element, expanded), "transposed"
@@ -118,6 +120,8 @@ class Case:
         cells = (batch, self.heads_q, rows_of_masks + self.slack, keys_of_masks + self.slack)
         if self.mask is not None:
             arguments["mask"] = self._broadcast(self.mask, cells, device, seed + 5) > -0.5
+        if self.bias is not None:
+            arguments["bias"] = self._biases(cells, device, seed + 7)
         if self.padding is not None:
             arguments["key_padding_mask"] = self._padding(cells, device, seed + 6)
         if self.unused_keys:
@@ -139,6 +143,14 @@ class Case:
         shape = [size if name in named else 1 for name, size in zip("bhq", cells, strict=False)]
         numbers = testing.random_tensor((*shape, cells[-1]), FP32, device, seed=seed)
         return numbers if self.layout != "expanded" else numbers.expand(cells)
+
+    def _biases(self, cells: tuple[int, ...], device: str, seed: int) -> Tensor:
+        assert self.bias is not None
+        named = self.bias.removesuffix("-own")
+        numbers = self._broadcast(named, cells, device, seed)
+        hidden = self._broadcast(named, cells, device, seed + 1) < -1.5
+        numbers = numbers.masked_fill(hidden, -torch.inf)
+        return numbers if named == self.bias else numbers.to(self.dtype)
 
     def _padding(self, cells: tuple[int, ...], device: str, seed: int) -> Tensor:
         batch, _, _, seqlen_k = cells
@@ -264,6 +276,11 @@ CELLS: Variants = {
     "padding-holes-causal": {"padding": "holes", "causal": True, "sink": "own"},
     "padding-window": {"padding": "right", "window_size": (9, 4), "alibi": "head"},
     "padding-mask": {"padding": "left", "mask": "hq"},
+    "bias": {"bias": "bhq"},
+    "bias-own-causal": {"bias": "hq-own", "causal": True},
+    "bias-softcap-window": {"bias": "q", "softcap": 2.0, "window_size": (9, 4)},
+    "bias-of-keys-sink": {"bias": "b", "sink": "float32"},
+    "bias-mask-padding": {"bias": "bh", "mask": "q", "padding": "holes"},
     "mask-used": {"mask": "bq", "unused_keys": 3, "causal": True},
 }
 """What differs from score to score, or from key to key, in other ways than by distance."""
@@ -340,7 +357,10 @@ def tiny() -> Iterator[Case]:
     two = replace(dense, batch=2, head_dim=16)
     yield from cross({"": two}, CELLS)
     yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
-    yield from cross({"varlen": replace(ragged, slack=2)}, some(CELLS, "mask", "mask-used"))
+    packed = replace(ragged, slack=2)
+    yield from cross({"varlen": packed}, some(CELLS, "mask-used", "bias-own-causal"))
+    no_keys = replace(two, seqlen_k=0)
+    yield from cross({"no-keys": no_keys, "fp64": replace(two, dtype=FP64)}, some(CELLS, "bias"))
     corners = replace(dense, lengths=diagonals(34, 32), heads_q=1, heads_kv=1, head_dim=16)
     yield from cross({"diagonals": corners}, some(EDGES, "causal", "window-narrow", "window-tile"))
 

@@ -57,6 +57,7 @@ def attention(
     sink: Tensor | None = None,
     mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     deterministic: bool = False,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -67,7 +68,7 @@ def attention(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
-    """Exact attention, differentiable in q, k, v and sink (and through lse).
+    """Exact attention, differentiable in q, k, v, sink and bias (and through lse).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
@@ -100,6 +101,9 @@ def attention(
         key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
             query and head. Keys before the first and behind the last that takes part cost nothing. causal and
             window_size count from the padded lengths. Not beside cu_seqlens.
+        bias: float32 or of q's dtype, learnable, shaped and laid out as ``mask``: added to the scores after
+            scale and softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
+            along, in one order.
         deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
             with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
             ``torch.use_deterministic_algorithms(True)`` asks for it, too.
@@ -142,12 +146,13 @@ def attention(
     )
     extras = NO_EXTRAS
     if not (
-        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is None
+        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
+        is None
     ):
         if mask is not None and key_padding_mask is None:
             mask, key_padding_mask = padding_of(mask, q, k)
         extras = Extras(
-            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask
+            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias
         )  # fmt: skip
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)

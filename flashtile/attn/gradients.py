@@ -65,7 +65,9 @@ def attention_backward(
         check_call(q, k, v, extras, options)
         FORWARD.check_values((q, k, v), extras, options)
         _check_results(dout, out, lse, q, v, cu_seqlens_q is not None)
-        return BACKWARD.launch((dout, None, q, k, v, out.contiguous(), lse.contiguous()), extras, options)
+        tensors = (dout, None, q, k, v, out.contiguous(), lse.contiguous())
+        dq, dk, dv, dsink, _ = BACKWARD.launch(tensors, extras, options)
+        return dq, dk, dv, dsink
 
 
 def _check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:

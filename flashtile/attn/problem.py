@@ -26,6 +26,8 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     backend: str | None = None
+    bias_grad: bool = False
+    """Of the backward pass alone: whether the bias gets a gradient."""
 
 
 class Extras(NamedTuple):
@@ -38,13 +40,14 @@ class Extras(NamedTuple):
     sink: Tensor | None = None
     mask: Tensor | None = None
     key_padding_mask: Tensor | None = None
+    bias: Tensor | None = None
 
 
 EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
 OPTIONS_OF_ALL = Options._fields.index("backend") + 1
 """The first extras and options: those that attention in FP8 has, too."""
 
-BEYOND_DISTANCE = ("mask", "key_padding_mask")
+BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias")
 """Arguments of :attr:`Problem.beyond_distance`."""
 
 NO_EXTRAS = Extras()
@@ -82,6 +85,9 @@ class Problem(Results):
     deterministic: bool = False
     mask: bool = False
     key_padding_mask: bool = False
+    bias: bool = False
+    bias_grad: bool = False
+    """Whether the backward pass computes the gradient of the bias."""
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
 
@@ -148,6 +154,8 @@ class Problem(Results):
             "deterministic": bool(options.deterministic),
             "mask": extras.mask is not None,
             "key_padding_mask": extras.key_padding_mask is not None,
+            "bias": extras.bias is not None,
+            "bias_grad": options.bias_grad,
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }
         return cls(**fields | others)

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras
+from flashtile.attn.problem import Extras, Options
 from flashtile.op.refusals import refuse_tangents
 
 _NUM_EXTRAS = len(Extras._fields)
+_BIAS = Extras._fields.index("bias")
 _WITHOUT_BATCH = Extras._fields.index("sink")
 """From here on extras need not have a batch."""
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``flashtile::backward``, under the transforms that are active."""
     refuse_tangents(("the gradient of out", "the gradient of lse"), arguments)
     return _Backward.apply(*arguments)
@@ -28,7 +29,7 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise NotImplementedError(
-        "q, k, v and sink have first derivatives only: the backward is not differentiable"
+        "q, k, v, sink and bias have first derivatives only: the backward is not differentiable"
     )
 
 
@@ -46,8 +47,11 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        *gradients, dsink = backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
-        of_extras = Extras(sink=dsink if ctx.has_sink else None)
+        options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS])
+        *gradients, dsink, dbias = backward(dout, dlse, *ctx.saved_tensors, *options)
+        of_extras = Extras(
+            sink=dsink if ctx.has_sink else None, bias=dbias if options.bias_grad else None
+        )  # fmt: skip
         return *gradients, *of_extras, *(None,) * len(ctx.options)
 
     @staticmethod

@@ -98,6 +98,9 @@ def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Opti
     if extras.mask is not None:
         check_dtype("mask", extras.mask, (torch.bool,))
         check_broadcast("mask", extras.mask, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
+    if extras.bias is not None:
+        check_dtype("bias", extras.bias, (torch.float32, q.dtype))
+        check_broadcast("bias", extras.bias, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
     padding = extras.key_padding_mask
     if padding is None:
         return

@@ -217,7 +217,8 @@ def attention(
     tensors = AttendTensors(
         scales_of(q), scales_of(k), scales_of(v), cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink
     )
-    stored = AttendOptions(*options, q.dtype, q.shape[-1], True, method == "block")
+    of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], q.dtype, q.shape[-1], True, method == "block")
+    stored = AttendOptions(*of_all)
     try:
         out, lse = ATTEND((q.values, k.values, v.values), tensors, stored)
     except ERRORS as error:

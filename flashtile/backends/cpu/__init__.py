@@ -63,7 +63,7 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
-    """A launch ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)``, dlse None for zero."""
+    """A launch ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, dlse or None."""
 
     def dense(dout: Tensor, dlse: Tensor | None, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
         chosen = config.backward if dlse is None else config.backward_lse
@@ -78,18 +78,24 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        tensors: Any = (dout, dlse, q, k, v, out, lse)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        bias, dbias = extras.bias, None
+        if problem.bias_grad and bias is not None:
+            dbias = bias.new_zeros(bias.shape, dtype=problem.lse_dtype)
         if padded.covers(problem) and isinstance(config.backward, Fused):
             chosen = config.backward if dlse is None else config.backward_lse
             part, fallback = (partial(_backward_part, one) for one in (chosen, config.backward_lse))
-            gradients = padded.backward(part, fallback, problem, *tensors, extras)
+            gradients = padded.backward(
+                part, fallback, problem, dout, dlse, q, k, v, out, lse, extras
+            )  # fmt: skip
         elif problem.varlen or problem.seqused_k:
-            gradients = varlen.backward(dense, problem, *tensors, extras)
+            gradients = varlen.backward(
+                dense, problem, dout, dlse, q, k, v, out, lse, extras, dbias
+            )  # fmt: skip
         else:
-            gradients = dense(*tensors, Beside.of(extras))
+            gradients = dense(dout, dlse, q, k, v, out, lse, Beside.of(extras, dbias))
         dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
-        return *gradients, dsink
+        return *gradients, dsink, None if bias is None or dbias is None else dbias.to(bias.dtype)
 
     return launch
 

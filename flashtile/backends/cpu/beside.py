@@ -14,21 +14,35 @@ class Beside(NamedTuple):
 
     alibi_slopes: Tensor | None = None
     masks: tuple[Tensor, ...] = ()
+    bias: Tensor | None = None
+    dbias: Tensor | None = None
+    """Where the gradient of the bias is added up; None if it is not wanted."""
 
     @classmethod
-    def of(cls, extras: Extras) -> Beside:
+    def of(cls, extras: Extras, dbias: Tensor | None = None) -> Beside:
         masks: tuple[Tensor, ...] = () if extras.mask is None else (extras.mask,)
         if extras.key_padding_mask is not None:
             masks += (extras.key_padding_mask[:, None, None],)
-        return cls(extras.alibi_slopes, masks)
+        return cls(extras.alibi_slopes, masks, extras.bias, dbias)
 
     def of_sequence(self, b: int, seqlen_q: int, seqlen_k: int) -> Beside:
         """Those of sequence ``b`` alone, which has or uses so many rows and keys."""
         slopes = self.alibi_slopes
         own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        return Beside(own_slopes, tuple(_part(mask, b, seqlen_q, seqlen_k) for mask in self.masks))
+        masks = tuple(_part(mask, b, seqlen_q, seqlen_k) for mask in self.masks)
+        bias, dbias = (
+            None if cells is None else _part(cells, b, seqlen_q, seqlen_k)
+            for cells in (self.bias, self.dbias)
+        )
+        return Beside(own_slopes, masks, bias, dbias)
+
+    @property
+    def may_hide_rows(self) -> bool:
+        """Whether a row may see no key that its window leaves it."""
+        return self.masks != () or self.bias is not None
 
 
 def _part(cells: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """A view."""
     own = cells[b : b + 1] if cells.shape[0] > 1 else cells
     return own[:, :, : seqlen_q if cells.shape[2] > 1 else 1, :seqlen_k]

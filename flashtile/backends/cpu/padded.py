@@ -24,7 +24,7 @@ def covers(problem: Problem) -> bool:
     """Whether the call is attention to fewer keys, for torch's own kernel."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
     ragged = problem.varlen or problem.seqused_k
-    return problem.key_padding_mask and not (problem.mask or distances or ragged)
+    return problem.key_padding_mask and not (problem.mask or problem.bias or distances or ragged)
 
 
 def forward(

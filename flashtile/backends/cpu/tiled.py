@@ -61,7 +61,7 @@ def backward(
             if dlse is not None:
                 minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
             minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
-            if chunk.masks:  # which may leave a row without keys, whose gradient of lse may be anything
+            if chunk.beside.may_hide_rows:  # the gradient of such a row's lse may be anything
                 empty = minus_lse == torch.inf
                 minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
             dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
@@ -91,7 +91,7 @@ def _forward_rows(chunk: _Chunk, rows: range) -> tuple[Tensor, Tensor]:
         acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
         row_max = new_max
     lse = row_max.add_(row_sum.log())
-    if chunk.masks:  # which may leave a row without keys
+    if chunk.beside.may_hide_rows:
         row_sum.masked_fill_(row_sum == 0, 1.0)
     return acc.div_(row_sum), lse.squeeze(-1)
 
@@ -118,6 +118,9 @@ def _backward_rows(
         ds = chunk.tile("dscores", q.shape[1], len(keys))
         torch.baddbmm(minus_delta, dout, chunk.v[:, block].mT, out=ds)
         ds.mul_(p)
+        if chunk.beside.dbias is not None:
+            dbias = chunk.cells(chunk.beside.dbias, rows, keys)
+            dbias += chunk.by_heads(ds, rows, keys).sum_to_size(dbias.shape)
         if chunk.softcap > 0:
             # d tanh(x) = 1 - tanh(x)^2, with the tanh that scores() left behind.
             tanh = chunk.tile("tanh", q.shape[1], len(keys))
@@ -169,7 +172,7 @@ class _Chunk:
         self.q = q
         self.k, self.v = (self.keys_of(t).to(self.dtype).contiguous().flatten(0, 1) for t in (k, v))
         self.minus_slopes: Tensor | None = None
-        self.masks = beside.masks
+        self.beside = beside
         if beside.alibi_slopes is not None:
             slopes = beside.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
@@ -229,7 +232,7 @@ class _Chunk:
 
     def seen(self, rows: range, keys: range) -> Tensor | None:
         """Which scores of a tile the masks leave, broadcast to :meth:`by_heads`; None without masks."""
-        parts = [self.cells(mask, rows, keys) for mask in self.masks]
+        parts = [self.cells(mask, rows, keys) for mask in self.beside.masks]
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def scores(
@@ -257,6 +260,9 @@ class _Chunk:
                 by_head.masked_fill_(self._hidden(distance), -torch.inf)
             if self.minus_slopes is not None:
                 by_head.addcmul_(self.minus_slopes, distance.abs_())
+        if self.beside.bias is not None:
+            by_heads = self.by_heads(tile, rows, keys)
+            by_heads += self.cells(self.beside.bias, rows, keys)
         if seen is not None:
             self.by_heads(tile, rows, keys).masked_fill_(~seen, -torch.inf)
         return tile

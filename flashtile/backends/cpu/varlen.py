@@ -46,14 +46,16 @@ def backward(
     out: Tensor,
     lse: Tensor,
     extras: Extras,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); ``dense(dout, dlse, q, k, v, out, lse, beside)`` computes one sequence."""
+    """(dq, dk, dv), and into ``dbias`` if given; ``dense(dout, dlse, q, k, v, out, lse, beside)`` is for one
+    sequence."""
     gradients = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dq, dk, dv = _with_batch(problem, *gradients)
     dout, q, k, v, out, lse = _with_batch(problem, dout, q, k, v, out, lse)
     if dlse is not None:
         (dlse,) = _with_batch(problem, dlse)
-    for one in _sequences(problem, extras):
+    for one in _sequences(problem, extras, dbias):
         dq[one.queries], dk[one.keys], dv[one.keys] = dense(
             dout[one.queries],
             None if dlse is None else dlse[one.statistics],
@@ -81,9 +83,9 @@ def _with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
     return [t[None] if problem.varlen else t for t in tensors]
 
 
-def _sequences(problem: Problem, extras: Extras) -> Iterator[_Sequence]:
+def _sequences(problem: Problem, extras: Extras, dbias: Tensor | None = None) -> Iterator[_Sequence]:
     """Each sequence that has queries and keys."""
-    beside, used = Beside.of(extras), extras.seqused_k
+    beside, used = Beside.of(extras, dbias), extras.seqused_k
     starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
     starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()
     used_keys = None if used is None else used.tolist()

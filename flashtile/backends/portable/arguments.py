@@ -20,6 +20,8 @@ class Variant:
     HAS_MASK: bool
     MASK_HAS_ROWS: bool
     """The mask differs from row to row."""
+    HAS_BIAS: bool
+    BIAS_HAS_ROWS: bool
     HAS_PADDING: bool
     HAS_SCORE_MOD: bool
     """Scores are more than raw products times a positive scale."""
@@ -37,7 +39,7 @@ class Variant:
     WIDE: bool
     """A tile's own extent in memory does not fit 32 bits."""
     WIDE_CELLS: bool
-    """The mask of one head does not fit 32 bits."""
+    """The mask or bias of one head does not fit 32 bits."""
     HIDES: bool
     """Any block may hold hidden keys, so that all of them take a mask, in one run."""
     PRECISION: str
@@ -78,8 +80,9 @@ class CellStrides(NamedTuple):
     key: Any
 
 
-class Masks(NamedTuple):
-    """Booleans, True for what takes part. None is one that the call does not have."""
+class Mods(NamedTuple):
+    """What hides and changes scores otherwise than by distance; None is what the call does not have. Masks
+    are True for what takes part."""
 
     mask: Any
     mask_strides: Any
@@ -88,7 +91,9 @@ class Masks(NamedTuple):
     padding_stride_b: Any
     padding_stride_k: Any
     key_bounds: Any
-    """(batch, 2): each sequence's first key that takes part, and the one behind the last."""
+    """[batch, 2]: each sequence's first key that takes part, and the one behind the last."""
+    bias: Any
+    bias_strides: Any
 
 
 class Numbers(NamedTuple):

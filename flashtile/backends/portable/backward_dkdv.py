@@ -14,7 +14,7 @@ import triton.language as tl
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
-from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Masks, Numbers, Strides
+from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
 from flashtile.backends.portable.tiles import (
     block_range,
     bounded,
@@ -45,12 +45,13 @@ class Pointers(NamedTuple):
     alibi_slopes: Any
     mask: Any
     key_padding_mask: Any
+    bias: Any
     key_bounds: Any
 
 
 @triton.jit
 def dkdv_blocks(
-    dk, dv, k, v, q, dout, neg_lse, neg_delta, first, last, block, lengths, numbers, masks, WINDOWED:
+    dk, dv, k, v, q, dout, neg_lse, neg_delta, first, last, block, lengths, numbers, mods, WINDOWED:
     tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Row blocks ``first`` to ``last`` (exclusive) of one query head into dk, dv of the keys of ``block``.
@@ -68,12 +69,12 @@ def dkdv_blocks(
             rows = start + tl.arange(0, C.BLOCK_M)
             cells = cells_of(block, rows, keys, KEYS_FIRST=True)
         if C.HAS_SCORE_MOD:
-            scores, score_grad = modify_scores(scores, cells, block, numbers, C)
+            scores, score_grad = modify_scores(scores, cells, block, lengths, numbers, mods, C)
             p = tl.exp2(scores + neg_lse_rows[None, :])
         else:
             p = tl.exp2(scores * numbers.scale_log2 + neg_lse_rows[None, :])
         if WINDOWED:
-            seen = seen_cells(cells, lengths, masks, C)
+            seen = seen_cells(cells, lengths, mods, C)
             p = tl.where(seen, p, 0.0)
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
         dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
@@ -90,18 +91,18 @@ def dkdv_blocks(
 @kernel(do_not_specialize=("padded_rows", *Lengths._fields))
 def dkdv_kernel(
     q, k, v, dout, neg_lse, neg_delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-    key_padding_mask, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
-    k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
-    mask_stride_k, padding_stride_b, padding_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q,
-    seqlen_k, total_q, total_k, window_left, window_right, softmax_scale, scale_log2, softcap, C:
-    tl.constexpr,
+    key_padding_mask, bias, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b,
+    k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
+    mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q,
+    bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+    window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
     contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Keys that are not used are not
     written."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-        key_padding_mask, key_bounds,
+        key_padding_mask, bias, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
@@ -110,9 +111,10 @@ def dkdv_kernel(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
     )
     numbers = Numbers(softmax_scale, scale_log2, softcap)
-    masks = Masks(
+    mods = Mods(
         mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
-        padding_stride_b, padding_stride_k, key_bounds,
+        padding_stride_b, padding_stride_k, key_bounds, bias,
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k),
     )  # fmt: skip
 
     num_blocks = tl.cdiv(seqlen_k, C.BLOCK_N)
@@ -153,7 +155,7 @@ def dkdv_kernel(
         full_last = first  # one run, which takes a mask throughout
         if C.HAS_PADDING:  # a block without a key that takes part has nothing to do
             first_keys, last_keys = bounded(
-                key_start // C.BLOCK_N, key_start // C.BLOCK_N + 1, masks, b, C.BLOCK_N, C
+                key_start // C.BLOCK_N, key_start // C.BLOCK_N + 1, mods, b, C.BLOCK_N, C
             )
             last = first if first_keys >= last_keys else last
     elif not C.HAS_LEFT:
@@ -176,7 +178,7 @@ def dkdv_kernel(
                 end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
                 dk_tile, dv_tile = dkdv_blocks(
                     dk_tile, dv_tile, k_tile, v_tile, q_rows, dout_rows, neg_lse + statistics,
-                    neg_delta + statistics, begin, end, block, lengths, numbers, masks, RUN != 1, C,
+                    neg_delta + statistics, begin, end, block, lengths, numbers, mods, RUN != 1, C,
                 )  # fmt: skip
 
     store_tile(

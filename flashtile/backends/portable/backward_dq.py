@@ -13,7 +13,7 @@ import triton.language as tl
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
-from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Masks, Numbers, Strides
+from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
 from flashtile.backends.portable.tiles import (
     block_range,
     bounded,
@@ -44,12 +44,13 @@ class Pointers(NamedTuple):
     alibi_slopes: Any
     mask: Any
     key_padding_mask: Any
+    bias: Any
     key_bounds: Any
 
 
 @triton.jit
 def dq_blocks(
-    dq, q, dout, neg_lse, neg_delta, k, v, first, last, block, lengths, numbers, masks, MASKED: tl.constexpr,
+    dq, q, dout, neg_lse, neg_delta, k, v, first, last, block, lengths, numbers, mods, MASKED: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``first`` to ``last`` (exclusive) into dq of the rows of ``block``.
@@ -68,12 +69,12 @@ def dq_blocks(
             rows = block.start + tl.arange(0, C.BLOCK_M)
             cells = cells_of(block, rows, keys, KEYS_FIRST=False)
         if C.HAS_SCORE_MOD:
-            scores, score_grad = modify_scores(scores, cells, block, numbers, C)
+            scores, score_grad = modify_scores(scores, cells, block, lengths, numbers, mods, C)
             p = tl.exp2(scores + neg_lse[:, None])
         else:
             p = tl.exp2(scores * numbers.scale_log2 + neg_lse[:, None])
         if MASKED:
-            seen = seen_cells(cells, lengths, masks, C)
+            seen = seen_cells(cells, lengths, mods, C)
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
@@ -87,17 +88,17 @@ def dq_blocks(
 @kernel(do_not_specialize=("padded_rows", *Lengths._fields))
 def dq_kernel(
     q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-    key_padding_mask, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
-    k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
-    mask_stride_k, padding_stride_b, padding_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q,
-    seqlen_k, total_q, total_k, window_left, window_right, softmax_scale, scale_log2, softcap, C:
-    tl.constexpr,
+    key_padding_mask, bias, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b,
+    k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
+    mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q,
+    bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+    window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; neg_lse
     and neg_delta as ``common.preprocess`` lays them out."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-        key_padding_mask, key_bounds,
+        key_padding_mask, bias, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
@@ -106,9 +107,10 @@ def dq_kernel(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
     )
     numbers = Numbers(softmax_scale, scale_log2, softcap)
-    masks = Masks(
+    mods = Mods(
         mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
-        padding_stride_b, padding_stride_k, key_bounds,
+        padding_stride_b, padding_stride_k, key_bounds, bias,
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k),
     )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
@@ -142,7 +144,7 @@ def dq_kernel(
         window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
     if C.HIDES:
-        first, last = bounded(first, last, masks, b, C.BLOCK_N, C)
+        first, last = bounded(first, last, mods, b, C.BLOCK_N, C)
         full_last = first  # one run, which takes a mask throughout
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
@@ -155,7 +157,7 @@ def dq_kernel(
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             dq_tile = dq_blocks(
                 dq_tile, q_tile, dout_tile, neg_lse_rows, neg_delta_rows, keys, values, begin, end, block,
-                lengths, numbers, masks, RUN != 1, C,
+                lengths, numbers, mods, RUN != 1, C,
             )  # fmt: skip
     store_tile(
         dq + tile_offset * C.HEAD_DIM, row_start, sequence.len_q, num_heads_q * C.HEAD_DIM,

@@ -12,9 +12,9 @@ import torch
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.portable import backward_dkdv, backward_dq, forward
+from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, forward
 from flashtile.backends.portable.arguments import Numbers
-from flashtile.backends.portable.config import HEAD_DIMS, family_of_capability, row
+from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, row
 from flashtile.backends.portable.launch import variant_of
 from flashtile.compile_report import CompileCase, architecture
 
@@ -36,6 +36,7 @@ _VARIANTS: dict[str, Problem] = {
     "full": _PLAIN,
     "causal": replace(_PLAIN, window_right=0),
     "masks": replace(_PLAIN, window_right=0, mask=True, key_padding_mask=True),
+    "bias": replace(_PLAIN, bias=True, bias_grad=True),
     "features": replace(
         _PLAIN,
         varlen=True,
@@ -49,10 +50,11 @@ _VARIANTS: dict[str, Problem] = {
 }
 """Plain problems as most calls have them, and one with every feature at once."""
 
-_FLOAT_ROWS = ("lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
+_BIAS_SIZES = ("batch", "bias_batch", "bias_heads", "bias_rows")
+_FLOAT_ROWS = ("dbias", "lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
 _CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
 _STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh") | frozenset(
-    ("mask_stride_b", "mask_stride_h", "mask_stride_q", "padding_stride_b")
+    ("padding_stride_b", *(f"{tensor}_stride_{of}" for tensor in ("mask", "bias") for of in "bhq"))
 )
 
 
@@ -68,7 +70,10 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     ("forward", forward.forward_kernel, forward.Pointers, config.forward),
                     ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.Pointers, config.dkdv),
                     ("dq", backward_dq.dq_kernel, backward_dq.Pointers, config.dq),
+                    ("dbias", backward_dbias.dbias_kernel, backward_dbias.Pointers, dbias_tile(config)),
                 ):
+                    if name == "dbias" and not problem.bias_grad:
+                        continue
                     yield CompileCase(
                         name=f"{name} {dtype} head_dim {head_dim} {variant}",
                         kernel=kernel,
@@ -76,7 +81,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=tile.features_spill_budget
-                        if variant in ("features", "masks")
+                        if variant in ("features", "masks", "bias")
                         else tile.spill_budget,
                         tensor_cores=config.precision != "ieee",
                     )
@@ -96,11 +101,12 @@ def _arguments(
         "sink": problem.sink,
         "mask": problem.mask,
         "key_padding_mask": problem.key_padding_mask,
+        "bias": problem.bias,
         "key_bounds": problem.key_padding_mask,
     }
     constants: dict[str, Any] = {name: None for name in pointers._fields if not given.get(name, True)}
-    constants |= dict.fromkeys(("mask_stride_k", "padding_stride_k"), 1)
-    cells = (_CELLS if problem.mask else None,)
+    constants |= dict.fromkeys(("mask_stride_k", "padding_stride_k", "bias_stride_k"), 1)
+    cells = (_CELLS if problem.mask else None, _CELLS if problem.bias else None)
     constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True, cells=cells)
     types = dict.fromkeys(pointers._fields, f"*{dtype}") | dict.fromkeys(_FLOAT_ROWS, "*fp32")
     types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_bounds"), "*i32")

@@ -5,7 +5,7 @@ Found offline with ``python benchmarks/tune.py``; nothing is tuned at run time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -102,6 +102,11 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ("other", 4, 256): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
 HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def dbias_tile(config: Config) -> KernelConfig:
+    """Of the bias's gradient, which keeps four tiles of inputs: not timed."""
+    return replace(config.dkdv, num_stages=1)
 
 
 def family(device: torch.device | Target) -> str:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, load_tile
-from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Masks, Numbers, Strides
+from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
 from flashtile.backends.portable.tiles import (
     block_range,
     bounded,
@@ -43,6 +43,7 @@ class Pointers(NamedTuple):
     sink: Any
     mask: Any
     key_padding_mask: Any
+    bias: Any
     key_bounds: Any
 
 
@@ -82,7 +83,7 @@ def sink_step(acc, row_max, row_sum, sink):
 
 @triton.jit
 def attend_blocks(
-    acc, row_max, row_sum, q, k, v, first, last, block, lengths, numbers, masks, MASKED: tl.constexpr, C:
+    acc, row_max, row_sum, q, k, v, first, last, block, lengths, numbers, mods, MASKED: tl.constexpr, C:
     tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum.
@@ -99,13 +100,14 @@ def attend_blocks(
             rows = block.start + tl.arange(0, C.BLOCK_M)
             cells = cells_of(block, rows, keys, KEYS_FIRST=False)
             if C.HAS_SCORE_MOD:
-                scores, _ = modify_scores(scores, cells, block, numbers, C)
+                scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
             if MASKED:
-                seen = seen_cells(cells, lengths, masks, C)
+                seen = seen_cells(cells, lengths, mods, C)
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
-        p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD, MASKED)
+        MAY_BE_EMPTY: tl.constexpr = MASKED or C.HAS_BIAS
+        p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD, MAY_BE_EMPTY)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
@@ -116,20 +118,21 @@ def attend_blocks(
 @kernel(do_not_specialize=Lengths._fields)
 def forward_kernel(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
-    key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
+    bias, key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, padding_stride_b,
-    padding_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
-    window_left, window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
+    padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, alibi_stride, num_heads_q,
+    group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, softmax_scale, scale_log2,
+    softcap, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
     without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
-    seqused_k [batch], sink [num_heads_q] and the masks may be None.
+    seqused_k [batch], sink [num_heads_q] masks and bias may be None.
     """
     pointers = Pointers(
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
-        key_bounds,
+        bias, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
@@ -138,9 +141,10 @@ def forward_kernel(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
     )
     numbers = Numbers(softmax_scale, scale_log2, softcap)
-    masks = Masks(
+    mods = Mods(
         mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
-        padding_stride_b, padding_stride_k, key_bounds,
+        padding_stride_b, padding_stride_k, key_bounds, bias,
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k),
     )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
@@ -166,7 +170,7 @@ def forward_kernel(
         window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
     if C.HIDES:
-        first, last = bounded(first, last, masks, b, C.BLOCK_N, C)
+        first, last = bounded(first, last, mods, b, C.BLOCK_N, C)
         full_last = first  # one run, which takes a mask throughout
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
@@ -178,7 +182,7 @@ def forward_kernel(
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             acc, row_max, row_sum = attend_blocks(
-                acc, row_max, row_sum, q_tile, keys, values, begin, end, block, lengths, numbers, masks,
+                acc, row_max, row_sum, q_tile, keys, values, begin, end, block, lengths, numbers, mods,
                 RUN != 1, C,
             )
 

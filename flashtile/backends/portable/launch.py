@@ -14,9 +14,10 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import has_score_mod, padded, stride_of_two
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.arguments import CellStrides, Lengths, Numbers, Strides, Variant
+from flashtile.backends.portable.backward_dbias import dbias_kernel
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.problem import LOG2_E, UNLIMITED
@@ -31,9 +32,10 @@ def variant_of(
     precision: str,
     wide: bool,
     aligned: bool,
-    cells: tuple[Tensor | None] = (None,),
+    cells: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Variant:
-    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`); ``cells`` is the mask."""
+    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`); ``cells`` are mask
+    and bias."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
@@ -48,6 +50,8 @@ def variant_of(
         HAS_ALIBI=problem.alibi,
         HAS_MASK=problem.mask,
         MASK_HAS_ROWS=_has_rows(cells[0]),
+        HAS_BIAS=problem.bias,
+        BIAS_HAS_ROWS=_has_rows(cells[1]),
         HAS_PADDING=problem.key_padding_mask,
         HAS_SCORE_MOD=has_score_mod(problem),
         EVEN_M=not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
@@ -117,19 +121,38 @@ def _attention_kernel(
     precision: str,
     inputs: tuple[Tensor, Tensor, Tensor],
     extras: Extras,
-    *padded_rows: int,
+    *first: int,
 ) -> KeptKernel:
-    """One of the three kernels; ``inputs`` are q, k and v. Those of the backward take ``padded_rows``."""
+    """One of the kernels; ``inputs`` are q, k and v. ``first`` are its first scalars: the backward
+    pass takes ``padded_rows``."""
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(_aligned, inputs))
     strides = (stride for tensor in inputs for stride in _strides(tensor, problem.varlen))
     numbers = Numbers(problem.softmax_scale, problem.softmax_scale * LOG2_E, problem.softcap)
     padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
-    beside = (*_cell_strides(extras.mask), *padding)
-    scalars = (*padded_rows, *strides, *beside, *_lengths(problem, extras.alibi_slopes), *numbers)
-    variant = variant_of(problem, config, precision, wide, aligned, (extras.mask,))
+    beside = (*_cell_strides(extras.mask), *padding, *_cell_strides(extras.bias))
+    scalars = (*first, *strides, *beside, *_lengths(problem, extras.alibi_slopes), *numbers)
+    variant = variant_of(problem, config, precision, wide, aligned, (extras.mask, extras.bias))
     return KeptKernel(kernel, programs, scalars, (variant,), config)
+
+
+def _dbias_kernel(
+    problem: Problem,
+    config: Config,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    extras: Extras,
+    padded_rows: int,
+) -> KeptKernel:
+    assert extras.bias is not None
+    tile = dbias_tile(config)
+    batch, heads, rows, keys = extras.bias.shape
+    programs = batch * heads * triton.cdiv(rows, tile.BLOCK_M) * triton.cdiv(keys, tile.BLOCK_N)
+    sizes = (batch, heads, rows)
+    return _attention_kernel(
+        dbias_kernel, programs, tile, problem, config.precision, inputs, extras, problem.batch, *sizes,
+        padded_rows,
+    )  # fmt: skip
 
 
 class ForwardLaunch:
@@ -190,7 +213,7 @@ class ForwardLaunch:
 
 
 class BackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
@@ -199,6 +222,7 @@ class BackwardLaunch:
         sequences = 1 if problem.varlen else problem.batch
         self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
         self._key_bounds: Any = None
+        self._dbias: KeptKernel | None = None
         self.kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -211,8 +235,8 @@ class BackwardLaunch:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        problem, sink = self._problem, extras.sink
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        problem, sink, bias = self._problem, extras.sink, extras.bias
         no_rows = problem.batch * problem.seqlen_q == 0
         no_keys = problem.batch * problem.seqlen_k == 0
         # Tokens that no sequence has or uses are written by no program, nor is anything without rows or keys.
@@ -220,7 +244,8 @@ class BackwardLaunch:
         allocate = q.new_zeros if some_unwritten else q.new_empty
         dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
         if no_rows or (no_keys and sink is None):
-            return dq, dk, dv, None if sink is None else torch.zeros_like(sink)
+            dbias = None if bias is None or not problem.bias_grad else torch.zeros_like(bias)
+            return dq, dk, dv, None if sink is None else torch.zeros_like(sink), dbias
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         preprocess, compute_dkdv, compute_dq = self.kernels
@@ -228,13 +253,21 @@ class BackwardLaunch:
         neg_delta = q.new_empty(*self.statistics_shape, dtype=torch.float32)
         dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
-            return dq, dk, dv, dsink
+            unread = None if bias is None or not problem.bias_grad else torch.zeros_like(bias)
+            return dq, dk, dv, dsink, unread
         inputs = (q, k, v, dout, neg_lse, neg_delta)
         bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
         others = (*extras[:_SINK], *extras[_SINK + 1 :], bounds)
         compute_dkdv(q.device, *inputs, dk, dv, *others)
         compute_dq(q.device, *inputs, dq, *others)
-        return dq, dk, dv, dsink
+        dbias = None
+        if problem.bias_grad and bias is not None:
+            if self._dbias is None:
+                self._dbias = _dbias_kernel(problem, self._config, (q, k, v), extras, self._padded_rows)
+            dbias = bias.new_empty(bias.shape, dtype=torch.float32)
+            self._dbias(q.device, *inputs, dbias, *others)
+            dbias = dbias.to(bias.dtype)
+        return dq, dk, dv, dsink, dbias
 
     def prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Extras

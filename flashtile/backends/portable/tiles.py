@@ -1,4 +1,4 @@
-"""Step functions that the forward and backward kernels share: which blocks, which sequence, scores, masks.
+"""Step functions that the forward and backward kernels share: which blocks, which sequence, scores, mods.
 
 A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q``
 aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
@@ -163,26 +163,30 @@ def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def modify_scores(scores, cells, block, numbers, C: tl.constexpr):
+def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr):
     """Raw products -> (scores in log2 units, their derivative by the scaled product).
 
     Every kernel of the forward and backward pass modifies its scores here and nowhere else.
     """
-    return apply_score_mod(
+    scores, score_grad = apply_score_mod(
         scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
+    if C.HAS_BIAS:
+        bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
+        scores = scores + bias.to(tl.float32) * LOG2_E
+    return scores, score_grad
 
 
 @triton.jit
-def seen_cells(cells, lengths, masks, C: tl.constexpr):
+def seen_cells(cells, lengths, mods, C: tl.constexpr):
     """Which scores of a tile take part, as far as their sequence has them."""
     seen = visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
     if C.HAS_MASK:
-        seen = seen & load_cells(masks.mask, masks.mask_strides, cells, lengths, C.MASK_HAS_ROWS, False, C)
+        seen = seen & load_cells(mods.mask, mods.mask_strides, cells, lengths, C.MASK_HAS_ROWS, False, C)
     if C.HAS_PADDING:
-        keys = masks.padding + cells.b.to(tl.int64) * masks.padding_stride_b
-        keys += cells.keys.to(tl.int64) * masks.padding_stride_k
+        keys = mods.padding + cells.b.to(tl.int64) * mods.padding_stride_b
+        keys += cells.keys.to(tl.int64) * mods.padding_stride_k
         if C.EVEN_N:
             seen = seen & tl.load(keys)
         else:
@@ -210,11 +214,11 @@ def load_cells(pointer, strides, cells, lengths, HAS_ROWS: tl.constexpr, other, 
 
 
 @triton.jit
-def bounded(first, last, masks, b, BLOCK: tl.constexpr, C: tl.constexpr):
+def bounded(first, last, mods, b, BLOCK: tl.constexpr, C: tl.constexpr):
     """Of blocks of keys from ``first`` to ``last``, those with keys that padding leaves."""
     if C.HAS_PADDING:
-        start = tl.load(masks.key_bounds + 2 * b)
-        end = tl.load(masks.key_bounds + 2 * b + 1)
+        start = tl.load(mods.key_bounds + 2 * b)
+        end = tl.load(mods.key_bounds + 2 * b + 1)
         first = max(first, start // BLOCK)
         last = min(last, (end + BLOCK - 1) // BLOCK)
     return first, last

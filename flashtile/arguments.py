@@ -29,6 +29,7 @@ def make_options(
     softcap: float,
     deterministic: bool,
     backend: str | None,
+    dropout_p: float = 0.0,
 ) -> Options:
     """Options of exact types; :mod:`flashtile.checks` checks their ranges with the tensors.
 
@@ -54,6 +55,8 @@ def make_options(
         softmax_scale = _as_float("softmax_scale", softmax_scale, "a number or None")
     if type(softcap) is not float:
         softcap = _as_float("softcap", softcap, "a number")
+    if type(dropout_p) is not float:
+        dropout_p = _as_float("dropout_p", dropout_p, "a number")
     if type(causal) is not bool:
         raise TypeError(f"causal must be True or False, got {_named(causal)}")
     if type(deterministic) is not bool:
@@ -63,8 +66,9 @@ def make_options(
     if not deterministic:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend
-    )
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
 
 
 FOREIGN = {
@@ -75,7 +79,6 @@ FOREIGN = {
     "is_causal": "use causal, which is aligned to the bottom right",
     "scale": "use softmax_scale",
     "enable_gqa": "leave it out, heads are grouped by themselves",
-    "dropout_p": "leave it out, there is no dropout",
     "need_weights": "leave it out, probabilities are never stored",
 }
 FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile import dropout
 from flashtile.attn.problem import Extras, Options, Problem
 from flashtile.checks.attention import check_call
 
@@ -34,6 +35,8 @@ def attention(
     mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -45,8 +48,12 @@ def attention(
             float32 (float64 for float64 inputs).
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
     """
-    options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias)
+    options = Options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p
+    )
+    extras = Extras(
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state
+    )
     check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
@@ -63,9 +70,15 @@ def attention(
         for one in masks:
             seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
         added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
+        factors = None
+        if dropout_p > 0 and rng_state is not None:
+            places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
+            lengths = range(q.shape[1]), range(k.shape[1])
+            mask = dropout.kept(rng_state, dropout_p, problem.num_heads_q, *places, *lengths)
+            factors = mask.to(q.dtype) / (1 - dropout_p)
         return masked(
             q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
-            softcap=problem.softcap, sink=sink, round_p=round_p,
+            softcap=problem.softcap, sink=sink, round_p=round_p, factors=factors,
         )  # fmt: skip
 
     if cu_seqlens_q is None and (seqused_k is None or problem.batch == 0):
@@ -105,6 +118,7 @@ def standard(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
+    factors: Tensor | None = None,
     lse_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of softmax(q k^T) v with every score in memory. What is not asked for is not computed.
@@ -120,6 +134,7 @@ def standard(
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0 turns it off.
         sink: (heads_q,), a score that every row sees and that has no value.
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
+        factors: of the probabilities before they meet v, as dropout has them.
         lse_dtype: that of lse; None: no lse.
     """
     group_size = q.shape[-3] // max(1, k.shape[-3])
@@ -143,7 +158,11 @@ def standard(
         probabilities = probabilities.masked_fill(empty, 0.0)
     if round_p is not None:
         probabilities = round_p(probabilities)
-    out = (probabilities if sink is None else probabilities[..., :-1]) @ v
+    if sink is not None:
+        probabilities = probabilities[..., :-1]
+    if factors is not None:
+        probabilities = probabilities * factors
+    out = probabilities @ v
     if lse_dtype is None:
         return out, None
     lse = torch.logsumexp(scores.to(lse_dtype), -1)

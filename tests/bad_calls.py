@@ -339,10 +339,11 @@ OPTIONS = [
 ]
 
 FLASH_ATTN_ONLY = [
-    *(bad(FLASH_ATTN, NotImplementedError, "dropout_p", "0.0", str(value), dropout_p=value)
-      for value in (0.1, 1, -0.5, 1.5, NAN, True)),
-    *(bad(FLASH_ATTN, TypeError, "dropout_p", "number", type(value).__name__, dropout_p=value)
-      for value in (None, "0.0", torch.tensor([0.0, 0.1]))),
+    *(bad(ALL, ValueError, "dropout_p", "from 0 to below 1", str(value), dropout_p=value)
+      for value in (1, -0.5, 1.5, NAN)),
+    *(bad(ALL, TypeError, "dropout_p", "number", word, dropout_p=value)
+      for value, word in ((None, "None"), ("0.0", "str"), (torch.tensor([0.0, 0.1]), "tensor"),
+                          (True, "bool"))),
     bad("flash_attn_varlen_func", ValueError, "k must have 4 dimensions", "(num_blocks, page_size",
         block_table=torch.zeros(2, 1, dtype=torch.int32)),
     bad("flash_attn_varlen_func", TypeError, "block_table", "torch.Tensor", "list", block_table=[[0]],
@@ -406,6 +407,22 @@ USED = [
         seqused_k=offsets(-1, 7)),
 ]
 
+BIAS = [
+    *(bad(("attention", "attention varlen"), TypeError, "bias must be float32", str(dtype),
+          bias=rand(1, 1, 5, 7, dtype=dtype)) for dtype in (torch.float16, torch.float64, torch.bool)),
+    *(bad("attention", ValueError, "bias", "(2 or 1, 4 or 1, 5 or 1, 7)", f"got {shape}", bias=rand(*shape))
+      for shape in ((5, 7), (2, 3, 5, 7), (1, 1, 5, 1))),
+    bad(("attention",), ValueError, "bias", "on meta", "not on cpu", bias=rand(1, 1, 5, 7, device="meta")),
+]
+
+STATE = [
+    bad("attention", TypeError, "rng_state must be int64", "float32", dropout_p=0.1, rng_state=rand(2)),
+    bad("attention", ValueError, "rng_state must have shape (2,)", "(3,)", dropout_p=0.1,
+        rng_state=rand(3, dtype=torch.int64)),
+    bad("attention", ValueError, "rng_state", "on meta", dropout_p=0.1,
+        rng_state=rand(2, dtype=torch.int64, device="meta")),
+]
+
 MASKS = [
     *(bad(("attention", "attention varlen"), TypeError, "mask", "torch.Tensor", type(value).__name__,
           mask=value)
@@ -457,7 +474,8 @@ MERGE = [
 ]  # fmt: skip
 
 CALLS = [
-    *TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MASKS, *MERGE
+    *TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MASKS, *BIAS,
+    *STATE, *MERGE,
 ]
 PAIRS = [(function, call) for call in CALLS for function in call.functions]
 # fmt: on

@@ -75,6 +75,7 @@ class Case:
     """key_padding_mask that leaves out keys on the "left" or "right", or in "holes"."""
     bias: str | None = None
     """An additive bias, likewise, some of it -inf; in the dtype of q where it names "own"."""
+    dropout_p: float = 0.0
     layout: str = "contiguous"
     upstream: str = "both"
     """Gradients: "both", of "out" or "lse" alone, "sum" (of out.sum(): one element, expanded), "transposed"
@@ -122,6 +123,9 @@ class Case:
             arguments["mask"] = self._broadcast(self.mask, cells, device, seed + 5) > -0.5
         if self.bias is not None:
             arguments["bias"] = self._biases(cells, device, seed + 7)
+        if self.dropout_p > 0:
+            arguments["dropout_p"] = self.dropout_p
+            arguments["rng_state"] = torch.tensor([seed << 33, 2**35 + 3], device=device)
         if self.padding is not None:
             arguments["key_padding_mask"] = self._padding(cells, device, seed + 6)
         if self.unused_keys:
@@ -281,6 +285,9 @@ CELLS: Variants = {
     "bias-softcap-window": {"bias": "q", "softcap": 2.0, "window_size": (9, 4)},
     "bias-of-keys-sink": {"bias": "b", "sink": "float32"},
     "bias-mask-padding": {"bias": "bh", "mask": "q", "padding": "holes"},
+    "dropout": {"dropout_p": 0.2},
+    "dropout-causal-sink": {"dropout_p": 0.5, "causal": True, "sink": "own"},
+    "dropout-bias": {"dropout_p": 0.1, "bias": "h", "mask": "q", "padding": "left"},
     "mask-used": {"mask": "bq", "unused_keys": 3, "causal": True},
 }
 """What differs from score to score, or from key to key, in other ways than by distance."""
@@ -358,7 +365,7 @@ def tiny() -> Iterator[Case]:
     yield from cross({"": two}, CELLS)
     yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
     packed = replace(ragged, slack=2)
-    yield from cross({"varlen": packed}, some(CELLS, "mask-used", "bias-own-causal"))
+    yield from cross({"varlen": packed}, some(CELLS, "mask-used", "bias-own-causal", "dropout"))
     no_keys = replace(two, seqlen_k=0)
     yield from cross({"no-keys": no_keys, "fp64": replace(two, dtype=FP64)}, some(CELLS, "bias"))
     corners = replace(dense, lengths=diagonals(34, 32), heads_q=1, heads_kv=1, head_dim=16)

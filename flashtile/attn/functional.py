@@ -24,9 +24,11 @@ from flashtile.arguments import (
     with_unit_stride,
 )
 from flashtile.attn import operators
+from flashtile.attn.probabilities import signed_probabilities
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
+from flashtile.dropout import draw_state
 
 # What the packed functions call these arguments, for their errors.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -49,6 +51,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -58,6 +61,7 @@ def attention(
     mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     bias: Tensor | None = None,
+    rng_state: Tensor | None = None,
     deterministic: bool = False,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -85,6 +89,11 @@ def attention(
         seqused_k: (batch,) int32 on the device of q: keys that each sequence uses, of those it has in memory.
             The others do not exist: they are not read, their gradients are 0, and masks are aligned to the
             used length. Checked as the values of cu_seqlens are; the kernels clamp it.
+        dropout_p: from 0 to below 1: probabilities are dropped so often, and the others divided by
+            ``1 - dropout_p``. lse is that of all of them.
+        rng_state: (2,) int64 on the device of q, seed and offset: which probabilities are dropped
+            (:mod:`flashtile.dropout` says how). None draws one from torch's generator of q's device. It is
+            read beside dropout_p alone, and serves the backward pass, too.
         softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
         causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
             ``i + seqlen_k - seqlen_q``.
@@ -142,8 +151,9 @@ def attention(
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
-    )
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
     extras = NO_EXTRAS
     if not (
         cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
@@ -154,6 +164,8 @@ def attention(
         extras = Extras(
             cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias
         )  # fmt: skip
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q, rng_state)
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     return (out, lse) if return_lse else out
@@ -186,11 +198,12 @@ def flash_attn_func(
     (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
 
     Returns:
-        out; (out, lse) with ``return_lse``; (out, lse, None) with ``return_attn_probs`` (the third is
-        FlashAttention-2's dropout debugging output, which it too leaves empty without dropout).
+        out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. The third is
+        FlashAttention-2's debugging output of dropout, None without it: (batch, heads_q, seqlen_q, seqlen_k)
+        probabilities before dropout, negative where they were dropped. It stores every score.
 
     Raises:
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()  # each (batch, seqlen, heads, head_dim)
@@ -200,13 +213,17 @@ def flash_attn_func(
     """
     if unknown:
         refuse_unknown("flash_attn_func", unknown)
-    _check_own(dropout_p, return_attn_probs, return_lse)
+    _check_own(return_attn_probs, return_lse)
     options = make_options(
-        None, None, softmax_scale, causal, window_size, softcap, deterministic, backend
+        None, None, softmax_scale, causal, window_size, softcap, deterministic, backend, dropout_p
     )
     extras = NO_EXTRAS if alibi_slopes is sink is None else Extras(alibi_slopes=alibi_slopes, sink=sink)
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q)
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
+    if return_attn_probs and options.dropout_p != 0.0:
+        return out, lse, signed_probabilities(q, k, v, extras, options)
     return _result(out, lse, return_attn_probs, return_lse)
 
 
@@ -243,7 +260,7 @@ def flash_attn_kvpacked_func(
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> q = torch.randn(2, 16, 8, 64)
@@ -294,7 +311,7 @@ def flash_attn_qkvpacked_func(
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> qkv = torch.randn(2, 128, 3, 4, 64, requires_grad=True)
@@ -357,7 +374,7 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: as for :func:`attention`; without ``block_table``.
 
     Raises:
-        NotImplementedError: ``dropout_p``; the backward pass with ``block_table``; and as :func:`attention`.
+        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; as :func:`attention`.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
@@ -368,11 +385,14 @@ def flash_attn_varlen_func(
     """
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
-    _check_own(dropout_p, return_attn_probs, return_lse)
+    _check_own(return_attn_probs, return_lse)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
-    )
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q)
     buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
@@ -383,6 +403,8 @@ def flash_attn_varlen_func(
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
+    if return_attn_probs and options.dropout_p != 0.0:
+        return out, lse, signed_probabilities(q, k, v, extras, options)
     return _result(out, lse, return_attn_probs, return_lse)
 
 
@@ -425,7 +447,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> cu_seqlens_q = torch.tensor([0, 2, 5], dtype=torch.int32)  # 2 and 3 queries
@@ -482,7 +504,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
@@ -551,15 +573,18 @@ def _attend(
     return operators.forward(q, k, v, extras, options)
 
 
-def _check_own(dropout_p: float, return_attn_probs: bool, return_lse: bool) -> None:
+def _with_state(extras: Extras, options: Options, q: Tensor, rng_state: Tensor | None = None) -> Extras:
+    """``extras`` with a state for dropout, a new one if none is given. A wrong dropout_p is refused later."""
+    if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
+        rng_state = draw_state(q)
+    return extras if rng_state is None else extras._replace(rng_state=rng_state)
+
+
+def _check_own(return_attn_probs: bool, return_lse: bool) -> None:
     """Arguments that go no further than the front door."""
-    if not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if type(return_attn_probs) is not bool or type(return_lse) is not bool:
         check_flag("return_attn_probs", return_attn_probs)
         check_flag("return_lse", return_lse)
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
 
 
 def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:

@@ -30,6 +30,8 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -56,9 +58,10 @@ def attention_backward(
         True
     """
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
-    )
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
     if all(extra is None for extra in extras):
         extras = NO_EXTRAS
     with torch.no_grad():

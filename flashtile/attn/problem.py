@@ -26,6 +26,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     backend: str | None = None
+    dropout_p: float = 0.0
     bias_grad: bool = False
     """Of the backward pass alone: whether the bias gets a gradient."""
 
@@ -41,13 +42,14 @@ class Extras(NamedTuple):
     mask: Tensor | None = None
     key_padding_mask: Tensor | None = None
     bias: Tensor | None = None
+    rng_state: Tensor | None = None
 
 
 EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
 OPTIONS_OF_ALL = Options._fields.index("backend") + 1
 """The first extras and options: those that attention in FP8 has, too."""
 
-BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias")
+BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p")
 """Arguments of :attr:`Problem.beyond_distance`."""
 
 NO_EXTRAS = Extras()
@@ -86,6 +88,7 @@ class Problem(Results):
     mask: bool = False
     key_padding_mask: bool = False
     bias: bool = False
+    dropout_p: float = 0.0
     bias_grad: bool = False
     """Whether the backward pass computes the gradient of the bias."""
     tma_obstacle: str | None = None
@@ -93,8 +96,8 @@ class Problem(Results):
 
     @property
     def beyond_distance(self) -> str | None:
-        """The first argument, if any, that hides or changes scores by more than the distance of row and key
-        and the lengths of sequences."""
+        """The first argument, if any, that hides or changes scores or probabilities otherwise than by the
+        distance of row and key and the lengths of sequences."""
         return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
 
     @property
@@ -155,6 +158,7 @@ class Problem(Results):
             "mask": extras.mask is not None,
             "key_padding_mask": extras.key_padding_mask is not None,
             "bias": extras.bias is not None,
+            "dropout_p": float(options.dropout_p),
             "bias_grad": options.bias_grad,
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }

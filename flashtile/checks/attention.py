@@ -17,6 +17,7 @@ from flashtile.checks.arguments import (
     check_groups,
     check_heads_tensor,
     check_int32,
+    check_last_stride,
     check_longest,
     check_offset_pair,
     check_same_dtype,
@@ -75,6 +76,7 @@ def check_call(
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
     _check_masks(q, k, batch, extras, options)
+    _check_dropout(extras.rng_state, options.dropout_p, q)
     check_score_options(options)
 
 
@@ -116,6 +118,20 @@ def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Opti
             f"got {tuple(padding.shape)}"
         )
     check_device("key_padding_mask", padding, q)
+
+
+def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> None:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be from 0 to below 1, got {dropout_p}")
+    if rng_state is None:
+        if dropout_p > 0:
+            raise ValueError(f"rng_state must be given beside dropout_p = {dropout_p}, got None")
+        return
+    check_dtype("rng_state", rng_state, (torch.int64,))
+    if tuple(rng_state.shape) != (2,):
+        raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(rng_state.shape)}")
+    check_device("rng_state", rng_state, q)
+    check_last_stride("rng_state", rng_state)
 
 
 def _check_packed(

@@ -59,7 +59,7 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
     dense = partial(_module(config.forward).forward, problem, config.forward)
     if ragged:
         return partial(varlen.forward, dense, problem)
-    return lambda q, k, v, extras: dense(q, k, v, Beside.of(extras))
+    return lambda q, k, v, extras: dense(q, k, v, Beside.of(problem, extras))
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
@@ -93,7 +93,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
                 dense, problem, dout, dlse, q, k, v, out, lse, extras, dbias
             )  # fmt: skip
         else:
-            gradients = dense(dout, dlse, q, k, v, out, lse, Beside.of(extras, dbias))
+            gradients = dense(dout, dlse, q, k, v, out, lse, Beside.of(problem, extras, dbias))
         dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
         return *gradients, dsink, None if bias is None or dbias is None else dbias.to(bias.dtype)
 

@@ -18,7 +18,7 @@ def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tupl
     """A launch for tensors of the problem's own lengths, with all that they decide decided."""
     causal = _kernel_mask(problem, problem.batch, problem.seqlen_q, problem.seqlen_k)
     if causal is None or (problem.seqlen_q == 1 and problem.group_size > 1):
-        return lambda q, k, v, extras: forward(problem, config, q, k, v, Beside.of(extras))
+        return lambda q, k, v, extras: forward(problem, config, q, k, v, Beside.of(problem, extras))
     dtype, scale = config.compute_dtype, problem.softmax_scale
     return lambda q, k, v, extras: attend(dtype, q, k, v, causal, scale)
 

@@ -24,7 +24,9 @@ def covers(problem: Problem) -> bool:
     """Whether the call is attention to fewer keys, for torch's own kernel."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
     ragged = problem.varlen or problem.seqused_k
-    return problem.key_padding_mask and not (problem.mask or problem.bias or distances or ragged)
+    return problem.key_padding_mask and not (
+        problem.mask or problem.bias or problem.dropout_p > 0 or distances or ragged
+    )
 
 
 def forward(
@@ -116,7 +118,7 @@ def _parts(problem: Problem, extras: Extras) -> Iterator[_Part]:
             yield _Part(plain, b, slice(0, problem.seqlen_q), keys, Beside())
             continue
         if not whole:
-            beside = Beside.of(extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
+            beside = Beside.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
             yield _Part(problem, b, slice(0, problem.seqlen_q), slice(None), beside)
             continue
         # Row i stands at key i + offset: the first not before the first key, the last before their end.

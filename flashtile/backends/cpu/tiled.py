@@ -88,6 +88,9 @@ def _forward_rows(chunk: _Chunk, rows: range) -> tuple[Tensor, Tensor]:
         p = scores.sub_(new_max).exp_()
         correction = row_max.sub_(new_max).exp_()
         row_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
+        factors = chunk.factors(rows, keys)
+        if factors is not None:
+            p.mul_(factors)
         acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
         row_max = new_max
     lse = row_max.add_(row_sum.log())
@@ -114,9 +117,15 @@ def _backward_rows(
         if seen is not None and not seen.any():
             continue
         p = chunk.scores(q, rows, keys, minus_lse, seen).exp_()
-        dv[:, block] += torch.bmm(p.mT, dout)
+        factors = chunk.factors(rows, keys)
+        dropped = p if factors is None else p * factors
+        dv[:, block] += torch.bmm(dropped.mT, dout)
         ds = chunk.tile("dscores", q.shape[1], len(keys))
-        torch.baddbmm(minus_delta, dout, chunk.v[:, block].mT, out=ds)
+        if factors is None:
+            torch.baddbmm(minus_delta, dout, chunk.v[:, block].mT, out=ds)
+        else:
+            torch.bmm(dout, chunk.v[:, block].mT, out=ds)
+            ds.mul_(factors).add_(minus_delta)
         ds.mul_(p)
         if chunk.beside.dbias is not None:
             dbias = chunk.cells(chunk.beside.dbias, rows, keys)
@@ -234,6 +243,13 @@ class _Chunk:
         """Which scores of a tile the masks leave, broadcast to :meth:`by_heads`; None without masks."""
         parts = [self.cells(mask, rows, keys) for mask in self.beside.masks]
         return functools.reduce(torch.logical_and, parts) if parts else None
+
+    def factors(self, rows: range, keys: range) -> Tensor | None:
+        """(pairs, group * rows, keys): of probabilities by dropout, 0 or 1 / (1 - p); None without it."""
+        if self.beside.dropout is None:
+            return None
+        factors = self.beside.dropout.factors(self.batch, self.heads_q, rows, keys).to(self.dtype)
+        return factors.reshape(self.k.shape[0], -1, len(keys))
 
     def scores(
         self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None

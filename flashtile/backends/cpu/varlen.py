@@ -85,7 +85,7 @@ def _with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
 
 def _sequences(problem: Problem, extras: Extras, dbias: Tensor | None = None) -> Iterator[_Sequence]:
     """Each sequence that has queries and keys."""
-    beside, used = Beside.of(extras, dbias), extras.seqused_k
+    beside, used = Beside.of(problem, extras, dbias), extras.seqused_k
     starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
     starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()
     used_keys = None if used is None else used.tolist()

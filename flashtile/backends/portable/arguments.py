@@ -40,6 +40,7 @@ class Variant:
     """A tile's own extent in memory does not fit 32 bits."""
     WIDE_CELLS: bool
     """The mask or bias of one head does not fit 32 bits."""
+    HAS_DROPOUT: bool
     HIDES: bool
     """Any block may hold hidden keys, so that all of them take a mask, in one run."""
     PRECISION: str
@@ -69,6 +70,8 @@ class Lengths(NamedTuple):
     total_k: Any
     window_left: Any
     window_right: Any
+    drop_threshold: Any
+    """Of dropout: numbers of 16 bits below it drop their probability."""
 
 
 class CellStrides(NamedTuple):
@@ -94,6 +97,9 @@ class Mods(NamedTuple):
     """[batch, 2]: each sequence's first key that takes part, and the one behind the last."""
     bias: Any
     bias_strides: Any
+    seed: Any
+    """Of dropout's generator, with ``offset``; 0 without dropout."""
+    offset: Any
 
 
 class Numbers(NamedTuple):
@@ -103,6 +109,8 @@ class Numbers(NamedTuple):
     scale_log2: Any
     """softmax_scale * log2(e)."""
     softcap: Any
+    keep_scale: Any
+    """1 / (1 - dropout_p)."""
 
 
 class Sequence(NamedTuple):

@@ -18,7 +18,9 @@ from flashtile.backends.portable.tiles import (
     cells_of,
     find_sequence,
     head_of,
+    kept_cells,
     load_slope,
+    load_state,
     modify_scores,
     seen_cells,
 )
@@ -41,12 +43,13 @@ class Pointers(NamedTuple):
     mask: Any
     key_padding_mask: Any
     bias: Any
+    rng_state: Any
     key_bounds: Any
 
 
 @triton.jit
 def bias_gradient(
-    q, k, v, dout, neg_lse, neg_delta, rows, keys, block, lengths, numbers, mods, C: tl.constexpr,
+    q, k, v, dout, neg_lse, neg_delta, rows, keys, key_start, block, lengths, numbers, mods, C: tl.constexpr,
 ):  # fmt: skip
     """dS [BLOCK_M, BLOCK_N]; q, k, v and dout are tiles, neg_lse and neg_delta [BLOCK_M]."""
     scores = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
@@ -55,6 +58,9 @@ def bias_gradient(
     scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
     p = tl.exp2(scores + neg_lse[:, None])
     p = tl.where(seen_cells(cells, lengths, mods, C), p, 0.0)
+    if C.HAS_DROPOUT:
+        kept = kept_cells(block, block.start, key_start, lengths, mods, False, C)
+        dp = tl.where(kept, dp * numbers.keep_scale, 0.0)
     return p * (dp + neg_delta[:, None])
 
 
@@ -64,31 +70,33 @@ INTEGERS = ("batch", "bias_batch", "bias_heads", "bias_rows", "padded_rows", *Le
 @kernel(do_not_specialize=INTEGERS)
 def dbias_kernel(
     q, k, v, dout, neg_lse, neg_delta, dbias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-    key_padding_mask, bias, key_bounds, batch, bias_batch, bias_heads, bias_rows, padded_rows, q_stride_b,
-    q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
-    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, padding_stride_b, padding_stride_k,
-    bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, alibi_stride, num_heads_q, group_size,
-    seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, softmax_scale, scale_log2, softcap, C:
-    tl.constexpr,
+    key_padding_mask, bias, rng_state, key_bounds, batch, bias_batch, bias_heads, bias_rows, padded_rows,
+    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+    v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, padding_stride_b,
+    padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, alibi_stride, num_heads_q,
+    group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, drop_threshold,
+    softmax_scale, scale_log2, softcap, keep_scale, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,). dbias [bias_batch, bias_heads,
     bias_rows, seqlen_k] contiguous, fp32; sizes of the bias are 1 where it is broadcast. The others as in the
     kernel of dQ."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dbias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-        key_padding_mask, bias, key_bounds,
+        key_padding_mask, bias, rng_state, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
-    )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+        window_right, drop_threshold,
+    )  # fmt: skip
+    numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
+    seed, rng_offset = load_state(rng_state, C)
     mods = Mods(
         mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
         padding_stride_b, padding_stride_k, key_bounds, bias,
-        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k),
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
     )  # fmt: skip
 
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
@@ -150,7 +158,7 @@ def dbias_kernel(
                 )
                 term = bias_gradient(
                     q_tile, k_tile, v_tile, dout_tile, tl.load(neg_lse + statistics),
-                    tl.load(neg_delta + statistics), rows, keys, block, lengths, numbers, mods, C,
+                    tl.load(neg_delta + statistics), rows, keys, key_start, block, lengths, numbers, mods, C,
                 )  # fmt: skip
                 ds += tl.where((keys < sequence.len_k)[None, :], term, 0.0)
 

@@ -21,7 +21,9 @@ from flashtile.backends.portable.tiles import (
     cells_of,
     find_sequence,
     head_of,
+    kept_cells,
     load_slope,
+    load_state,
     modify_scores,
     seen_cells,
     store_tile,
@@ -46,6 +48,7 @@ class Pointers(NamedTuple):
     mask: Any
     key_padding_mask: Any
     bias: Any
+    rng_state: Any
     key_bounds: Any
 
 
@@ -77,10 +80,17 @@ def dkdv_blocks(
             seen = seen_cells(cells, lengths, mods, C)
             p = tl.where(seen, p, 0.0)
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
-        dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
+        kept_p = p
+        if C.HAS_DROPOUT:
+            kept = kept_cells(block, start, block.start, lengths, mods, True, C)
+            kept_p = tl.where(kept, p, 0.0)
+        kept_p = kept_p.to(dout_tile.dtype)
+        dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
         # Loaded late: it runs along the columns, where a thread holds many of it.
         neg_delta_rows = tl.load(neg_delta + start + tl.arange(0, C.BLOCK_M))
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
+        if C.HAS_DROPOUT:
+            dp = tl.where(kept, dp * numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta_rows[None, :])
         if C.HAS_SOFTCAP:
             ds = ds * score_grad
@@ -91,30 +101,33 @@ def dkdv_blocks(
 @kernel(do_not_specialize=("padded_rows", *Lengths._fields))
 def dkdv_kernel(
     q, k, v, dout, neg_lse, neg_delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-    key_padding_mask, bias, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b,
-    k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
-    mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q,
-    bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
-    window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
+    key_padding_mask, bias, rng_state, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h,
+    mask_stride_q, mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h,
+    bias_stride_q, bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
+    window_left, window_right, drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C:
+    tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
     contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Keys that are not used are not
     written."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-        key_padding_mask, bias, key_bounds,
+        key_padding_mask, bias, rng_state, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
-    )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+        window_right, drop_threshold,
+    )  # fmt: skip
+    numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
+    seed, rng_offset = load_state(rng_state, C)
     mods = Mods(
         mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
         padding_stride_b, padding_stride_k, key_bounds, bias,
-        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k),
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
     )  # fmt: skip
 
     num_blocks = tl.cdiv(seqlen_k, C.BLOCK_N)
@@ -181,6 +194,8 @@ def dkdv_kernel(
                     neg_delta + statistics, begin, end, block, lengths, numbers, mods, RUN != 1, C,
                 )  # fmt: skip
 
+    if C.HAS_DROPOUT:
+        dv_tile = dv_tile * keep_scale
     store_tile(
         dk + key_offset * C.HEAD_DIM, key_start, sequence.len_k, num_heads_kv * C.HEAD_DIM,
         dk_tile * softmax_scale, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D,

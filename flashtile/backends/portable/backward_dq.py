@@ -20,7 +20,9 @@ from flashtile.backends.portable.tiles import (
     cells_of,
     find_sequence,
     head_of,
+    kept_cells,
     load_slope,
+    load_state,
     modify_scores,
     row_block,
     seen_cells,
@@ -45,6 +47,7 @@ class Pointers(NamedTuple):
     mask: Any
     key_padding_mask: Any
     bias: Any
+    rng_state: Any
     key_bounds: Any
 
 
@@ -78,6 +81,9 @@ def dq_blocks(
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
+        if C.HAS_DROPOUT:
+            kept = kept_cells(block, block.start, start, lengths, mods, False, C)
+            dp = tl.where(kept, dp * numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta[:, None])
         if C.HAS_SOFTCAP:
             ds = ds * score_grad
@@ -88,29 +94,32 @@ def dq_blocks(
 @kernel(do_not_specialize=("padded_rows", *Lengths._fields))
 def dq_kernel(
     q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-    key_padding_mask, bias, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b,
-    k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
-    mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q,
-    bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
-    window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
+    key_padding_mask, bias, rng_state, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h,
+    mask_stride_q, mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h,
+    bias_stride_q, bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
+    window_left, window_right, drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C:
+    tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; neg_lse
     and neg_delta as ``common.preprocess`` lays them out."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-        key_padding_mask, bias, key_bounds,
+        key_padding_mask, bias, rng_state, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
-    )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+        window_right, drop_threshold,
+    )  # fmt: skip
+    numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
+    seed, rng_offset = load_state(rng_state, C)
     mods = Mods(
         mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
         padding_stride_b, padding_stride_k, key_bounds, bias,
-        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k),
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
     )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)

@@ -37,6 +37,7 @@ _VARIANTS: dict[str, Problem] = {
     "causal": replace(_PLAIN, window_right=0),
     "masks": replace(_PLAIN, window_right=0, mask=True, key_padding_mask=True),
     "bias": replace(_PLAIN, bias=True, bias_grad=True),
+    "dropout": replace(_PLAIN, window_right=0, dropout_p=0.1),
     "features": replace(
         _PLAIN,
         varlen=True,
@@ -81,7 +82,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=tile.features_spill_budget
-                        if variant in ("features", "masks", "bias")
+                        if variant in ("features", "masks", "bias", "dropout")
                         else tile.spill_budget,
                         tensor_cores=config.precision != "ieee",
                     )
@@ -102,6 +103,7 @@ def _arguments(
         "mask": problem.mask,
         "key_padding_mask": problem.key_padding_mask,
         "bias": problem.bias,
+        "rng_state": problem.dropout_p > 0,
         "key_bounds": problem.key_padding_mask,
     }
     constants: dict[str, Any] = {name: None for name in pointers._fields if not given.get(name, True)}
@@ -110,6 +112,7 @@ def _arguments(
     constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True, cells=cells)
     types = dict.fromkeys(pointers._fields, f"*{dtype}") | dict.fromkeys(_FLOAT_ROWS, "*fp32")
     types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_bounds"), "*i32")
+    types["rng_state"] = "*i64"
     types |= dict.fromkeys(("mask", "key_padding_mask"), "*i1")
     types |= dict.fromkeys(Numbers._fields, "fp32")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}

@@ -19,7 +19,9 @@ from flashtile.backends.portable.tiles import (
     cells_of,
     find_sequence,
     head_of,
+    kept_cells,
     load_slope,
+    load_state,
     modify_scores,
     result_bases,
     row_block,
@@ -44,6 +46,7 @@ class Pointers(NamedTuple):
     mask: Any
     key_padding_mask: Any
     bias: Any
+    rng_state: Any
     key_bounds: Any
 
 
@@ -110,6 +113,8 @@ def attend_blocks(
         p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD, MAY_BE_EMPTY)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
+        if C.HAS_DROPOUT:
+            p = tl.where(kept_cells(block, block.start, start, lengths, mods, False, C), p, 0.0)
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_max, row_sum
@@ -118,11 +123,11 @@ def attend_blocks(
 @kernel(do_not_specialize=Lengths._fields)
 def forward_kernel(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
-    bias, key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
-    v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, padding_stride_b,
-    padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, alibi_stride, num_heads_q,
-    group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, softmax_scale, scale_log2,
-    softcap, C: tl.constexpr,
+    bias, rng_state, key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
+    alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
 
@@ -132,19 +137,21 @@ def forward_kernel(
     """
     pointers = Pointers(
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
-        bias, key_bounds,
+        bias, rng_state, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
-    )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+        window_right, drop_threshold,
+    )  # fmt: skip
+    numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
+    seed, rng_offset = load_state(rng_state, C)
     mods = Mods(
         mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
         padding_stride_b, padding_stride_k, key_bounds, bias,
-        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k),
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
     )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
@@ -190,6 +197,8 @@ def forward_kernel(
         acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(sink + head).to(tl.float32))
     empty = row_sum == 0.0
     out_tile = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    if C.HAS_DROPOUT:
+        out_tile = out_tile * keep_scale
     lse_rows = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
     rows = tl.arange(0, C.BLOCK_M)
     out_base, lse_base = result_bases(

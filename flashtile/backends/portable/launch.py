@@ -20,6 +20,7 @@ from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.backends.portable.key_bounds import KeyBounds
+from flashtile.dropout import threshold
 from flashtile.problem import LOG2_E, UNLIMITED
 
 _SINK = Extras._fields.index("sink")
@@ -64,6 +65,7 @@ def variant_of(
         BLOCK_N=config.BLOCK_N,
         WIDE=wide,
         WIDE_CELLS=any(map(_is_wide, cells)),
+        HAS_DROPOUT=problem.dropout_p > 0,
         HIDES=problem.mask or problem.key_padding_mask,
         PRECISION=precision,
     )
@@ -105,6 +107,7 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
         total_k=problem.total_k,
         window_left=left,
         window_right=right,
+        drop_threshold=threshold(problem.dropout_p),
     )
 
 
@@ -129,7 +132,8 @@ def _attention_kernel(
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(_aligned, inputs))
     strides = (stride for tensor in inputs for stride in _strides(tensor, problem.varlen))
-    numbers = Numbers(problem.softmax_scale, problem.softmax_scale * LOG2_E, problem.softcap)
+    scale, keep_scale = problem.softmax_scale, 1 / (1 - problem.dropout_p)
+    numbers = Numbers(scale, scale * LOG2_E, problem.softcap, keep_scale)
     padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
     beside = (*_cell_strides(extras.mask), *padding, *_cell_strides(extras.bias))
     scalars = (*first, *strides, *beside, *_lengths(problem, extras.alibi_slopes), *numbers)

@@ -214,6 +214,39 @@ def load_cells(pointer, strides, cells, lengths, HAS_ROWS: tl.constexpr, other, 
 
 
 @triton.jit
+def load_state(rng_state, C: tl.constexpr):
+    """(seed, offset) of dropout's generator."""
+    if C.HAS_DROPOUT:
+        return tl.load(rng_state), tl.load(rng_state + 1).to(tl.uint32)
+    else:
+        return 0, 0
+
+
+@triton.jit
+def kept_cells(block, row_start, key_start, lengths, mods, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
+    """[BLOCK_M, BLOCK_N], or transposed with KEYS_FIRST: which probabilities dropout keeps.
+
+    ``flashtile.dropout`` says how they follow from the state.
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    GROUPS: tl.constexpr = BLOCK_N // 8
+    zeros = tl.zeros([BLOCK_M, GROUPS], tl.uint32)
+    groups = zeros + (key_start // 8 + tl.arange(0, GROUPS)).to(tl.uint32)[None, :]
+    rows = zeros + (row_start + tl.arange(0, BLOCK_M)).to(tl.uint32)[:, None]
+    head = zeros + (block.b * lengths.num_heads_q + block.head).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(mods.seed, groups, rows, head, zeros + mods.offset)
+    # A join's new dimension runs faster than those before: words 0, 1, 2, 3, of each the low half first.
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    numbers = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK_M, BLOCK_N])
+    kept = numbers >= lengths.drop_threshold.to(tl.uint32)
+    if KEYS_FIRST:
+        return tl.trans(kept)
+    else:
+        return kept
+
+
+@triton.jit
 def bounded(first, last, mods, b, BLOCK: tl.constexpr, C: tl.constexpr):
     """Of blocks of keys from ``first`` to ``last``, those with keys that padding leaves."""
     if C.HAS_PADDING:

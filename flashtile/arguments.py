@@ -30,6 +30,7 @@ def make_options(
     deterministic: bool,
     backend: str | None,
     dropout_p: float = 0.0,
+    attention_chunk: int = 0,
 ) -> Options:
     """Options of exact types; :mod:`flashtile.checks` checks their ranges with the tensors.
 
@@ -57,6 +58,8 @@ def make_options(
         softcap = _as_float("softcap", softcap, "a number")
     if type(dropout_p) is not float:
         dropout_p = _as_float("dropout_p", dropout_p, "a number")
+    if type(attention_chunk) is not int:
+        attention_chunk = as_int("attention_chunk", attention_chunk)
     if type(causal) is not bool:
         raise TypeError(f"causal must be True or False, got {_named(causal)}")
     if type(deterministic) is not bool:
@@ -67,7 +70,7 @@ def make_options(
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend,
-        dropout_p,
+        dropout_p, attention_chunk,
     )  # fmt: skip
 
 

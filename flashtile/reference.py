@@ -25,10 +25,12 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -49,11 +51,13 @@ def attention(
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
     """
     options = Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p
-    )
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p,
+        attention_chunk=attention_chunk,
+    )  # fmt: skip
     extras = Extras(
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state
-    )
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
+        seqused_q,
+    )  # fmt: skip
     check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
@@ -67,6 +71,8 @@ def attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
         """(out, lse) of dense q, k, v: of sequence ``b``, or of all."""
         seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
+        if attention_chunk > 0:
+            seen = seen & same_chunk(q.shape[1], k.shape[1], attention_chunk, q.device)
         for one in masks:
             seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
         added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
@@ -81,7 +87,7 @@ def attention(
             softcap=problem.softcap, sink=sink, round_p=round_p, factors=factors,
         )  # fmt: skip
 
-    if cu_seqlens_q is None and (seqused_k is None or problem.batch == 0):
+    if cu_seqlens_q is None and (seqused_q is seqused_k is None or problem.batch == 0):
         return attend(q, k, v, alibi_slopes)
 
     outs, lses = [], []
@@ -95,7 +101,13 @@ def attention(
         )
         if seqused_k is not None:
             one_k, one_v = one_k[:, : seqused_k[b]], one_v[:, : seqused_k[b]]
+        unused_rows = 0
+        if seqused_q is not None:
+            unused_rows = one_q.shape[1] - int(seqused_q[b])
+            one_q = one_q[:, : seqused_q[b]]
         out, lse = attend(one_q, one_k, one_v, slopes, b)
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, unused_rows))
+        lse = torch.nn.functional.pad(lse, (0, unused_rows), value=-torch.inf)
         outs.append(out)
         lses.append(lse)
     if cu_seqlens_q is None:
@@ -226,6 +238,13 @@ def visible(
     if window_right >= 0:
         seen &= offset <= window_right
     return seen
+
+
+def same_chunk(seqlen_q: int, seqlen_k: int, attention_chunk: int, device=None) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: which keys lie in the same chunk of positions as the query itself."""
+    own = torch.arange(seqlen_q, device=device) + seqlen_k - seqlen_q
+    keys = torch.arange(seqlen_k, device=device)
+    return (own // attention_chunk)[:, None] == keys // attention_chunk
 
 
 def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = None) -> Tensor:

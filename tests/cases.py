@@ -76,6 +76,9 @@ class Case:
     bias: str | None = None
     """An additive bias, likewise, some of it -inf; in the dtype of q where it names "own"."""
     dropout_p: float = 0.0
+    attention_chunk: int = 0
+    unused_rows: int = 0
+    """Rows of NaN at the end of sequence b that seqused_q leaves out, b + 1 times as many (all at most)."""
     layout: str = "contiguous"
     upstream: str = "both"
     """Gradients: "both", of "out" or "lse" alone, "sum" (of out.sum(): one element, expanded), "transposed"
@@ -125,11 +128,13 @@ class Case:
             arguments["bias"] = self._biases(cells, device, seed + 7)
         if self.dropout_p > 0:
             arguments["dropout_p"] = self.dropout_p
-            arguments["rng_state"] = torch.tensor([seed << 33, 2**35 + 3], device=device)
+            arguments["rng_state"] = torch.tensor([seed << 20, 2**35 + 3], device=device)
         if self.padding is not None:
             arguments["key_padding_mask"] = self._padding(cells, device, seed + 6)
         if self.unused_keys:
-            arguments["seqused_k"] = self._leave_out_keys(k, v)
+            arguments["seqused_k"] = self._leave_out(self.unused_keys, 1, k, v)
+        if self.attention_chunk:
+            arguments["attention_chunk"] = self.attention_chunk
         arguments.update(
             causal=self.causal,
             window_size=self.window_size,
@@ -137,6 +142,8 @@ class Case:
             softmax_scale=self.softmax_scale,
         )
         dout, dlse = self._gradients(q, v, seed)
+        if self.unused_rows:
+            arguments["seqused_q"] = self._leave_out(self.unused_rows, 0, q, dout)
         for tensor in (q, k, v, dout, None if dlse is None else dlse.mT):
             if tensor is not None and self.unused_tail:
                 poison_last_rows(tensor, self.unused_tail)
@@ -166,18 +173,20 @@ class Case:
             return keys < seqlen_k - pads
         return testing.random_tensor((batch, seqlen_k), FP32, device, seed=seed) > 0
 
-    def _leave_out_keys(self, k: Tensor, v: Tensor) -> Tensor:
-        """seqused_k, with NaN written to what it leaves out."""
-        lengths = [(0, self.seqlen_k)] * self.batch if self.lengths is None else self.lengths
-        keys = [length for _, length in lengths]
-        used = [max(0, length - self.unused_keys * (b + 1)) for b, length in enumerate(keys)]
+    def _leave_out(self, unused: int, of_keys: int, *tensors: Tensor | None) -> Tensor:
+        """seqused_q or seqused_k, with NaN written to what it leaves out."""
+        lengths = [(self.seqlen_q, self.seqlen_k)] * self.batch if self.lengths is None else self.lengths
+        tokens = [pair[of_keys] for pair in lengths]
+        used = [max(0, length - unused * (b + 1)) for b, length in enumerate(tokens)]
         start = 0
-        for b, (length, count) in enumerate(zip(keys, used, strict=True)):
-            for tensor in (k, v):
-                own = tensor[b] if self.lengths is None else tensor[start : start + length]
-                poison_last_rows(own, length - count)
+        for b, (length, count) in enumerate(zip(tokens, used, strict=True)):
+            for tensor in tensors:
+                if tensor is not None:
+                    own = tensor[b] if self.lengths is None else tensor[start : start + length]
+                    poison_last_rows(own, length - count)
             start += length
-        return torch.tensor(used, dtype=torch.int32, device=k.device)
+        first = next(tensor for tensor in tensors if tensor is not None)
+        return torch.tensor(used, dtype=torch.int32, device=first.device)
 
     def _gradients(self, q: Tensor, v: Tensor, seed: int) -> tuple[Tensor | None, Tensor | None]:
         dout, dlse = testing.random_gradients(q, v, varlen=self.lengths is not None, seed=seed)
@@ -288,6 +297,19 @@ CELLS: Variants = {
     "dropout": {"dropout_p": 0.2},
     "dropout-causal-sink": {"dropout_p": 0.5, "causal": True, "sink": "own"},
     "dropout-bias": {"dropout_p": 0.1, "bias": "h", "mask": "q", "padding": "left"},
+    "chunk": {"attention_chunk": 7},
+    "chunk-causal": {"attention_chunk": 16, "causal": True, "bias": "h"},
+    "chunk-longer": {"attention_chunk": 10_000, "window_size": (9, 4)},
+    "used-rows": {"unused_rows": 4, "causal": True, "sink": "float32"},
+    "used-everything": {
+        "unused_rows": 3,
+        "unused_keys": 2,
+        "attention_chunk": 11,
+        "bias": "q",
+        "mask": "bh",
+        "dropout_p": 0.2,
+        "sink": "own",
+    },
     "mask-used": {"mask": "bq", "unused_keys": 3, "causal": True},
 }
 """What differs from score to score, or from key to key, in other ways than by distance."""
@@ -365,7 +387,9 @@ def tiny() -> Iterator[Case]:
     yield from cross({"": two}, CELLS)
     yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
     packed = replace(ragged, slack=2)
-    yield from cross({"varlen": packed}, some(CELLS, "mask-used", "bias-own-causal", "dropout"))
+    chosen = some(CELLS, "mask-used", "bias-own-causal", "dropout", "used-everything")
+    yield from cross({"varlen": packed}, chosen)
+    yield from cross({"more-queries": replace(two, seqlen_q=35, seqlen_k=19)}, some(CELLS, "chunk"))
     no_keys = replace(two, seqlen_k=0)
     yield from cross({"no-keys": no_keys, "fp64": replace(two, dtype=FP64)}, some(CELLS, "bias"))
     corners = replace(dense, lengths=diagonals(34, 32), heads_q=1, heads_kv=1, head_dim=16)

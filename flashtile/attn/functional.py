@@ -50,11 +50,13 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -86,6 +88,8 @@ def attention(
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
             synchronises.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
+        seqused_q: (batch,) int32 on the device of q: queries that each sequence uses. Out and gradients of
+            the others are 0, their lse is -inf, and masks are aligned to the used length.
         seqused_k: (batch,) int32 on the device of q: keys that each sequence uses, of those it has in memory.
             The others do not exist: they are not read, their gradients are 0, and masks are aligned to the
             used length. Checked as the values of cu_seqlens are; the kernels clamp it.
@@ -99,6 +103,8 @@ def attention(
             ``i + seqlen_k - seqlen_q``.
         window_size: (left, right) keys that a query sees beside its own position, inclusive; a negative
             number is unlimited. ``causal`` makes right 0.
+        attention_chunk: if > 0, positions are cut into chunks of so many, and a query sees keys of its own
+            chunk alone (Llama 4's, as FlashAttention-3 has it); with causal the earlier ones of them.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
         sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
@@ -152,17 +158,18 @@ def attention(
         check_flag("return_lse", return_lse)
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
-        dropout_p,
+        dropout_p, attention_chunk,
     )  # fmt: skip
     extras = NO_EXTRAS
     if not (
         cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
-        is None
+        is seqused_q is None
     ):
         if mask is not None and key_padding_mask is None:
             mask, key_padding_mask = padding_of(mask, q, k)
         extras = Extras(
-            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias
+            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias,
+            seqused_q=seqused_q,
         )  # fmt: skip
     if options.dropout_p != 0.0:
         extras = _with_state(extras, options, q, rng_state)

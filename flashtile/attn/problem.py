@@ -27,6 +27,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
     dropout_p: float = 0.0
+    attention_chunk: int = 0
     bias_grad: bool = False
     """Of the backward pass alone: whether the bias gets a gradient."""
 
@@ -43,13 +44,14 @@ class Extras(NamedTuple):
     key_padding_mask: Tensor | None = None
     bias: Tensor | None = None
     rng_state: Tensor | None = None
+    seqused_q: Tensor | None = None
 
 
 EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
 OPTIONS_OF_ALL = Options._fields.index("backend") + 1
 """The first extras and options: those that attention in FP8 has, too."""
 
-BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p")
+BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
 """Arguments of :attr:`Problem.beyond_distance`."""
 
 NO_EXTRAS = Extras()
@@ -89,6 +91,8 @@ class Problem(Results):
     key_padding_mask: bool = False
     bias: bool = False
     dropout_p: float = 0.0
+    attention_chunk: int = 0
+    seqused_q: bool = False
     bias_grad: bool = False
     """Whether the backward pass computes the gradient of the bias."""
     tma_obstacle: str | None = None
@@ -159,6 +163,8 @@ class Problem(Results):
             "key_padding_mask": extras.key_padding_mask is not None,
             "bias": extras.bias is not None,
             "dropout_p": float(options.dropout_p),
+            "attention_chunk": int(options.attention_chunk),
+            "seqused_q": extras.seqused_q is not None,
             "bias_grad": options.bias_grad,
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }

@@ -61,7 +61,7 @@ def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, 
     if extras.rng_state is not None:  # parts would count their sequences and heads from 0
         return ways
     if extras.cu_seqlens_q is None:
-        by_batch = {"seqused_k": Shard(0), "key_padding_mask": Shard(0)} | along(0)
+        by_batch = {"seqused_q": Shard(0), "seqused_k": Shard(0), "key_padding_mask": Shard(0)} | along(0)
         if slopes_by_batch:
             by_batch["alibi_slopes"] = Shard(0)
         ways.append(way(Shard(0), Shard(0), Partial(), **by_batch))  # dsink is a sum over sequences

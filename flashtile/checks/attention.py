@@ -16,6 +16,7 @@ from flashtile.checks.arguments import (
     check_dtype,
     check_groups,
     check_heads_tensor,
+    check_int,
     check_int32,
     check_last_stride,
     check_longest,
@@ -26,7 +27,7 @@ from flashtile.checks.arguments import (
     check_slopes,
     looks_transposed,
 )
-from flashtile.problem import DTYPES
+from flashtile.problem import DTYPES, MAX_LENGTH
 
 
 def check_call(
@@ -72,10 +73,12 @@ def check_call(
         name = "max_seqlen_q" if options.max_seqlen_q is not None else "max_seqlen_k"
         raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k, got an int")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    check_int32("seqused_q", extras.seqused_q, (batch,), "(batch,)", q)
     check_int32("seqused_k", seqused_k, (batch,), "(batch,)", q)
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
     _check_masks(q, k, batch, extras, options)
+    check_int("attention_chunk", options.attention_chunk, 0, MAX_LENGTH, "0 (off)")
     _check_dropout(extras.rng_state, options.dropout_p, q)
     check_score_options(options)
 

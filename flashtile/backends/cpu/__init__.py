@@ -50,7 +50,7 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
     """A launch that leaves the sink out."""
-    ragged = problem.varlen or problem.seqused_k
+    ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     if padded.covers(problem) and isinstance(config.forward, Fused):
         of_parts = partial(_forward_part, config.forward), partial(_forward_part, config.backward_lse)
         return partial(padded.forward, *of_parts, problem)
@@ -88,7 +88,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
             gradients = padded.backward(
                 part, fallback, problem, dout, dlse, q, k, v, out, lse, extras
             )  # fmt: skip
-        elif problem.varlen or problem.seqused_k:
+        elif problem.varlen or problem.seqused_q or problem.seqused_k:
             gradients = varlen.backward(
                 dense, problem, dout, dlse, q, k, v, out, lse, extras, dbias
             )  # fmt: skip

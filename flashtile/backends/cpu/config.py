@@ -55,7 +55,8 @@ class Config:
 def configure(problem: Problem) -> Config:
     """The configuration that ``problem`` gets; its shapes are those of the longest sequence where varlen."""
     tiled = _tiled(problem)
-    masked = problem.beyond_distance is not None and not padded.covers(problem)
+    masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
+    masked = masked or (problem.key_padding_mask and not padded.covers(problem))
     if masked or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)

@@ -23,10 +23,9 @@ Dense = Callable[..., Any]
 def covers(problem: Problem) -> bool:
     """Whether the call is attention to fewer keys, for torch's own kernel."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
-    ragged = problem.varlen or problem.seqused_k
-    return problem.key_padding_mask and not (
-        problem.mask or problem.bias or problem.dropout_p > 0 or distances or ragged
-    )
+    ragged = problem.varlen or problem.seqused_q or problem.seqused_k
+    cells = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
+    return problem.key_padding_mask and not (cells or distances or ragged)
 
 
 def forward(

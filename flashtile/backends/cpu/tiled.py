@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.cpu.beside import Beside
-from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import chunks_of, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
 
 
@@ -61,7 +61,7 @@ def backward(
             if dlse is not None:
                 minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
             minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
-            if chunk.beside.may_hide_rows:  # the gradient of such a row's lse may be anything
+            if chunk.may_hide_rows:  # the gradient of such a row's lse may be anything
                 empty = minus_lse == torch.inf
                 minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
             dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
@@ -94,7 +94,7 @@ def _forward_rows(chunk: _Chunk, rows: range) -> tuple[Tensor, Tensor]:
         acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
         row_max = new_max
     lse = row_max.add_(row_sum.log())
-    if chunk.beside.may_hide_rows:
+    if chunk.may_hide_rows:
         row_sum.masked_fill_(row_sum == 0, 1.0)
     return acc.div_(row_sum), lse.squeeze(-1)
 
@@ -182,6 +182,8 @@ class _Chunk:
         self.k, self.v = (self.keys_of(t).to(self.dtype).contiguous().flatten(0, 1) for t in (k, v))
         self.minus_slopes: Tensor | None = None
         self.beside = beside
+        self.attention_chunk = problem.attention_chunk
+        self.may_hide_rows = beside.may_hide_rows or self.attention_chunk > 0
         if beside.alibi_slopes is not None:
             slopes = beside.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
@@ -191,7 +193,11 @@ class _Chunk:
         return split(visible_rows(self.seqlen_q, self.seqlen_k, *self.window), self.block_m)
 
     def key_blocks(self, rows: range) -> Iterator[range]:
-        return split(visible_keys(rows, self.seqlen_k, self.offset, *self.window), self.block_n)
+        keys = visible_keys(rows, self.seqlen_k, self.offset, *self.window)
+        if self.attention_chunk > 0:
+            start, end = chunks_of(rows, self.offset, self.attention_chunk)
+            keys = range(max(keys.start, start), min(keys.stop, end))
+        return split(keys, self.block_n)
 
     def keys_of(self, tensor: Tensor) -> Tensor:
         """View (sequences, heads_kv, seqlen_k, head_dim) of this chunk's part of k, v, dk or dv."""
@@ -242,6 +248,9 @@ class _Chunk:
     def seen(self, rows: range, keys: range) -> Tensor | None:
         """Which scores of a tile the masks leave, broadcast to :meth:`by_heads`; None without masks."""
         parts = [self.cells(mask, rows, keys) for mask in self.beside.masks]
+        if self.attention_chunk > 0:
+            own = torch.arange(rows.start + self.offset, rows.stop + self.offset) // self.attention_chunk
+            parts.append(own[:, None] == torch.arange(keys.start, keys.stop) // self.attention_chunk)
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def factors(self, rows: range, keys: range) -> Tensor | None:

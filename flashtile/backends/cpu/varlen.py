@@ -89,10 +89,13 @@ def _sequences(problem: Problem, extras: Extras, dbias: Tensor | None = None) ->
     starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
     starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()
     used_keys = None if used is None else used.tolist()
+    used_rows = None if extras.seqused_q is None else extras.seqused_q.tolist()
     for b in range(problem.batch):
         batch = slice(b, b + 1) if starts_q is None else slice(0, 1)
         rows = slice(0, problem.seqlen_q) if starts_q is None else slice(starts_q[b], starts_q[b + 1])
         keys = slice(0, problem.seqlen_k) if starts_k is None else slice(starts_k[b], starts_k[b + 1])
+        if used_rows is not None:
+            rows = slice(rows.start, rows.start + used_rows[b])
         if used_keys is not None:
             keys = slice(keys.start, keys.start + used_keys[b])
         if rows.start < rows.stop and keys.start < keys.stop:

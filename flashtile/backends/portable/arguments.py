@@ -40,6 +40,7 @@ class Variant:
     """A tile's own extent in memory does not fit 32 bits."""
     WIDE_CELLS: bool
     """The mask or bias of one head does not fit 32 bits."""
+    HAS_CHUNK: bool
     HAS_DROPOUT: bool
     HIDES: bool
     """Any block may hold hidden keys, so that all of them take a mask, in one run."""
@@ -70,6 +71,8 @@ class Lengths(NamedTuple):
     total_k: Any
     window_left: Any
     window_right: Any
+    attention_chunk: Any
+    """Positions to a chunk; 0 without chunks."""
     drop_threshold: Any
     """Of dropout: numbers of 16 bits below it drop their probability."""
 
@@ -142,5 +145,7 @@ class Cells(NamedTuple):
     head: Any
     rows: Any
     keys: Any
+    positions: Any
+    """At which the rows stand among the keys."""
     distance: Any
     """Key minus the row's own position, in the tile's shape."""

@@ -16,6 +16,7 @@ from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
 from flashtile.backends.portable.tiles import (
     cells_of,
+    chunk_range,
     find_sequence,
     head_of,
     kept_cells,
@@ -44,6 +45,7 @@ class Pointers(NamedTuple):
     key_padding_mask: Any
     bias: Any
     rng_state: Any
+    seqused_q: Any
     key_bounds: Any
 
 
@@ -70,26 +72,26 @@ INTEGERS = ("batch", "bias_batch", "bias_heads", "bias_rows", "padded_rows", *Le
 @kernel(do_not_specialize=INTEGERS)
 def dbias_kernel(
     q, k, v, dout, neg_lse, neg_delta, dbias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-    key_padding_mask, bias, rng_state, key_bounds, batch, bias_batch, bias_heads, bias_rows, padded_rows,
-    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
-    v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, padding_stride_b,
+    key_padding_mask, bias, rng_state, seqused_q, key_bounds, batch, bias_batch, bias_heads, bias_rows,
+    padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
+    v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, padding_stride_b,
     padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, alibi_stride, num_heads_q,
-    group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, drop_threshold,
-    softmax_scale, scale_log2, softcap, keep_scale, C: tl.constexpr,
+    group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, attention_chunk,
+    drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,). dbias [bias_batch, bias_heads,
     bias_rows, seqlen_k] contiguous, fp32; sizes of the bias are 1 where it is broadcast. The others as in the
     kernel of dQ."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dbias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-        key_padding_mask, bias, rng_state, key_bounds,
+        key_padding_mask, bias, rng_state, seqused_q, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
-        window_right, drop_threshold,
+        window_right, attention_chunk, drop_threshold,
     )  # fmt: skip
     numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
     seed, rng_offset = load_state(rng_state, C)
@@ -128,6 +130,11 @@ def dbias_kernel(
                 reached = reached & (key_start <= row_start + BLOCK_M - 1 + offset + window_right)
             if C.HAS_LEFT:
                 reached = reached & (key_start + BLOCK_N > row_start + offset - window_left)
+            if C.HAS_CHUNK:
+                chunk_start, chunk_end = chunk_range(
+                    row_start + offset, row_start + BLOCK_M + offset, attention_chunk
+                )
+                reached = reached & (key_start < chunk_end) & (key_start + BLOCK_N > chunk_start)
             rows = row_start + tl.arange(0, BLOCK_M)
             # A loop without rounds rather than a branch: the accumulator stays where it is.
             for h in range(tl.where(reached, heads, 0)):

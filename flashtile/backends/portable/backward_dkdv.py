@@ -19,6 +19,7 @@ from flashtile.backends.portable.tiles import (
     block_range,
     bounded,
     cells_of,
+    chunk_range,
     find_sequence,
     head_of,
     kept_cells,
@@ -49,6 +50,7 @@ class Pointers(NamedTuple):
     key_padding_mask: Any
     bias: Any
     rng_state: Any
+    seqused_q: Any
     key_bounds: Any
 
 
@@ -101,26 +103,26 @@ def dkdv_blocks(
 @kernel(do_not_specialize=("padded_rows", *Lengths._fields))
 def dkdv_kernel(
     q, k, v, dout, neg_lse, neg_delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-    key_padding_mask, bias, rng_state, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h,
+    key_padding_mask, bias, rng_state, seqused_q, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h,
     mask_stride_q, mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h,
     bias_stride_q, bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
-    window_left, window_right, drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C:
-    tl.constexpr,
+    window_left, window_right, attention_chunk, drop_threshold, softmax_scale, scale_log2, softcap,
+    keep_scale, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
     contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Keys that are not used are not
     written."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
-        key_padding_mask, bias, rng_state, key_bounds,
+        key_padding_mask, bias, rng_state, seqused_q, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
-        window_right, drop_threshold,
+        window_right, attention_chunk, drop_threshold,
     )  # fmt: skip
     numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
     seed, rng_offset = load_state(rng_state, C)
@@ -165,6 +167,12 @@ def dkdv_kernel(
         window_left, C.HAS_RIGHT, C.HAS_LEFT, C.BLOCK_M,
     )  # fmt: skip
     if C.HIDES:
+        if C.HAS_CHUNK:
+            chunk_start, chunk_end = chunk_range(
+                key_start, min(key_start + C.BLOCK_N, sequence.len_k), lengths.attention_chunk
+            )
+            first = max(first, (chunk_start - offset) // C.BLOCK_M)
+            last = min(last, (max(chunk_end - offset, 0) + C.BLOCK_M - 1) // C.BLOCK_M)
         full_last = first  # one run, which takes a mask throughout
         if C.HAS_PADDING:  # a block without a key that takes part has nothing to do
             first_keys, last_keys = bounded(

@@ -97,6 +97,7 @@ def _arguments(
     given = {
         "cu_seqlens_q": problem.varlen,
         "cu_seqlens_k": problem.varlen,
+        "seqused_q": problem.seqused_q,
         "seqused_k": problem.seqused_k,
         "alibi_slopes": problem.alibi,
         "sink": problem.sink,
@@ -111,7 +112,7 @@ def _arguments(
     cells = (_CELLS if problem.mask else None, _CELLS if problem.bias else None)
     constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True, cells=cells)
     types = dict.fromkeys(pointers._fields, f"*{dtype}") | dict.fromkeys(_FLOAT_ROWS, "*fp32")
-    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_bounds"), "*i32")
+    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_bounds"), "*i32")
     types["rng_state"] = "*i64"
     types |= dict.fromkeys(("mask", "key_padding_mask"), "*i1")
     types |= dict.fromkeys(Numbers._fields, "fp32")

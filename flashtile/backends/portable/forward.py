@@ -27,6 +27,7 @@ from flashtile.backends.portable.tiles import (
     row_block,
     seen_cells,
     store_tile,
+    within_chunks,
 )
 
 
@@ -47,6 +48,7 @@ class Pointers(NamedTuple):
     key_padding_mask: Any
     bias: Any
     rng_state: Any
+    seqused_q: Any
     key_bounds: Any
 
 
@@ -123,11 +125,12 @@ def attend_blocks(
 @kernel(do_not_specialize=Lengths._fields)
 def forward_kernel(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
-    bias, rng_state, key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
-    v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
-    alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C: tl.constexpr,
+    bias, rng_state, seqused_q, key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
+    k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
+    mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q,
+    bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+    window_right, attention_chunk, drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C:
+    tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
 
@@ -137,14 +140,14 @@ def forward_kernel(
     """
     pointers = Pointers(
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
-        bias, rng_state, key_bounds,
+        bias, rng_state, seqused_q, key_bounds,
     )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
         alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
-        window_right, drop_threshold,
+        window_right, attention_chunk, drop_threshold,
     )  # fmt: skip
     numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
     seed, rng_offset = load_state(rng_state, C)
@@ -178,6 +181,9 @@ def forward_kernel(
     )  # fmt: skip
     if C.HIDES:
         first, last = bounded(first, last, mods, b, C.BLOCK_N, C)
+        first, last = within_chunks(
+            first, last, row_start, row_start + C.BLOCK_M, offset, lengths, C.BLOCK_N, C
+        )  # fmt: skip
         full_last = first  # one run, which takes a mask throughout
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):

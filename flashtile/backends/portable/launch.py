@@ -55,7 +55,7 @@ def variant_of(
         BIAS_HAS_ROWS=_has_rows(cells[1]),
         HAS_PADDING=problem.key_padding_mask,
         HAS_SCORE_MOD=has_score_mod(problem),
-        EVEN_M=not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
+        EVEN_M=not (problem.varlen or problem.seqused_q) and problem.seqlen_q % config.BLOCK_M == 0,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
@@ -65,8 +65,9 @@ def variant_of(
         BLOCK_N=config.BLOCK_N,
         WIDE=wide,
         WIDE_CELLS=any(map(_is_wide, cells)),
+        HAS_CHUNK=problem.attention_chunk > 0,
         HAS_DROPOUT=problem.dropout_p > 0,
-        HIDES=problem.mask or problem.key_padding_mask,
+        HIDES=problem.mask or problem.key_padding_mask or problem.attention_chunk > 0,
         PRECISION=precision,
     )
 
@@ -107,6 +108,8 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
         total_k=problem.total_k,
         window_left=left,
         window_right=right,
+        # No position lies behind the keys: longer chunks are as long as they are.
+        attention_chunk=min(problem.attention_chunk, max(problem.seqlen_k, 1)),
         drop_threshold=threshold(problem.dropout_p),
     )
 
@@ -168,6 +171,7 @@ class ForwardLaunch:
         self._problem = problem
         self._config = config
         self._out_shape = problem.out_shape
+        self._all_written = not (problem.varlen or problem.seqused_q)
         self._lse_shape = problem.lse_shape
         self._key_bounds: Any = None
         self._kernel: KeptKernel | None = None
@@ -181,12 +185,12 @@ class ForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if extras.cu_seqlens_q is None:
+        if self._all_written:
             if out is None:
                 out = q.new_empty(*self._out_shape)  # a tuple would take twice as long to read
             if lse is None:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # tokens that belong to no sequence are written by no program
+        else:  # tokens that no sequence has or uses are written by no program
             out = q.new_zeros(self._out_shape) if out is None else out.zero_()
             if lse is None:
                 lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -244,7 +248,7 @@ class BackwardLaunch:
         no_rows = problem.batch * problem.seqlen_q == 0
         no_keys = problem.batch * problem.seqlen_k == 0
         # Tokens that no sequence has or uses are written by no program, nor is anything without rows or keys.
-        some_unwritten = problem.varlen or problem.seqused_k or no_rows or no_keys
+        some_unwritten = problem.varlen or problem.seqused_q or problem.seqused_k or no_rows or no_keys
         allocate = q.new_zeros if some_unwritten else q.new_empty
         dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
         if no_rows or (no_keys and sink is None):

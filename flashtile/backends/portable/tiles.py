@@ -48,6 +48,18 @@ def block_range(
 
 
 @triton.jit
+def chunk_range(start, end, attention_chunk):
+    """Positions that share a chunk with ``start <= i < end``: the first, and the one behind the last."""
+    first = max(start, 0)
+    first -= first % attention_chunk
+    last = max(end - 1, 0)
+    last += attention_chunk - last % attention_chunk
+    if end <= 0:
+        last = first
+    return first, last
+
+
+@triton.jit
 def used_length(seqused, b, length):
     """How many of the ``length`` tokens of sequence ``b`` are used; within it whatever ``seqused`` says."""
     if seqused is None:
@@ -61,6 +73,7 @@ def find_sequence(pointers, lengths, b, C: tl.constexpr):
     """Sequence ``b`` of the batch, within the tensors whatever ``cu_seqlens`` and ``seqused_k`` say."""
     start_q, len_q = sequence(pointers.cu_seqlens_q, b, lengths.seqlen_q, lengths.total_q, C.VARLEN)
     start_k, len_k = sequence(pointers.cu_seqlens_k, b, lengths.seqlen_k, lengths.total_k, C.VARLEN)
+    len_q = used_length(pointers.seqused_q, b, len_q)
     len_k = used_length(pointers.seqused_k, b, len_k)
     return Sequence(b, start_q, start_k, len_q, len_k)
 
@@ -159,7 +172,8 @@ def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
         rows, keys = rows[None, :], keys[:, None]
     else:
         rows, keys = rows[:, None], keys[None, :]
-    return Cells(block.b, block.head, rows, keys, keys - (rows + block.offset))
+    positions = rows + block.offset
+    return Cells(block.b, block.head, rows, keys, positions, keys - positions)
 
 
 @triton.jit
@@ -182,6 +196,10 @@ def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr)
 def seen_cells(cells, lengths, mods, C: tl.constexpr):
     """Which scores of a tile take part, as far as their sequence has them."""
     seen = visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+    if C.HAS_CHUNK:
+        first = cells.positions - cells.positions % lengths.attention_chunk  # of those that are no key's, any
+        seen = seen & (cells.positions >= 0) & (cells.keys >= first)
+        seen = seen & (cells.keys - first < lengths.attention_chunk)
     if C.HAS_MASK:
         seen = seen & load_cells(mods.mask, mods.mask_strides, cells, lengths, C.MASK_HAS_ROWS, False, C)
     if C.HAS_PADDING:
@@ -244,6 +262,16 @@ def kept_cells(block, row_start, key_start, lengths, mods, KEYS_FIRST: tl.conste
         return tl.trans(kept)
     else:
         return kept
+
+
+@triton.jit
+def within_chunks(first, last, start, end, offset, lengths, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Of blocks of keys ``first`` to ``last``, those that share a chunk with rows ``start`` to ``end``."""
+    if C.HAS_CHUNK:
+        chunk_start, chunk_end = chunk_range(start + offset, end + offset, lengths.attention_chunk)
+        first = max(first, chunk_start // BLOCK)
+        last = min(last, (chunk_end + BLOCK - 1) // BLOCK)
+    return first, last
 
 
 @triton.jit

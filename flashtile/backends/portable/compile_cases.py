@@ -14,7 +14,7 @@ from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, forward
 from flashtile.backends.portable.arguments import Numbers
-from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, row
+from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row
 from flashtile.backends.portable.launch import variant_of
 from flashtile.compile_report import CompileCase, architecture
 
@@ -67,6 +67,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for variant, any_head_dim in _VARIANTS.items():
                 problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
                 config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
+                if problem.beyond_distance is not None:
+                    config = for_cells(config)
                 for name, kernel, pointers, tile in (
                     ("forward", forward.forward_kernel, forward.Pointers, config.forward),
                     ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.Pointers, config.dkdv),

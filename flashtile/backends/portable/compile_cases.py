@@ -53,19 +53,14 @@ _VARIANTS: dict[str, Problem] = {
 
 _BIAS_SIZES = ("batch", "bias_batch", "bias_heads", "bias_rows")
 _FLOAT_ROWS = ("dbias", "lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
-_WITH_CELLS = {2: (("hopper", 64), ("hopper", 128)), 4: (("hopper", 64),)}
-"""Families and head sizes, by element bytes, for which masks, biases and dropout are compiled."""
+_WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
+"""Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
 _CELL_SPILLS = {
     "dkdv bf16 head_dim 64 dropout": 120,
     "dkdv bf16 head_dim 128 masks": 56,
     "dkdv bf16 head_dim 128 bias": 268,
     "dkdv bf16 head_dim 128 dropout": 464,
     "dbias bf16 head_dim 128 bias": 32,
-    "forward fp32 head_dim 64 bias": 28,
-    "dkdv fp32 head_dim 64 masks": 16,
-    "dkdv fp32 head_dim 64 bias": 8,
-    "dkdv fp32 head_dim 64 dropout": 112,
-    "dbias fp32 head_dim 64 bias": 176,
 }
 """Bytes of register spills with masks, biases and dropout: as they are, none of them timed yet."""
 _CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
@@ -82,7 +77,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for variant, any_head_dim in _VARIANTS.items():
                 problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
                 beyond_distance = problem.beyond_distance is not None
-                if beyond_distance and (table_family, head_dim) not in _WITH_CELLS[element_bytes]:
+                if beyond_distance and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
                     continue
                 config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
                 if beyond_distance:

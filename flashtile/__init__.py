@@ -48,11 +48,12 @@ __all__ = [
     "linear",
     "merge_states",
     "nn",
+    "parallel",
     "profile_scores",
     "sdpa",
 ]
 
-_LATER = ("compat", "fp8", "linear", "nn")
+_LATER = ("compat", "fp8", "linear", "nn", "parallel")
 _IN_MODULES = {
     "LLM": "flashtile.engine",
     "SamplingParams": "flashtile.engine",

@@ -12,7 +12,7 @@ import torch
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, forward
+from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, flash1, forward
 from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row
 from flashtile.backends.portable.launch import variant_of
@@ -105,6 +105,26 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     )
             plain = replace(_PLAIN, head_dim=head_dim, head_dim_v=head_dim)
             yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)
+    for head_dim in (64, 128):
+        for name, causal in (("full", False), ("causal", True)):
+            yield _flash1_case(f"flash1 bf16 head_dim {head_dim} {name}", head_dim, causal)
+
+
+def _flash1_case(name: str, head_dim: int, causal: bool) -> CompileCase:
+    config = flash1.config_of(2, head_dim)
+    rows = dict.fromkeys(("partial", "row_max", "row_sum"), "*fp32") | {"softmax_scale": "fp32"}
+    types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | rows
+    arguments = flash1.flash1_kernel.arg_names
+    return CompileCase(
+        name=name,
+        kernel=flash1.flash1_kernel,
+        signature={argument: types.get(argument, "i32") for argument in arguments if argument != "C"},
+        constants={"C": flash1.variant_of(head_dim, head_dim, 4096, 4096, causal, config)},
+        divisible_by_16=_STRIDES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        spill_budget=config.spill_budget,
+    )
 
 
 def _arguments(

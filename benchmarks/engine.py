@@ -11,6 +11,7 @@ Weights are random, of true shapes. `flashtile bench -w engine` measures beside 
     kernels   kernels a layer and a step, the GPU's idle time, and the kernels that take the most
     waits     copies and calls in which the host waits for the device, while the batch changes: should be none
     prompt    host and device time of a prompt's step, of shapes that were there before and of new ones
+    mixed     a step with a chunk of a prompt beside single tokens, and each of them alone
     prefix    time to the first token with nine tenths of the prompt in the cache, and without
     guesses   ms a step with guesses behind each token, and tokens a second on a text that repeats itself
     requests  1,000 requests of ShareGPT-like lengths, new tokens a second
@@ -40,7 +41,7 @@ import torch
 
 from flashtile import SamplingParams, machine
 from flashtile.bench.engine_bench import Workload, floor_bytes, measure
-from flashtile.bench.engine_models import CI, SHAPES, tokens, write_model
+from flashtile.bench.engine_models import CI, SERVED, tokens, vocabulary, write_model
 from flashtile.bench.engine_peers import Flashtile
 
 READ = 4.47e12
@@ -74,7 +75,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.device = machine.find_device(options.device)
-        self.vocab_size = 256 if options.model == CI else SHAPES[options.model]["vocab_size"]
+        self.vocab_size = vocabulary(options.model)
         self._loaded: tuple[Any, Flashtile] | None = None
 
     def engine(self, **more: Any) -> Flashtile:
@@ -192,13 +193,13 @@ def waits(bench: Bench) -> Rows:
 def prompt(bench: Bench) -> Rows:
     """A step with a whole prompt, until the host has launched it and until it is done."""
     engine, rows = bench.engine().llm.engine, []
+    engine.overlap = True
     most = 32 if bench.options.model == CI else 4096
     shapes = ((most, "new"), (most, "known"), (most - 5, "new"), (most // 8, "new"), (most // 8, "known"))
     for length, kind in shapes:
         engine.add_request("p", bench.prompts(1, length)[0], greedy(1))
         bench.synchronize()
         begun = time.perf_counter()
-        engine.overlap = True
         engine.step()
         launched = time.perf_counter() - begun
         bench.synchronize()
@@ -208,6 +209,36 @@ def prompt(bench: Bench) -> Rows:
         times = {"launched_ms": launched * 1e3, "done_ms": seconds * 1e3}
         rows.append({"tokens": length, "shape": kind, **times})
     return rows
+
+
+def mixed(bench: Bench) -> Rows:
+    """Attention of single tokens beside a chunk goes through the chunk's kernel: what does it cost?"""
+    engine, batch = bench.engine().llm.engine, max(bench.options.batches)
+    chunk = 16 if bench.options.model == CI else 512
+    engine.overlap = False
+    for i, one in enumerate(bench.prompts(batch, bench.options.context)):
+        engine.add_request(f"m{i}", one, greedy(64))
+    while any(sequence.wanted > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+
+    def seconds(prompt: list[int] | None) -> float:
+        if prompt is not None:
+            engine.add_request("chunk", prompt, greedy(1))
+        bench.synchronize()
+        begun = time.perf_counter()
+        engine.step()
+        bench.synchronize()
+        return time.perf_counter() - begun
+
+    times = [(seconds(None), seconds(bench.prompts(1, chunk, 500 + i)[0])) for i in range(6)][1:]
+    engine.abort(list(engine.requests))
+    alone = [seconds(bench.prompts(1, chunk, 600 + i)[0]) for i in range(6)][1:]
+    engine.overlap = bench.device.type == "cuda"
+    singles, both = (sorted(column)[len(column) // 2] for column in zip(*times, strict=True))
+    return [
+        {"sequences": batch, "chunk": chunk, "singles_ms": singles * 1e3,
+         "chunk_ms": sorted(alone)[len(alone) // 2] * 1e3, "both_ms": both * 1e3}
+    ]  # fmt: skip
 
 
 def prefix(bench: Bench) -> Rows:
@@ -289,7 +320,7 @@ def start(bench: Bench) -> Rows:
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (decode, kernels, waits, prompt, prefix, guesses, requests, start)
+    part.__name__: part for part in (decode, kernels, waits, prompt, mixed, prefix, guesses, requests, start)
 }
 ON_A_GPU = ("kernels", "waits")
 
@@ -309,8 +340,8 @@ def shown(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join((*SHAPES, CI))}")
-    parser.add_argument("--draft", default="llama-3-1b", help="a model that guesses, '' for none")
+    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join((*SERVED, CI))}")
+    parser.add_argument("--draft", default="llama-3.2-1b", help="a model that guesses, '' for none")
     parser.add_argument("--device", default=None)
     parser.add_argument("--limit", type=float, default=90, help="seconds of each part")
     parser.add_argument("--batches", default="1,64", type=lambda text: [int(n) for n in text.split(",")])

@@ -5,8 +5,9 @@ launch would load (Triton keeps it in its disk cache), or from the PTX that it w
 compilation.
 
 Spills are counted as ptxas counts them: the bytes that instructions to and from local memory move, once each.
-A kernel that indexes a local array would count it, too; attention kernels have none. A binary without a stack
-has no spills and is not disassembled, which takes as long as many a compilation.
+On AMD's GPUs they are the bytes of scratch, counted alike. A kernel that indexes a local array would count
+it, too; attention kernels have none. A binary without a stack has no spills and is not disassembled, which
+takes as long as many a compilation.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Architecture:
-    """An NVIDIA architecture: its name for ptxas, compute capability, and shared bytes a block may use."""
+    """A GPU's architecture: its name for the compiler, CUDA's compute capability (0 for AMD), shared bytes a
+    block may use, and threads of a warp."""
 
     name: str
     capability: int
     shared_limit: int
+    warp_size: int = 32
+
+    @property
+    def amd(self) -> bool:
+        return self.name.startswith("gfx")
 
 
 ARCHITECTURES = {
@@ -50,6 +57,9 @@ ARCHITECTURES = {
         ("sm_103a", 103, 227),
         ("sm_120a", 120, 99),
     )
+} | {
+    name: Architecture(name, 0, kib * KIB, warp_size)
+    for name, kib, warp_size in (("gfx942", 64, 64), ("gfx950", 160, 64), ("gfx1201", 64, 32))
 }
 
 
@@ -121,8 +131,9 @@ class CompileCase:
             (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned
         }
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages} | self.options
+        backend, arch = ("hip", target.name) if target.amd else ("cuda", target.capability)
         return compat.compile_for(
-            target.capability, self.kernel, signature, self.constants, attributes, options
+            backend, arch, target.warp_size, self.kernel, signature, self.constants, attributes, options
         )
 
 
@@ -139,7 +150,7 @@ class CompileReport:
     shared: int
     threads: int
     tensor_core: dict[str, int]
-    """Tensor-core instructions by PTX's name: mma, wgmma, tcgen05."""
+    """Tensor-core instructions by PTX's name (mma, wgmma, tcgen05), or AMD's (mfma, wmma)."""
     lost_barriers: int
     """mbarriers initialised that no partition is given, so that the compiler puts a tile in their place. A
     card that switches between processes may write such a barrier's state back, over the tile's first bytes.
@@ -188,19 +199,12 @@ def report(case: CompileCase, arch: str) -> CompileReport:
     begin = time.perf_counter()
     compiled = case.compile(target)
     seconds = time.perf_counter() - begin
-    usage = cuobjdump("-res-usage", compiled.asm["cubin"])
-    stack = _largest(r"\bSTACK:(\d+)", usage)
-    opcodes = Counter(_opcodes(cuobjdump("-sass", compiled.asm["cubin"])) if stack else ())
+    used = used_on_amd(compiled.asm["amdgcn"]) if target.amd else _used_on_nvidia(compiled.asm)
     return CompileReport(
         name=case.name,
         arch=target.name,
-        registers=_largest(r"\bREG:(\d+)", usage),
-        spill_stores=_local_bytes("STL", opcodes),
-        spill_loads=_local_bytes("LDL", opcodes),
-        stack=stack,
+        **used,
         shared=compiled.metadata.shared,
-        threads=_largest(r"\.(?:req|max)ntid\s+(\d+)", compiled.asm["ptx"]),
-        tensor_core=dict(Counter(re.findall(r"\b(mma|wgmma|tcgen05)\.(?:mma|sync)", compiled.asm["ptx"]))),
         lost_barriers=_lost_barriers(compiled.asm["ttgir"]),
         spill_budget=case.spill_budget,
         shared_limit=target.shared_limit,
@@ -219,6 +223,38 @@ def reports(cases: Iterable[CompileCase], arch: str, jobs: int | None = None) ->
     """
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         yield from pool.map(lambda case: report(case, arch), cases)
+
+
+def _used_on_nvidia(asm: dict[str, Any]) -> dict[str, Any]:
+    usage = cuobjdump("-res-usage", asm["cubin"])
+    stack = _largest(r"\bSTACK:(\d+)", usage)
+    opcodes = Counter(_opcodes(cuobjdump("-sass", asm["cubin"])) if stack else ())
+    return {
+        "registers": _largest(r"\bREG:(\d+)", usage),
+        "spill_stores": _local_bytes("STL", opcodes),
+        "spill_loads": _local_bytes("LDL", opcodes),
+        "stack": stack,
+        "threads": _largest(r"\.(?:req|max)ntid\s+(\d+)", asm["ptx"]),
+        "tensor_core": dict(Counter(re.findall(r"\b(mma|wgmma|tcgen05)\.(?:mma|sync)", asm["ptx"]))),
+    }
+
+
+def used_on_amd(assembly: str) -> dict[str, Any]:
+    """From the assembly, at whose end the compiler says what it used. Scratch is what local memory is on
+    NVIDIA's GPUs; its instructions end in _dword, _dwordx4 or, on gfx12, in _b32, _b128."""
+
+    def scratch(direction: str) -> int:
+        words = re.findall(rf"\bscratch_{direction}_(?:dword(?:x(\d))?|b(\d+))\b", assembly)
+        return sum(int(bits) // 8 if bits else 4 * int(times or 1) for times, bits in words)
+
+    return {
+        "registers": _largest(r"\.vgpr_count:\s+(\d+)", assembly),
+        "spill_stores": scratch("store"),
+        "spill_loads": scratch("load"),
+        "stack": _largest(r"\.private_segment_fixed_size:\s+(\d+)", assembly),
+        "threads": _largest(r"\.max_flat_workgroup_size:\s+(\d+)", assembly),
+        "tensor_core": dict(Counter(re.findall(r"\bv_(mfma|wmma)_", assembly))),
+    }
 
 
 def cuobjdump(option: str, cubin: bytes) -> str:
@@ -261,7 +297,9 @@ def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
 def _lost_barriers(ttgir: str) -> int:
     """Barriers that are initialised before the partitions start, and that none of them captures."""
     start = re.search(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
-    captured = set(start[1].split(", ")) if start else set()
+    if start is None:  # a kernel that is one partition has all of them, as Triton's own for tcgen05
+        return 0
+    captured = set(start[1].split(", "))
     array_of = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir))
     initialised = re.findall(r"ttng\.init_barrier (%\w+),", ttgir)
     return sum(array_of.get(barrier, barrier) not in captured for barrier in initialised)

@@ -21,7 +21,7 @@ FLOORS = (
     ("flashtile.attn.operators", "flashtile.decode.operators", "flashtile.fp8.operators"),
     ("flashtile.attn.functional", "flashtile.decode.functional", "flashtile.fp8.functional"),
     ("flashtile.explanations",),
-    ("flashtile.padding",),
+    ("flashtile.padding", "flashtile.parallel"),
     ("flashtile.integrations", "flashtile.compat", "flashtile.nn"),
     ("flashtile.commands",),
 )

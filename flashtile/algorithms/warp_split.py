@@ -10,7 +10,8 @@ share the work on each tile of S, in one of two ways (Figure 3 of the paper):
               its own: nothing is written, nobody waits for anybody. FlashAttention-2 works so.
 
 split_q reads each block of K and V once a warp instead of once, and still moves less: a partial output of
-Br x d float32 numbers from each warp, written and read again, is more than a few copies of K and V.
+Br x d float32 numbers from each warp, written and read again, is more than a few copies of K and V. With four
+warps and 16-bit operands that holds up to about Bc = 2.7 Br.
 
 Both are counted by the same rules. A warp reads each number that it needs once and keeps Q, its sums and its
 accumulator in registers. Operands have the memory's ``element_bytes``; statistics and accumulators are

@@ -21,8 +21,6 @@ from triton.compiler import ASTSource
 
 from flashtile.caches import BoundedCache
 
-WARP_SIZE = 32
-
 cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """This thread's current device. torch.cuda's function asks first whether CUDA is initialised."""
 cuda_stream: Callable[[int], int] = getattr(
@@ -37,14 +35,18 @@ def is_compilable(kernel: Any) -> bool:
 
 
 def compile_for(
-    capability: int,
+    backend: str,
+    arch: int | str,
+    warp_size: int,
     kernel: Any,
     signature: dict[str, str],
     constants: dict[str, Any],
     attributes: Mapping[tuple[int, ...], list],
     options: dict[str, Any],
 ) -> Any:
-    """Compile a ``@triton.jit`` or Gluon kernel for an NVIDIA compute capability (90 is 9.0); needs no GPU.
+    """Compile a ``@triton.jit`` or Gluon kernel; needs no GPU.
+
+    ``arch`` is a compute capability (90 is 9.0) for the backend "cuda", a name ("gfx942") for "hip".
 
     Floating-point fusion is on, as in the launchers: Triton 3.10 turns it off by default.
     """
@@ -54,7 +56,7 @@ def compile_for(
 
         source_type = GluonASTSource
     source = source_type(kernel, signature, constants, dict(attributes))
-    target = GPUTarget("cuda", capability, WARP_SIZE)
+    target = GPUTarget(backend, arch, warp_size)
     return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
 
 

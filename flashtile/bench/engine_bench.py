@@ -18,8 +18,8 @@ import torch
 from rich.table import Table
 
 from flashtile import machine
-from flashtile.bench import engine_models, timing
-from flashtile.bench.engine_models import CI, lengths, tokens, write_model
+from flashtile.bench import timing
+from flashtile.bench.engine_models import CI, SERVED, lengths, tokens, vocabulary, write_model
 from flashtile.bench.engine_peers import CONTENDERS, Contender, Flashtile, seconds_of
 from flashtile.bench.linear_bench import read_tbps
 
@@ -116,7 +116,7 @@ def run(
             timing.release_memory(device)
     for workload, cell in cells.items():
         cell["floor_ms"] = floor_bytes(workload) / document["read_tbps"] * 1e-9
-        _compare(workload, cell["results"])
+        compare(cell["results"])
     after_cell(document)
     return document
 
@@ -145,7 +145,7 @@ def _measured(
 
 def measure(contender: Contender, workload: Workload, device: torch.device, rounds: int) -> dict[str, Any]:
     """A workload on a contender that is loaded."""
-    prompts, answers = workload.requests(_vocabulary(workload.model))
+    prompts, answers = workload.requests(vocabulary(workload.model))
     if not workload.context:
         contender.generate(prompts[:4], [4] * len(prompts[:4]))  # compiles
         seconds = [seconds_of(contender, prompts, answers, device) for _ in range(rounds)]
@@ -172,7 +172,7 @@ def _failed(error: Exception) -> dict[str, Any]:
     return {"status": "failed", "text": f"{type(error).__name__}: {lines[0][:200] if lines else ''}"}
 
 
-def _compare(workload: Workload, results: dict[str, Any]) -> None:
+def compare(results: dict[str, Any]) -> None:
     """With the same weights in float32 all give the same tokens."""
     tokens_of = {name: found.pop("tokens") for name, found in results.items() if "tokens" in found}
     if tokens_of.get("transformers", tokens_of.get(OURS)) != tokens_of.get(OURS):
@@ -180,20 +180,14 @@ def _compare(workload: Workload, results: dict[str, Any]) -> None:
         results[OURS]["text"] = "tokens that are not Transformers'"
 
 
-def _vocabulary(model: str) -> int:
-    return 256 if model == CI else engine_models.SHAPES[model]["vocab_size"]
-
-
 def floor_bytes(workload: Workload) -> float:
     """Bytes that a step must read in bf16: all weights but the embedding, and the keys and values."""
     if workload.model == CI or not workload.context:
         return 0.0
-    c = engine_models.SHAPES[workload.model]
-    head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
-    q, kv = (c[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
-    layer = c["hidden_size"] * (2 * q + 2 * kv + 3 * c["intermediate_size"])
-    weights = c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
-    return 2.0 * (weights + workload.batch * workload.context * 2 * c["num_hidden_layers"] * kv)
+    model, vocab_size, _ = SERVED[workload.model]
+    products = model.layers * sum(rows * columns for rows, columns in model.products)
+    head = vocab_size * model.num_heads_q * model.head_dim
+    return 2.0 * (products + head) + workload.batch * workload.context * model.kv_bytes_per_token("bfloat16")
 
 
 def table(document: dict[str, Any]) -> Table:

@@ -10,27 +10,21 @@ from typing import Any
 
 import torch
 
+from flashtile.io_model.models import Model, find_model
+
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "llama-3-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-        "rope_parameters": LLAMA3_ROPE,
-    },
-    "llama-3-1b": {  # a draft model for the one before
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 8192,
-        "tie_word_embeddings": True, "rope_parameters": {**LLAMA3_ROPE, "factor": 32.0},
-    },
-}  # fmt: skip
+LLAMA2_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DRAFT = Model("Llama-3.2-1B", 16, 32, 8, 64, 8192, 1.24e9, 8192, "Meta 2024, the model card of Llama 3.2")
+"""Small enough to guess for Llama-3-8B."""
+SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
+    "llama-2-7b": (find_model("llama-2-7b"), 32000, LLAMA2_ROPE),
+    "llama-3-8b": (find_model("llama-3-8b"), 128256, LLAMA3_ROPE),
+    "llama-3.2-1b": (DRAFT, 128256, {**LLAMA3_ROPE, "factor": 32.0}),
+}
+"""By name: sizes, vocabulary, rotary embedding."""
 CI = "ci"
 """A model that is written with its weights, so that all engines must give the same tokens."""
 
@@ -44,12 +38,22 @@ def write_model(name: str, folder: Path) -> Path:
         torch.manual_seed(0)
         save_llama(Llama(sized(2, 4, 64)), folder, 256)
         return folder
+    model, vocab_size, rope = SERVED[name]
     config = {
-        "model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16",
-        "eos_token_id": None, "bos_token_id": None, **SHAPES[name],
+        "model_type": "llama", "rms_norm_eps": 1e-5, "dtype": "bfloat16", "eos_token_id": None,
+        "bos_token_id": None, "tie_word_embeddings": model is DRAFT, "vocab_size": vocab_size,
+        "hidden_size": model.num_heads_q * model.head_dim, "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers, "num_attention_heads": model.num_heads_q,
+        "num_key_value_heads": model.num_heads_kv, "head_dim": model.head_dim,
+        "max_position_embeddings": model.longest, "rope_parameters": rope,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def vocabulary(name: str) -> int:
+    """Tokens of a model."""
+    return 256 if name == CI else SERVED[name][1]
 
 
 def tokens(count: int, vocab_size: int, seed: int) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile import explanations
+from flashtile.backends.common.device import capability
 from flashtile.bench.workloads import DTYPES
 from flashtile.commands.options import bad_parameters, console, parse_device
 from flashtile.io_model import (
@@ -33,6 +34,8 @@ from flashtile.problem import UNLIMITED
 HERE = "here"
 MOST, MOST_TOKENS, MOST_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
 """At most: sequences, heads and columns; tokens of a sequence; tokens of one whose cost is counted."""
+MEASURED = (9, 0)
+"""The compute capability of the cards that our numbers are from."""
 MODEL_SEQLENS = (2048, 8192, 32768, 131072)
 OF_MODEL = ("model_name", "seqlens", "batch", "dtype", "card_name", "device")
 """Options that ``--model`` takes."""
@@ -143,6 +146,8 @@ def explain(
             f"dtype on {card.name} must be one of {', '.join(card.tflops)}, got {dtype!r}"
         )
     typer.echo(explanation)
+    if explanation.backend == "portable" and capability(explanation.problem.device) != MEASURED:
+        typer.echo("for this GPU the portable kernels are only compiled: no run on it has been measured")
     if card_name == HERE:
         card = measured_card(place, (dtype,))
     out = console()

@@ -64,6 +64,7 @@ def serve(
     try:
         from flashtile.engine import LLM
         from flashtile.engine.parallel import dismiss, follow, lead, start_others
+        from flashtile.engine.server.replicas.process import end_with_stdin
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
     except ModuleNotFoundError as error:
@@ -97,6 +98,7 @@ def serve(
     elif os.environ.get("RANK", "0") != "0":
         for number in (signal.SIGTERM, signal.SIGINT):  # the first process says when it is over
             signal.signal(number, signal.SIG_IGN)
+    end_with_stdin()
     with bad_parameters():
         try:
             llm = LLM(

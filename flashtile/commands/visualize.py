@@ -11,6 +11,8 @@ from rich.console import Console
 
 from flashtile.algorithms.memory import KIB, SramExceededError
 from flashtile.commands.options import output_file, progress_bar
+from flashtile.visualizer.film import SUFFIXES as FILMS
+from flashtile.visualizer.film import write_film
 from flashtile.visualizer.page import write_page
 from flashtile.visualizer.recording import RUNNERS, record
 from flashtile.visualizer.settings import MASKS, Setting, grid, own_runs
@@ -38,12 +40,18 @@ def visualize(
     mask: Annotated[str | None, typer.Option(help=f"{', '.join(MASKS)}.")] = None,
     num_splits: Annotated[int | None, typer.Option(min=1, help="For decoding.")] = None,
     page_size: Annotated[int | None, typer.Option(min=1, help="For paged.")] = None,
+    film: Annotated[
+        Path | None,
+        typer.Option(
+            callback=output_file(*FILMS), help="Write the run as a film, too: .gif, or .mp4 (PyAV)."
+        ),
+    ] = None,
 ) -> None:
     """Write a page that plays the algorithms: what moves, what it costs, why.
 
-    One HTML file that needs no network. With --algorithm, --seqlen, --head-dim, --block, --sram-kib, --mask,
-    --num-splits or --page-size it also holds a run with these settings, standard attention's beside it, and
-    opens there.
+    One HTML file that needs no network. --film writes a run as GIF or MP4 beside it. With --algorithm,
+    --seqlen, --head-dim, --block, --sram-kib, --mask, --num-splits or --page-size it also holds a run
+    with these settings, standard attention's beside it, and opens there.
     """
     given: dict[str, Any] = {
         "seqlen": seqlen, "head_dim": head_dim, "mask": mask, "block": block,
@@ -53,11 +61,14 @@ def visualize(
     given = {name: value for name, value in given.items() if value is not None}
     out = Console()
     try:
-        own = own_runs(algorithm or "flash2", **given) if algorithm or given else []
-        for setting in own:
-            record(setting)
+        own = own_runs(algorithm or "flash2", **given) if algorithm or given or film else []
+        recorded = [record(setting) for setting in own]
+        if film:
+            write_film(film, recorded[0])
     except (ValueError, SramExceededError) as error:
         raise typer.BadParameter(str(error)) from None
+    except ModuleNotFoundError:
+        raise typer.BadParameter('--film with .mp4 needs PyAV: pip install "flashtile[film]"') from None
     settings = list(grid())
     with progress_bar(out) as progress:
         task = progress.add_task("recording", total=len(settings) + len(own))
@@ -65,6 +76,8 @@ def visualize(
     out.print(
         f"Wrote {output} ({size / 2**20:.1f} MiB, {len(settings) + len(own)} recorded runs)", soft_wrap=True
     )
+    if film:
+        out.print(f"Wrote {film}", soft_wrap=True)
     if open_:
         webbrowser.open(output.resolve().as_uri())
 

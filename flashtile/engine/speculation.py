@@ -194,7 +194,10 @@ class Speculator:
         for length in range(self.settings.prompt_lookup_max, self.settings.prompt_lookup_min - 1, -1):
             at = places.get(tuple(tokens[-length:]))
             if at is not None and len(tokens) > length:
-                return row(tokens[at : at + count])
+                guesses = tokens[at : at + count]
+                while len(guesses) < count:  # a text that repeats itself in short goes on to do so
+                    guesses.append(guesses[at - len(tokens)])
+                return row(guesses)
         return row([])
 
     def forget(self, sequence: Sequence) -> None:

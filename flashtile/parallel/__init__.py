@@ -11,6 +11,7 @@ from flashtile.parallel.model import (
     Sharing,
     estimates,
     explain,
+    two_dimensions,
 )
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "explain",
     "own_tokens",
     "shard",
+    "two_dimensions",
     "unshard",
 ]

@@ -211,6 +211,8 @@ def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Bl
     q_start, q_stop, k_start, k_stop = 0, queries.length, 0, keys.length
     high = keys.length - 1 if mask.right == UNLIMITED else (mask.right - apart) // step
     low = 1 - queries.length if mask.left == UNLIMITED else -((mask.left + apart) // step)
+    if low > high:  # a window narrower than the steps, between two tokens
+        return None
     if mask.right != UNLIMITED:
         q_start = max(q_start, -high)
     if mask.left != UNLIMITED:

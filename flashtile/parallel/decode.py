@@ -126,7 +126,7 @@ def context_parallel_decode(
     }  # fmt: skip
     if not q.is_cuda:  # on a GPU that would synchronise
         same["cache_seqlens"] = tuple(cache_seqlens.tolist())
-    ranks.agree(same, {}, timeout)
+    ranks.agree(same, {}, timeout, q.device)
     lengths = cache_seqlens
     if k is not None or v is not None:
         descales = (k_descale, v_descale)

@@ -204,6 +204,10 @@ class _Attention(torch.autograd.Function):
         return *result, None
 
 
+def _device(q: Any) -> torch.device:
+    return q.device if isinstance(q, Tensor) else torch.device("cpu")
+
+
 def _own_error(q: Any, k: Any, v: Any, sink: Any, options: Options) -> Exception | None:
     """What is wrong with this rank's own arguments. The others hear of it before it is raised."""
     try:
@@ -229,7 +233,7 @@ def _agree(
     method, layout, meshed, offsets_q, offsets_k = others
     if error is not None:
         with contextlib.suppress(ValueError, RuntimeError):
-            ranks.agree({}, {}, timeout, str(error))
+            ranks.agree({}, {}, timeout, _device(q), str(error))
         raise error
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
     same: dict[str, Any] = {
@@ -250,7 +254,7 @@ def _agree(
         **{name: value for name, value in options._asdict().items() if name not in ("backend", "partial")},
     }
     own = {"tokens of q": q.shape[1], "tokens of k": k.shape[1]}
-    result = ranks.agree(same, own, timeout)
+    result = ranks.agree(same, own, timeout, q.device)
     return _Call(
         q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, q.device,
         result["tokens of q"], result["tokens of k"], offsets_q, offsets_k, learns,

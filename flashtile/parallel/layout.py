@@ -141,7 +141,7 @@ def unshard(
     ranks = ranks_of(group, mesh)
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])
     record = {"layout": layout, "dim": dim, "shape of x beside dim": rest, "dtype of x": str(x.dtype)}
-    lengths = ranks.agree(record, {"tokens of x": x.shape[dim]}, timeout)["tokens of x"]
+    lengths = ranks.agree(record, {"tokens of x": x.shape[dim]}, timeout, x.device)["tokens of x"]
     pieces = all_pieces(layout, lengths, "x")
     with torch.no_grad():
         parts = ranks.gather(x.movedim(dim, 0), lengths, timeout)

@@ -48,8 +48,9 @@ class Pending:
         Raises:
             RuntimeError: a rank is gone, or has not answered within the timeout.
         """
+        on_gpu = any(buffer.is_cuda for _, buffer in self._messages)
         for peer, work in self._works:
-            self._ranks.wait(work, [peer], self._timeout)
+            self._ranks.wait(work, [peer], self._timeout, on_gpu)
         self._works, self._messages = [], ()
 
 
@@ -92,7 +93,7 @@ class Ranks:
                 others,
                 timeout,
             )
-            self.wait(work, others, timeout)
+            self.wait(work, others, timeout, incoming.is_cuda)
         else:
             incoming = outgoing
         return list(incoming.split(list(sizes)))
@@ -112,34 +113,39 @@ class Ranks:
             # Newer releases of torch have another name for it.
             run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = self._run(lambda: run(every, flat, group=self.group, async_op=True), others, timeout)
-            self.wait(work, others, timeout)
+            self.wait(work, others, timeout, flat.is_cuda)
         whole = from_bytes(every, [((self.size, longest, *rest), x.dtype)])[0]
         return [part[:length] for part, length in zip(whole, lengths, strict=True)]
 
-    def wait(self, work: Any, peers: Sequence[int], timeout: float) -> None:
+    def wait(self, work: Any, peers: Sequence[int], timeout: float, on_gpu: bool) -> None:
         if work is None:
             return
-        if "nccl" in dist.get_backend(self.group) and torch.cuda.is_available():
+        if on_gpu:
             work.wait()  # of the stream: a wait with a timeout would stop the host
         else:
             self._run(lambda: work.wait(timedelta(seconds=timeout)), peers, timeout)
 
     def agree(
-        self, same: dict[str, Any], own: dict[str, Any], timeout: float, error: str | None = None
+        self,
+        same: dict[str, Any],
+        own: dict[str, Any],
+        timeout: float,
+        device: torch.device,
+        error: str | None = None,
     ) -> dict[str, tuple[Any, ...]]:
         """Each of ``own`` of every rank, once all ranks are known to have the same ``same``.
 
         ``error`` is what this rank has to say instead: the others then raise it, too.
 
-        Over the group's store, beside the GPUs. With gloo that is done for every call. With NCCL a call that
-        was agreed on before is not looked at again, unless FLASHTILE_DEBUG=1.
+        Over the group's store, beside the GPUs. Of tensors on the CPU that is done for every call. On a GPU a
+        call that was agreed on before is not looked at again, unless FLASHTILE_DEBUG=1.
 
         Raises:
             ValueError: ranks differ in something; it says who has what.
             RuntimeError: some ranks have not come within ``timeout``.
         """
         record = repr((same, own, error))
-        always = "nccl" not in dist.get_backend(self.group) or os.environ.get("FLASHTILE_DEBUG", "0") == "1"
+        always = device.type != "cuda" or os.environ.get("FLASHTILE_DEBUG", "0") == "1"
         if not always and record in self._agreed:
             return self._agreed[record]
         records = self._exchange(record, timeout)
@@ -155,7 +161,7 @@ class Ranks:
         if not always:
             if not self._agreed and self.size > 1:
                 # The first message of all must come from all, for NCCL to connect them.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
+                dist.all_reduce(torch.zeros(1, device=device), group=self.group)
             if len(self._agreed) >= AGREEMENTS:
                 self._agreed.pop(next(iter(self._agreed)))
             self._agreed[record] = result

@@ -21,9 +21,10 @@ from flashtile.visualizer.recording import record
 from flashtile.visualizer.settings import SRAM_SIZES, Setting
 
 SCRIPTS = (
-    "elements", "format", "language", "address", "trace", "grid", "catalog", "matrix", "memories",
-    "statistics", "programs", "pages", "timeline", "merge", "charts",
-    "lines", "run", "player", "moments", "questions", "tour", "controls", "stories", "cells",
+    "elements", "format", "language", "address", "trace", "machine", "algorithms", "made", "grid", "catalog",
+    "matrix", "memories", "statistics", "programs", "pages", "timeline", "merge", "charts", "readouts",
+    "lines", "pseudocode", "formula", "arithmetic", "run", "player", "moments", "questions", "tour",
+    "articles", "predict", "picture", "controls", "stories", "cells",
     *(f"stories/{name}" for name in stories.STORIES), "main",
 )  # fmt: skip
 """The page's program in the order in which its parts use each other; they share one scope."""
@@ -35,6 +36,9 @@ FEW = 16
 """Fewer recordings than this are made here; more, by a process for each core."""
 
 MOST_WORKERS = 8
+
+SMALL_SEQLEN, SMALL_HEAD_DIM = 64, 4
+"""Of the runs that the page makes itself."""
 
 
 def write_page(
@@ -111,8 +115,15 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
         entries.append({**entry, "packed": key})
     return {
         "recordings": entries, "packed": packed, "sram_sizes": sram_sizes, "cards": cards(),
-        "stories": stories.catalogue(),
+        "small_inputs": small_inputs(), "stories": stories.catalogue(),
     }  # fmt: skip
+
+
+def small_inputs() -> dict[str, list[list[float]]]:
+    """q, k and v of the runs that the page makes itself, (64, 4) each: few digits, to be followed by hand."""
+    numbers = torch.randn(3, SMALL_SEQLEN, SMALL_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    rounded = [[[round(x, 1) for x in row] for row in one] for one in numbers.tolist()]
+    return dict(zip("qkv", rounded, strict=True))
 
 
 def cards() -> list[dict[str, Any]]:

@@ -125,7 +125,6 @@ def own_runs(
 
 def grid() -> Iterator[Setting]:
     """Every run that the page offers."""
-    yield from _tour()
     yield from _prefill()
     yield from _backward()
     yield from _decoding()
@@ -143,14 +142,6 @@ BLOCKS = {
 TILED = ("flash1", "flash2", "flash3")
 FLASH3_BLOCKS = {256: ("16x16", "32x32", "64x64"), 1024: ("64x64",), LONG: ("64x64",)}
 """Two warpgroups with a tile of everything each: larger ones do not fit into any SRAM here."""
-
-
-def _tour() -> Iterator[Setting]:
-    """Few enough numbers to look at each."""
-    for sram in SRAM_SIZES:
-        yield Setting("standard", 8, 4, sram_bytes=sram)
-    yield Setting("flash1", 8, 4, block="4x4")
-    yield Setting("flash2", 8, 4, block="4x4")
 
 
 def _prefill() -> Iterator[Setting]:

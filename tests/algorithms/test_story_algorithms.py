@@ -112,6 +112,19 @@ def test_what_crosses_shared_memory() -> None:
     assert by_keys.read_bytes + by_keys.written_bytes > 2 * by_rows.read_bytes
 
 
+@pytest.mark.parametrize(("keys", "fewer"), [(160, "split_q"), (176, "split_k")])
+def test_the_better_split_depends_on_the_tile(keys: int, fewer: str) -> None:
+    """Bc = 2 w / (w - 1) Br = 171 for 64 rows, but for the maxima and sums."""
+    q, k, v = random(64, 256), random(keys, 256), random(keys, 256)
+    moved = {}
+    for split in SPLITS:
+        _, _, warps = split(q, k, v, Memory(10**6), num_warps=4, block_m=64, block_n=keys)
+        moved[split.__name__] = (
+            warps.read_bytes + warps.written_bytes - 64 * 256 * 2 * (1 if "q" in split.__name__ else 4)
+        )
+    assert min(moved, key=moved.__getitem__) == fewer, moved
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_timeline_does_everything_once_and_one_thing_at_a_time(split) -> None:
     trace = Trace()
@@ -191,6 +204,8 @@ def test_every_request_is_answered(spare: float) -> None:
     for event in trace.events:
         assert event.data is not None
         assert event.data["held"] <= room.slots
+        running = [number for number, *_ in event.data["sequences"]]
+        assert max(running) < len(requests) - event.data["waiting"]  # who came first is never behind
         last |= {number: (length, final) for number, length, final, *_ in event.data["sequences"]}
     assert set(last) == set(range(len(requests)))
     assert all(length == final - 1 for length, final in last.values())

@@ -149,7 +149,7 @@ def test_shell_commands_exist(document):
             for extra in re.findall(r"\[([a-z,]+)\]", " ".join(arguments)):
                 declared = (ROOT / "pyproject.toml").read_text()
                 assert all(f"\n{name} = [" in declared for name in extra.split(",")), words
-        elif program in ("python", ".venv/bin/python"):
+        elif program in ("python", ".venv/bin/python", "torchrun"):
             scripts = [word for word in arguments if word.endswith(".py") or word.startswith("tests")]
             assert all((ROOT / script).exists() for script in scripts), words
         else:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_models import MODELS, SIZES, VOCABULARY, folder, greedy, load, prompts
 
+import loops
 from flashtile.engine import (
     LLM,
     AsyncLLM,
@@ -110,7 +111,7 @@ def serve(work, **options):
         finally:
             await server.shutdown(1)
 
-    result = asyncio.run(run())
+    result = loops.run(run())
     assert llm.engine.scheduler.manager.sequences == ()
     return result
 

@@ -89,6 +89,19 @@ def test_a_model_that_guesses_for_itself_is_always_right(temperature, captured):
         assert len(engine.runner.drafter.graphs) == 2
 
 
+def test_a_text_that_repeats_itself_in_short_is_guessed_as_far_as_wanted():
+    """One token again and again, with four guesses: five tokens a step."""
+    llm = load("llama3", speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    engine, steps = llm.engine, 0
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True, allowed_token_ids=[7])
+    engine.add_request("one", prompts()[0], params)
+    while engine.has_unfinished:
+        outputs = engine.step()
+        steps += 1
+    assert outputs[0].outputs[0].token_ids == [7] * 21
+    assert steps == 6  # the prompt, the first repetition, and then five tokens a step
+
+
 def test_more_branches_guess_more():
     """A right sibling is computed again in the next step: its answer is the same, too."""
     counts = []

@@ -382,6 +382,12 @@ class TestCommand:
         for expected in ("108 x 192 KiB", "108 x 164 KiB", "108 x 256 KiB", "the other 28 always"):
             assert expected in " ".join(result.output.split())
 
+    def test_kernels_that_are_only_compiled_are_called_so(self):
+        for card, only in (("a100", True), ("b200", True), ("h100", False)):
+            assert ("only compiled" in self.invoke("--card", card).output) == only
+            portable = self.invoke("--card", card, "--backend", "portable").output
+            assert ("only compiled" in portable) == only
+
     def test_a_decode_step_has_no_backward(self):
         result = self.invoke("--card", "a100", "--seqlen-q", "1", "--seqlen-k", "8192")
         assert DECODING in result.output

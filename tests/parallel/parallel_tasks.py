@@ -249,7 +249,7 @@ def on_gpus(
 
 
 def decode_in_a_graph(group: Any) -> list[float]:
-    """Errors of steps of a captured decoding loop over sharded caches of two lengths, against one GPU."""
+    """Errors of a captured step of decoding over a sharded cache, for changing lengths, against one GPU."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     cache = torch.randn(2, 3, 4096, 2, 128).cuda().bfloat16()
@@ -291,3 +291,21 @@ def example(group: Any, *, path: str, steps: int, checkpoint: Any) -> list[float
     corpus = script.Corpus("numbers", 1, text, text)
     attend = script.partial(script.attention, method="ring", window=-1)
     return script.train(model, corpus, attend, 90, steps, 1e-2, 0, checkpoint, 2, group)
+
+
+def rounding(group: Any) -> dict[str, tuple[float, float]]:
+    """In bfloat16: root-mean-square error of all ranks' out and gradients, and of float64's rounded once."""
+    torch.manual_seed(4)
+    whole = [torch.randn(1, 256, 2, 32).bfloat16() for _ in range(4)]
+    leaves = [t.double().requires_grad_() for t in whole[:3]]
+    right = reference.attention(*leaves)[0]
+    expected = [right.detach(), *torch.autograd.grad(right, leaves, whole[3].double())]
+    own = [parallel.shard(t, 1, group).requires_grad_() for t in whole]
+    out = parallel.context_parallel_attention(*own[:3], group=group, method="ring")
+    found = [out, *torch.autograd.grad(out, own[:3], own[3])]
+    errors = {}
+    for name, part, exact in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        got = parallel.unshard(part.detach(), 1, group)
+        both = (got - exact, exact.bfloat16() - exact)
+        errors[name] = tuple(error.square().mean().sqrt().item() for error in both)
+    return errors

@@ -54,6 +54,15 @@ CASES = {
 }  # fmt: skip
 
 
+MASKS = {
+    "none": {},
+    "causal": {"causal": True},
+    "left": {"window_size": (11, -1)},
+    "window": {"window_size": (6, 4), "softcap": 5.0, "sink": True},
+    "documents": {"causal": True, "documents": ([7, 0, 21, 1, 12], [7, 0, 21, 1, 12])},
+}
+
+
 @pytest.fixture(scope="session")
 def ranks():
     with pool(8, groups=(2, 3, 4)) as started:
@@ -67,6 +76,29 @@ def test_it_is_exact(ranks, name):
     for rank, errors in enumerate(ranks.run(parallel_tasks.compare, count, **case)):
         assert isinstance(errors, dict), f"rank {rank}: {errors!r}"
         assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather"])
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_every_method_layout_and_mask(ranks, count, method, layout, mask):
+    case = {"tokens": (41, 41), "heads": (6, 3), "sizes": (8, 12)} | MASKS[mask]
+    for errors in ranks.run(parallel_tasks.compare, count, method=method, layout=layout, **case):
+        assert isinstance(errors, dict), errors
+        assert all(error < 1e-9 for error in errors.values()), errors
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("mesh", [(4, 2), (2, 4), (8, 1), (1, 8)])
+def test_every_mesh(ranks, mesh, layout, mask):
+    case = {"tokens": (41, 41), "heads": (6, 3), "sizes": (8, 12)} | MASKS[mask]
+    for errors in ranks.run(parallel_tasks.compare, 8, mesh=mesh, layout=layout, **case):
+        assert isinstance(errors, dict), errors
+        assert all(error < 1e-9 for error in errors.values()), errors
 
 
 @pytest.mark.parametrize(
@@ -86,6 +118,13 @@ def test_decoding_over_a_sharded_cache(ranks, count, arguments):
 def test_many_layers_are_as_exact_as_on_one_device(ranks):
     for shared, single in ranks.run(parallel_tasks.through_layers, 4, layers=64):
         assert shared <= 1.1 * single
+
+
+def test_parts_are_not_rounded(ranks):
+    """Neither of out nor of gradients: rounding once is all that their error is."""
+    for errors in ranks.run(parallel_tasks.rounding, 8):
+        ratios = {name: shared / once for name, (shared, once) in errors.items()}
+        assert max(ratios.values()) < 1.02, ratios
 
 
 @pytest.mark.parametrize("placements", [(1, 0), (1, 2), (0, 1)])

@@ -16,12 +16,12 @@ MOST_BYTES = 2 * 10**6
 
 def test_the_page_is_small_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    result = CliRunner().invoke(
-        application(), ["visualize", "-o", str(path), "--seqlen", "48", "--head-dim", "24"]
-    )
+    own = ["--seqlen", "48", "--head-dim", "24", "--film", str(tmp_path / "run.gif")]
+    result = CliRunner().invoke(application(), ["visualize", "-o", str(path), *own])
     assert result.exit_code == 0, result.output
     html = path.read_text("utf-8")
     assert path.stat().st_size < MOST_BYTES
+    assert (tmp_path / "run.gif").read_bytes().startswith(b"GIF89a")
     assert not re.search(r"""(?:src|href)=["'](?!data:)""", html)
     catalog = json.loads(re.search(r'id="catalog-data">(.*?)</script>', html, re.DOTALL)[1])  # type: ignore[index]
     assert len(catalog["recordings"]) == len(list(grid())) + 2

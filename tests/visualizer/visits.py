@@ -9,8 +9,6 @@ from flashtile.visualizer.settings import Setting
 
 KIB = 1024
 SETTINGS = (
-    Setting("standard", 8, 4, sram_bytes=100 * KIB),
-    Setting("flash2", 8, 4, block="4x4"),
     Setting("standard", 1024, 64, sram_bytes=100 * KIB),
     Setting("flash2", 1024, 64, block="64x64"),
     Setting("standard", 256, 64, sram_bytes=64 * KIB),

@@ -101,7 +101,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         else tile.features_spill_budget
                         if variant == "features"
                         else tile.spill_budget,
-                        tensor_cores=config.precision != "ieee",
+                        tensor_cores=element_bytes == 2 or config.precision != "ieee",
                     )
             plain = replace(_PLAIN, head_dim=head_dim, head_dim_v=head_dim)
             yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)

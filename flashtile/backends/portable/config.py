@@ -24,7 +24,7 @@ class Config:
     dkdv: KernelConfig
     dq: KernelConfig
     precision: str
-    """Of the matrix products, in Triton's terms: "tf32" means nothing for 16-bit operands, which are exact;
+    """Of the matrix products, in Triton's terms: it means nothing for 16-bit operands, which are exact;
     "tf32x3" splits fp32 into three products on the tensor cores and measured as exact as "ieee"."""
 
 
@@ -121,10 +121,13 @@ def family_of_capability(major: int, minor: int) -> str:
 
 
 def precision_of(table_family: str, element_bytes: int) -> str:
-    """Only tensor cores with tf32 (compute capability 8.0 and up) can split fp32 into three products."""
-    if element_bytes != 4:
-        return "tf32"
-    return "ieee" if table_family == "other" else "tf32x3"
+    """Only tensor cores with tf32 (compute capability 8.0 and up) can split fp32 into three products.
+
+    For 16-bit operands it means nothing, but most of AMD's compilers refuse the name "tf32".
+    """
+    if table_family == "other":
+        return "ieee"
+    return "tf32x3" if element_bytes == 4 else "tf32"
 
 
 def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Config:

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile.linear.table
 from flashtile.engine.config import ModelConfig
-from flashtile.engine.model import Cache, Layer, StepInput
-from flashtile.engine.parallel import Ranks
+from flashtile.engine.model import Model, StepInput
 from flashtile.linear.table import FLAT, LIBRARY, Row, read_table
 from pictures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, Say, box, heading, line, svg, text
 
@@ -69,12 +68,13 @@ class Recorder(TorchDispatchMode):
 
 def weight(name: str) -> Tensor:
     c, part = LLAMA_2_7B, name.split(".")[-2]
-    rows, columns = c.hidden_size, c.hidden_size
-    if part in ("gate_proj", "up_proj"):
-        rows = c.intermediate_size
-    elif part == "down_proj":
-        columns = c.intermediate_size
-    shape = (rows, columns) if part.endswith("_proj") else (columns,)
+    shapes = {
+        "gate_proj": (c.intermediate_size, c.hidden_size), "up_proj": (c.intermediate_size, c.hidden_size),
+        "down_proj": (c.hidden_size, c.intermediate_size),
+        "embed_tokens": (c.vocab_size, c.hidden_size), "lm_head": (c.vocab_size, c.hidden_size),
+    }  # fmt: skip
+    square = (c.hidden_size, c.hidden_size)
+    shape = shapes.get(part, square if part.endswith("_proj") else (c.hidden_size,))
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
@@ -86,16 +86,14 @@ def calls(lengths: list[int]) -> list[Called]:
     """Of one layer, for sequences with as many new tokens."""
     c, tokens, batch = LLAMA_2_7B, sum(lengths), len(lengths)
     with FakeTensorMode():
-        layer = Layer(c, weight, 0, Ranks(), False)
-        pages = (torch.empty(64, 16, c.num_kv_heads, c.head_dim, dtype=torch.bfloat16) for _ in range(2))
-        angles = (torch.empty(c.max_position_embeddings, c.head_dim // 2) for _ in range(2))
-        one = max(lengths) == 1
+        model = Model(c, weight, c.max_position_embeddings)
+        pages = torch.empty(1, 64, 16, c.num_kv_heads, c.head_dim, dtype=torch.bfloat16)
         step = StepInput(
-            integers(tokens), integers(batch), integers(batch, 64), None if one else integers(batch + 1),
-            max(lengths), integers(batch) if one else None,
+            tokens=integers(tokens), cache_seqlens=integers(batch), block_table=integers(batch, 64),
+            cu_seqlens_q=None if max(lengths) == 1 else integers(batch + 1), max_seqlen_q=max(lengths),
         )  # fmt: skip
         with Recorder() as recorder:
-            layer(torch.empty(tokens, c.hidden_size, dtype=torch.bfloat16), step, Cache(*pages, *angles))
+            model.hidden(step, pages, pages.clone())
     return recorder.calls
 
 

@@ -1,8 +1,8 @@
 """Random calls, many at a time, to a server with too little memory.
 
-``PYTHONPATH=. python tests/engine/server/soak.py 20000``. Every call is answered: rightly, because the model
-writes the alphabet, or with the error that it deserves. Some clients go away, before or while they are
-answered. In the end nothing is left: no request, no block, no memory.
+``PYTHONPATH=.:tests python tests/engine/server/soak.py 20000``. Every call is answered: rightly, because
+the model writes the alphabet, or with the error that it deserves. Some clients go away, before or while they
+are answered. In the end nothing is left: no request, no block, no memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 from serving import MODEL, running, write_alphabet_model
 
+import loops
 from flashtile.engine.server.service import Limits
 
 AT_A_TIME = 24
@@ -72,7 +73,7 @@ def soak(model: Path, count: int, seed: int = 0) -> Result:
             result.peak_bytes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
         for part, number in enumerate((count // 4, count - count // 4)):
-            asyncio.run(_ask_all(server.url, number, random.Random(seed + part), result))
+            loops.run(_ask_all(server.url, number, random.Random(seed + part), result))
             deadline = time.monotonic() + 20
             while (engine.has_unfinished or server.service.in_flight) and time.monotonic() < deadline:
                 time.sleep(0.02)  # for those whose clients went away

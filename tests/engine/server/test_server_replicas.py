@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from types import SimpleNamespace
 
 import aiohttp
@@ -15,6 +16,7 @@ import typer
 from aiohttp import web
 from typer.testing import CliRunner
 
+import loops
 from flashtile.cli import application
 from flashtile.commands.options import as_arguments
 from flashtile.commands.serve import environments_of
@@ -151,7 +153,20 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
         assert not await broken.wait_until_up()
         await broken.wait()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    loops.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_replica_ends_when_its_parent_does(monkeypatch):
+    ended, reader = threading.Event(), os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reader[0]))
+    own = os.getpid(), signal.SIGTERM
+    monkeypatch.setattr(os, "kill", lambda *given: given == own and ended.set())
+    process.end_with_stdin()  # not in the environment of a replica
+    monkeypatch.setenv(process.ORPHAN, "1")
+    process.end_with_stdin()
+    assert not ended.is_set()
+    os.close(reader[1])
+    assert ended.wait(30)
 
 
 def test_a_replica_gets_the_options_and_gpus_that_are_its_own(monkeypatch):

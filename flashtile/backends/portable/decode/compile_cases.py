@@ -156,7 +156,7 @@ def _attention_case(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         spill_budget=tile.features_spill_budget if has_features else tile.spill_budget,
-        tensor_cores=chosen.precision != "ieee",
+        tensor_cores=problem.dtype.itemsize == 2 or chosen.precision != "ieee",
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +19,22 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 MOST_FAILURES = 3
 """Starts in a row that end before the replica serves; then it is given up."""
 
+ORPHAN = "FLASHTILE_END_WITH_STDIN"
+"""In the environment of a replica: :func:`end_with_stdin`."""
+
 logger = logging.getLogger("flashtile.server")
+
+
+def end_with_stdin() -> None:
+    """In a replica: SIGTERM when the process that started it is gone, however it ended."""
+    if not os.environ.pop(ORPHAN, None):
+        return
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Replica:
@@ -92,7 +110,8 @@ class Replica:
     async def _serve_once(self) -> int:
         """Its exit code."""
         self._process = process = await asyncio.create_subprocess_exec(
-            *self.command, env=self.environment, stderr=asyncio.subprocess.PIPE, limit=2**20,
+            *self.command, env={**self.environment, ORPHAN: "1"}, stdin=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE, limit=2**20,
             start_new_session=True,  # a terminal's SIGINT is ours to pass on
         )  # fmt: skip
         if self._stopping.is_set():

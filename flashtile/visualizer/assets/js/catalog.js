@@ -2,9 +2,13 @@
 
 const SHARED = ["queries", "seqlen", "head_dim", "mask"]; // the same in both runs of a comparison, in the order of choosing
 const OWN = ["block", "num_splits", "page_size"];
+const OF_MADE = ["element", "inputs"]; // of runs that are made on the page
+
+const SMALL_LENGTH = 8; // one that is offered of those that are made on the page
 
 class Catalog {
-  constructor({ recordings, packed, sram_sizes, cards, stories }) {
+  constructor({ recordings, packed, sram_sizes, cards, small_inputs, stories }) {
+    this.maker = new Maker(small_inputs);
     this.recordings = recordings;
     this.packed = packed;
     this.sramSizes = sram_sizes;
@@ -40,6 +44,7 @@ class Catalog {
    * that the ones before it leave. With it the values that each parameter could have had.
    */
   resolve(wanted, sram) {
+    if (this.#isMade(wanted)) return this.#made(wanted, sram);
     let left = this.matching({ algorithm: wanted.algorithm });
     if (left.length === 0) left = this.matching({ algorithm: this.algorithms[0] });
     const size = nearest(sram, this.sramSizesOf(left[0].algorithm));
@@ -54,17 +59,59 @@ class Catalog {
         value: choice,
         needs: fitting.includes(choice) ? null : leastSram(left, parameter, choice),
       }));
+      if (parameter === "seqlen" && this.maker.makes({ ...wanted, seqlen: SMALL_LENGTH }) && all[0] > SMALL_LENGTH) {
+        choices.seqlen.unshift({ value: SMALL_LENGTH, needs: null });
+      }
       left = left.filter(({ settings }) => settings[parameter] === value);
     }
     return { recording: left[0], choices, sram: size };
   }
 
+  /** Recorded runs go before those that are made here, unless these are of another size of an element. */
+  #isMade(wanted) {
+    if (!this.maker.makes(wanted)) return false;
+    return ELEMENTS.includes(wanted.element) || this.matching(pick(wanted, ["algorithm", "queries", "seqlen", "head_dim"])).length === 0;
+  }
+
+  has(wanted) {
+    return this.#isMade(wanted) || this.matching(wanted).length > 0;
+  }
+
+  #made(wanted, given) {
+    const sram = given >= this.sramSizes[0] ? given : this.sramSizes[0];
+    const recording = this.maker.recording(wanted, sram);
+    const recorded = this.matching({ algorithm: wanted.algorithm });
+    const choices = {};
+    for (const parameter of SHARED) {
+      const values = [...new Set([...this.values(recorded, parameter), recording.settings[parameter]])];
+      if (typeof values[0] === "number") values.sort((a, b) => a - b);
+      choices[parameter] = values.map((value) => ({ value, needs: null }));
+    }
+    if (recording.settings.block) choices.block = blocksFor(recording.settings);
+    return { recording, choices, sram };
+  }
+
+  /** Standard attention for the same problem; undefined where nothing comparable was recorded. */
+  standardFor({ algorithm, settings, trace }, sram) {
+    const wanted = { algorithm: algorithm.endsWith("_backward") ? "standard_backward" : "standard", ...pick(settings, SHARED) };
+    if (trace) return this.maker.recording({ ...wanted, ...pick(settings, OF_MADE) }, sram);
+    return this.matching(wanted).find(({ settings }) => settings.sram_bytes === undefined || settings.sram_bytes === sram);
+  }
+
   /** The trace of a recording, unpacked once. */
   trace(recording) {
+    if (recording.trace) return recording.trace;
     const key = recording.packed;
     if (!this.traces.has(key)) this.traces.set(key, unpack(this.packed[key]).then((packed) => new Trace(packed)));
     return this.traces.get(key);
   }
+}
+
+/** Square blocks for a run that is made here, and its own. */
+function blocksFor({ seqlen, queries, block }) {
+  const sizes = [1, 2, 3, 4, 8, 16, 32, 64].filter((size) => size <= seqlen && seqlen / size <= 64);
+  const blocks = sizes.map((size) => `${queries === "one" ? 1 : size}x${size}`);
+  return [...new Set([...blocks, block])].map((value) => ({ value, needs: null }));
 }
 
 function fits(recording, sram) {

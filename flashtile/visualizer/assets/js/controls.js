@@ -1,6 +1,6 @@
 // Everything that one can press: the choices, the player, the questions, the keyboard.
 
-const OF_RUNS = ["x"]; // keys that stories have no use for
+const OF_RUNS = ["x", "p", "a", "s", "v"]; // keys that stories have no use for
 const SPEEDS = [0.05, 0.25, 1, 4, 16];
 
 class Controls {
@@ -23,7 +23,7 @@ class Controls {
     b.addEventListener("change", () => page.change({ b: b.value ? { ...page.state.b, algorithm: b.value } : null, question: null }));
     sync.addEventListener("change", () => page.change({ sync: sync.value }));
     for (const [name, select] of Object.entries(others)) {
-      select.addEventListener("change", () => page.change({ [name]: readChoice(select), question: name === "card" ? page.state.question : null }));
+      select.addEventListener("change", () => page.change({ [name]: readChoice(select), ...(name === "card" ? {} : { question: null, preset: null, element: null, inputs: null }) }));
     }
     this.find("#swap").addEventListener("click", () => this.#swap());
     this.find("#language").addEventListener("click", () => this.#nextLanguage());
@@ -46,12 +46,12 @@ class Controls {
     this.speed = this.find("#speed");
     this.speed.replaceChildren(...SPEEDS.map((speed) => element("option", { value: speed }, `${speed}×`)));
     this.speed.value = 1;
-    this.speed.addEventListener("change", () => (clock.speed = Number(this.speed.value)));
+    this.speed.addEventListener("change", () => this.page.change({ speed: Number(this.speed.value) }));
   }
 
   setSpeed(speed) {
     this.speed.value = speed;
-    this.page.clock.speed = speed;
+    this.page.state.speed = this.page.clock.speed = speed;
   }
 
   #questions() {
@@ -67,7 +67,7 @@ class Controls {
   /** Whether the recordings hold what a question compares. */
   answerable({ a, b, ...rest }) {
     const shared = pick(rest, SHARED);
-    return [a, b].filter(Boolean).every((run) => this.page.catalog.matching({ ...shared, ...run }).length > 0);
+    return [a, b].filter(Boolean).every((run) => this.page.catalog.has({ ...shared, ...run }));
   }
 
   /** Called when the state has changed. */
@@ -84,7 +84,7 @@ class Controls {
       fillChoices(this.selects[parameter], a.choices[parameter] ?? [], state[parameter], nameOf, language);
       this.selects[parameter].closest("label").hidden = !a.choices[parameter];
     }
-    fillChoices(this.selects.sram, catalog.sramSizesOf(state.a.algorithm).map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
+    fillChoices(this.selects.sram, [...new Set([...catalog.sramSizesOf(state.a.algorithm), page.sram])].sort((x, y) => x - y).map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
     const cards = catalog.cards.map(({ key }) => ({ value: key, needs: null }));
     fillChoices(this.selects.card, cards, page.card.key, (key) => catalog.cards.find((card) => card.key === key).name, language);
     fillChoices(this.selects.sync, ["share", "bytes"].map((value) => ({ value, needs: null })), page.clock.sync, (value) => language.text(`sync_${value}`), language);
@@ -95,11 +95,12 @@ class Controls {
 
   /** What stands around algorithms and stories alike. */
   showFrame() {
-    const { language, clock } = this.page;
+    const { language, clock, state } = this.page;
     language.apply(document);
     this.find("#language").textContent = LANGUAGES[language.name === "en" ? "zh" : "en"];
     this.find("#theme").textContent = language.text(`theme_${document.documentElement.dataset.theme}`);
     this.slider.max = clock.end;
+    if (SPEEDS.includes(state.speed)) this.setSpeed(state.speed);
   }
 
   #showAnswer() {
@@ -131,6 +132,10 @@ class Controls {
     if (state.b) this.page.change({ a: state.b, b: state.a, question: null });
   }
 
+  #toggleArithmetic() {
+    this.page.change({ arithmetic: this.page.state.arithmetic === "open" ? null : "open" });
+  }
+
   #nextLanguage() {
     this.page.change({ lang: this.page.language.name === "en" ? "zh" : "en" });
   }
@@ -153,6 +158,11 @@ class Controls {
       l: () => this.#nextLanguage(),
       t: () => this.#nextTheme(),
       x: () => this.#swap(),
+      p: () => this.page.predict.toggle(),
+      a: () => this.#toggleArithmetic(),
+      c: () => this.page.export.link(),
+      s: () => this.page.export.svg(),
+      v: () => this.page.export.video(),
       "?": () => this.find("#keys").showModal(),
     };
     this.questions.forEach((question, i) => (keys[String(i + 1)] = () => this.page.ask(question)));

@@ -43,3 +43,13 @@ function lineOf(algorithm, event) {
   const rule = rules.find(([kernel, what, array]) => fits(kernel, event.kernel) && fits(what, event.kind, event.op) && fits(array, event.array));
   return rule ? { paper, line: rule[3] } : null;
 }
+
+/** The line of the last event up to a position that has one, null before there is any: frees belong to no line. */
+function lastLine({ trace, recording }, position) {
+  if (!(recording.algorithm in PAPERS)) return null;
+  for (let i = position - 1; i >= 0; i--) {
+    const line = lineOf(recording.algorithm, trace.event(i));
+    if (line) return line;
+  }
+  return null;
+}

@@ -3,7 +3,7 @@
 const THEMES = ["auto", "light", "dark"];
 const COLOUR_NAMES = {
   untouched: "--untouched", skipped: "--skipped", computed: "--computed", stored: "--stored", weights: "--weights",
-  hidden: "--hidden", track: "--track", soft: "--soft", ink: "--ink", statistics: "--statistics",
+  hidden: "--hidden", track: "--track", soft: "--soft", ink: "--ink", card: "--card", statistics: "--statistics",
   Q: "--Q", K: "--K", V: "--V", S: "--S", P: "--P", O: "--O",
 };
 const DEFAULTS = {
@@ -16,6 +16,7 @@ class Page {
     this.language = new Language(data.texts);
     const actions = (name) => ({
       chooseRow: (row) => this.change({ row }),
+      openArithmetic: (open) => this.change({ arithmetic: open ? "open" : null }),
       chooseOwn: (parameter, value) => this.change({ [name]: { ...this.state[name], [parameter]: value } }),
     });
     this.views = { a: new RunView("a", this.language, actions("a")), b: new RunView("b", this.language, actions("b")) };
@@ -25,6 +26,9 @@ class Page {
     this.clock = new Clock(() => this.draw());
     this.controls = new Controls(this);
     this.tour = new Tour(this);
+    this.articles = new Articles(this);
+    this.predict = new Predict(this);
+    this.export = new Export(this);
     this.stories = new Stories(this);
     this.state = { ...DEFAULTS, ...data.start };
     this.shown = Promise.resolve();
@@ -81,7 +85,7 @@ class Page {
     this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];
     if (await this.stories.show()) return;
     const settled = this.#resolve();
-    const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, this.#baseline(recording)]));
+    const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, catalog.standardFor(recording, this.sram) ?? null]));
     const runs = {};
     for (const [name, { recording }] of Object.entries(settled)) runs[name] = await loadRun(catalog, recording);
     const shown = Object.values(settled).map(({ recording }) => recording);
@@ -95,6 +99,7 @@ class Page {
     document.querySelector(".stage").classList.toggle("two", "b" in runs);
     this.views.b.root.hidden = !("b" in runs);
     for (const [name, run] of Object.entries(runs)) {
+      this.views[name].arithmetic.root.open = this.state.arithmetic === "open";
       this.views[name].show(run, settled[name].choices, baseline[name], settled[name].sram);
     }
     const compared = Object.entries(runs).map(([run, { trace }]) => ({ run, trace }));
@@ -105,27 +110,24 @@ class Page {
     this.#place(this.state.at);
     this.controls.show(settled);
     this.tour.show(baseline);
+    this.articles.show(settled);
+    this.predict.show(baseline);
+    this.export.show();
     this.draw();
   }
 
   /** Settle both runs; `a` decides what is shared. */
   #resolve() {
     const { state, catalog } = this;
-    const shared = Object.fromEntries(SHARED.map((key) => [key, state[key]]));
+    const shared = pick(state, [...SHARED, ...OF_MADE]);
     const a = catalog.resolve({ ...shared, ...state.a }, state.sram);
     this.sram = a.sram;
     const common = pick(a.recording.settings, SHARED);
-    const b = state.b ? catalog.resolve({ ...common, ...state.b }, this.sram) : null;
+    const ofMade = pick(state, OF_MADE);
+    const b = state.b ? catalog.resolve({ ...common, ...ofMade, ...state.b }, this.sram) : null;
     const own = ({ recording }) => ({ algorithm: recording.algorithm, ...pick(recording.settings, OWN) });
     Object.assign(this.state, { ...common, sram: this.sram, a: own(a), b: b && own(b) });
     return b ? { a, b } : { a };
-  }
-
-  /** Standard attention for the same problem, for comparison; null where nothing comparable was recorded. */
-  #baseline(recording) {
-    const algorithm = recording.algorithm.endsWith("_backward") ? "standard_backward" : "standard";
-    const found = this.catalog.matching({ algorithm, ...pick(recording.settings, SHARED) });
-    return found.find(({ settings }) => settings.sram_bytes === undefined || settings.sram_bytes === this.sram) ?? null;
   }
 
   #place(at) {
@@ -186,4 +188,5 @@ function pick(object, keys) {
 }
 
 const embedded = (id) => JSON.parse(document.getElementById(`${id}-data`).textContent);
-new Page({ catalog: embedded("catalog"), texts: embedded("texts"), start: embedded("start") }).start();
+window.flashtilePage = new Page({ catalog: embedded("catalog"), texts: embedded("texts"), start: embedded("start") });
+window.flashtilePage.start();

@@ -20,7 +20,7 @@ async function loadRun(catalog, recording) {
 }
 
 class RunView {
-  /** `actions`: chooseRow(row), chooseOwn(parameter, value). */
+  /** `actions`: chooseRow(row), chooseOwn(parameter, value), openArithmetic(open). */
   constructor(name, language, actions) {
     this.name = name;
     this.language = language;
@@ -46,6 +46,10 @@ class RunView {
     this.pages = new PagesView(this.root, language);
     this.timeline = new TimelineView(this.root);
     this.merge = new MergeView(this.root, language);
+    this.readouts = new ReadoutsView(this.root, language);
+    this.pseudocode = new PseudocodeView(this.root);
+    this.formula = this.root.querySelector(".formula");
+    this.arithmetic = new ArithmeticView(this.root, language, actions.openArithmetic);
   }
 
   show(run, choices, baseline, sram) {
@@ -56,6 +60,7 @@ class RunView {
     setText(this.title, this.language.text(`algorithm_${recording.algorithm}`));
     setText(this.about, this.language.text(`about_${recording.algorithm}`));
     this.#showChoices(recording, choices);
+    this.root.querySelector(".matrix").hidden = run.grid === null; // before its canvas is measured
     this.matrix.show(run);
     this.sram.show(sram);
     this.hbm.show(trace);
@@ -64,7 +69,9 @@ class RunView {
     this.pages.show(run);
     this.timeline.show(run);
     this.merge.show(trace);
-    this.root.querySelector(".matrix").hidden = run.grid === null;
+    this.readouts.show(run);
+    this.pseudocode.show(run);
+    this.arithmetic.show(run);
     this.beside.hidden = baseline === null;
   }
 
@@ -105,6 +112,10 @@ class RunView {
     this.pages.draw(position);
     this.timeline.draw(position);
     this.merge.draw(position);
+    this.readouts.draw(position);
+    this.pseudocode.draw(line ?? lastLine(this.run, position));
+    setText(this.formula, formulaOf(this.run, position, watched));
+    this.arithmetic.draw(position);
     this.#drawCost(costAt(trace, position, card), trace.moved[position]);
   }
 

@@ -160,6 +160,8 @@ class CasePanel {
   }
 
   draw(position) {
+    if (position === this.drawn) return;
+    this.drawn = position;
     const { trace, picture, language } = this;
     const event = position > 0 ? trace.event(position - 1) : null;
     const words = () => picture.caption?.(event, trace.dataAt(position)) ?? describe(event, trace.dataAt(position), language);

@@ -1,0 +1,121 @@
+// The papers' algorithms, line by line, with the line that runs lit. lines.js knows which event is which line.
+
+const PSEUDOCODE = {
+  standard: [
+    [1, 0, "load Q, K by blocks; S = Q Kᵀ; write S"],
+    [2, 0, "read S; P = softmax(S); write P"],
+    [3, 0, "load P, V by blocks; O = P V; write O"],
+    [4, 0, "return O"],
+  ],
+  flash1: [
+    [1, 0, "Bc = ⌈M / 4d⌉, Br = min(⌈M / 4d⌉, d)"],
+    [2, 0, "O = 0, ℓ = 0, m = −∞ in HBM"],
+    [3, 0, "Q in Tr blocks; K, V in Tc blocks"],
+    [4, 0, "O, ℓ, m in Tr blocks"],
+    [5, 0, "for j = 1 … Tc"],
+    [6, 1, "load Kⱼ, Vⱼ"],
+    [7, 1, "for i = 1 … Tr"],
+    [8, 2, "load Qᵢ, Oᵢ, ℓᵢ, mᵢ"],
+    [9, 2, "S = Qᵢ Kⱼᵀ"],
+    [10, 2, "m̃ = rowmax(S), P = exp(S − m̃), ℓ̃ = rowsum(P)"],
+    [11, 2, "m′ = max(mᵢ, m̃), ℓ′ = exp(mᵢ − m′) ℓᵢ + exp(m̃ − m′) ℓ̃"],
+    [12, 2, "write Oᵢ = (ℓᵢ exp(mᵢ − m′) Oᵢ + exp(m̃ − m′) P Vⱼ) / ℓ′"],
+    [13, 2, "write ℓᵢ = ℓ′, mᵢ = m′"],
+    [14, 1, "end"],
+    [15, 0, "end"],
+    [16, 0, "return O"],
+  ],
+  flash2: [
+    [1, 0, "Q in Tr blocks; K, V in Tc blocks"],
+    [2, 0, "O, L in Tr blocks"],
+    [3, 0, "for i = 1 … Tr"],
+    [4, 1, "load Qᵢ"],
+    [5, 1, "O = 0, ℓ = 0, m = −∞ on chip"],
+    [6, 1, "for j = 1 … Tc"],
+    [7, 2, "load Kⱼ, Vⱼ"],
+    [8, 2, "S = Qᵢ Kⱼᵀ"],
+    [9, 2, "m′ = max(m, rowmax(S)), P = exp(S − m′), ℓ = exp(m − m′) ℓ + rowsum(P)"],
+    [10, 2, "O = exp(m − m′) O + P Vⱼ"],
+    [11, 1, "end"],
+    [12, 1, "O = O / ℓ"],
+    [13, 1, "L = m + log ℓ"],
+    [14, 1, "write Oᵢ = O"],
+    [15, 1, "write Lᵢ = L"],
+    [16, 0, "end"],
+    [17, 0, "return O, L"],
+  ],
+  standard_backward: [
+    [1, 0, "load P, dO by blocks; dV = Pᵀ dO; write dV"],
+    [2, 0, "load dO, V by blocks; dP = dO Vᵀ; write dP"],
+    [3, 0, "read P, dP; dS = P ∘ (dP − rowsum(P ∘ dP)); write dS"],
+    [4, 0, "load dS, K by blocks; dQ = dS K; write dQ"],
+    [5, 0, "load dS, Q by blocks; dK = dSᵀ Q; write dK"],
+    [6, 0, "return dQ, dK, dV"],
+  ],
+  flash1_backward: [
+    [5, 0, "dQ = 0, dK = 0, dV = 0 in HBM"],
+    [6, 0, "for j = 1 … Tc"],
+    [7, 1, "load Kⱼ, Vⱼ"],
+    [8, 1, "dK = 0, dV = 0 on chip"],
+    [9, 1, "for i = 1 … Tr"],
+    [10, 2, "load Qᵢ, Oᵢ, dOᵢ, dQᵢ, ℓᵢ, mᵢ"],
+    [11, 2, "S = Qᵢ Kⱼᵀ"],
+    [13, 2, "P = exp(S − mᵢ) / ℓᵢ"],
+    [16, 2, "dV = dV + Pᵀ dOᵢ"],
+    [17, 2, "dP = dOᵢ Vⱼᵀ"],
+    [19, 2, "D = rowsum(dOᵢ ∘ Oᵢ)"],
+    [20, 2, "dS = P ∘ (dP − D)"],
+    [21, 2, "write dQᵢ = dQᵢ + dS Kⱼ"],
+    [22, 2, "dK = dK + dSᵀ Qᵢ"],
+    [23, 1, "end"],
+    [24, 1, "write dKⱼ = dK, dVⱼ = dV"],
+    [25, 0, "end"],
+  ],
+  flash2_backward: [
+    [3, 0, "dQ = 0 in HBM"],
+    [4, 0, "D = rowsum(dO ∘ O); write D"],
+    [5, 0, "for j = 1 … Tc"],
+    [6, 1, "load Kⱼ, Vⱼ"],
+    [7, 1, "dK = 0, dV = 0 on chip"],
+    [8, 1, "for i = 1 … Tr"],
+    [9, 2, "load Qᵢ, Oᵢ, dOᵢ, dQᵢ, Lᵢ, Dᵢ"],
+    [10, 2, "S = Qᵢ Kⱼᵀ"],
+    [11, 2, "P = exp(S − Lᵢ)"],
+    [12, 2, "dV = dV + Pᵀ dOᵢ"],
+    [13, 2, "dP = dOᵢ Vⱼᵀ"],
+    [14, 2, "dS = P ∘ (dP − Dᵢ)"],
+    [15, 2, "write dQᵢ = dQᵢ + dS Kⱼ"],
+    [16, 2, "dK = dK + dSᵀ Qᵢ"],
+    [17, 1, "end"],
+    [18, 1, "write dKⱼ = dK, dVⱼ = dV"],
+    [19, 0, "end"],
+  ],
+};
+
+class PseudocodeView {
+  constructor(root) {
+    this.root = root.querySelector(".code");
+    this.paper = this.root.querySelector("summary");
+    this.list = this.root.querySelector("ol");
+  }
+
+  show({ recording }) {
+    const lines = PSEUDOCODE[recording.algorithm];
+    this.root.hidden = lines === undefined;
+    this.lit = undefined;
+    if (!lines) return;
+    setText(this.paper, PAPERS[recording.algorithm][0]);
+    this.lines = new Map(lines.map(([number, depth, text]) => [number, element("li", { value: number, "data-line": number, style: `--depth:${depth}` }, text)]));
+    this.list.replaceChildren(...this.lines.values());
+  }
+
+  /** `line` of lineOf, or null. */
+  draw(line) {
+    if (this.root.hidden) return;
+    const now = line ? this.lines.get(line.line) : undefined;
+    if (now === this.lit) return;
+    this.lit?.removeAttribute("aria-current");
+    now?.setAttribute("aria-current", "step");
+    this.lit = now;
+  }
+}

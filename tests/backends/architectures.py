@@ -1,0 +1,75 @@
+"""The portable kernels compiled for GPUs that nobody measured them on: ``make test-architectures``.
+
+A kernel of each kind, with the head sizes and features that tell most. ``flashtile inspect --arch gfx942``
+compiles all. Beyond the budget of a configuration's row a case may spill what ``architecture_spills.json``
+states for it: bytes that were seen with Triton 3.7.1, not accepted for being fast.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashtile.compile_report import CompileCase, every_case, report
+
+pytestmark = pytest.mark.compile
+
+MATRIX_UNITS = {
+    "gfx942": "mfma",
+    "gfx950": "mfma",
+    "gfx1201": "wmma",
+    "sm_86": "mma",
+    "sm_89": "mma",
+    "sm_100a": "tcgen05",
+    "sm_120a": "mma",
+}
+"""By architecture: what 16-bit products of whole tiles of attention run on."""
+
+ATTENTION = ("forward", "dkdv", "dq")
+TELLING = (
+    *(f"{kernel} bf16 head_dim 128 causal" for kernel in ATTENTION),
+    *(f"{kernel} bf16 head_dim 128 features" for kernel in ATTENTION),
+    *(f"{kernel} bf16 head_dim 64 causal" for kernel in ATTENTION),
+    *(f"{kernel} bf16 head_dim 256 causal" for kernel in ATTENTION),
+    *(f"{kernel} fp32 head_dim 128 causal" for kernel in ATTENTION),
+    "preprocess bf16 head_dim 128",
+    "decode bf16 head_dim 128 rows 16 page 16",
+    "decode bf16 head_dim 128 rows 64 page 16",
+    "decode bf16 head_dim 128 rows 16 features",
+    "decode fp8e4nv head_dim 128 rows 16 page 16",
+    "decode combine bf16 head_dim 128 rows 16 page 16",
+    "decode append bf16",
+    "decode copy blocks",
+    "fp8 quantize q head_dim 128",
+    "fp8 attend head_dim 128 full",
+    "linear gemv plain 1 rows",
+    "linear flat norm qkv 16 rows",
+)  # fmt: skip
+STATED = json.loads(Path(__file__).with_name("architecture_spills.json").read_text())
+
+
+def telling_cases(arch: str) -> list[CompileCase]:
+    """The cases of :data:`TELLING`; names of products go on with their tile."""
+    cases = [case for case in every_case(arch) if ".hopper" not in case.kernel.fn.__module__]
+    return [
+        next(case for case in cases if case.name == name or case.name.startswith(f"{name} "))
+        for name in TELLING
+    ]
+
+
+def check(case: CompileCase, arch: str) -> None:
+    """Compiled, within shared memory, on the matrix units, and with no more spills than stated."""
+    found = report(case, arch)
+    stated = max(case.spill_budget, STATED.get(arch, {}).get(case.name, 0))
+    assert found.spill_stores <= stated
+    assert [said for said in found.violations if "spill" not in said] == []
+    if case.kernel.fn.__name__ == "forward_kernel" and case.tensor_cores and "bf16" in case.name:
+        assert MATRIX_UNITS[arch] in found.tensor_core
+
+
+@pytest.mark.parametrize("arch", MATRIX_UNITS)
+@pytest.mark.parametrize("name", TELLING)
+def test_it_compiles(arch: str, name: str) -> None:
+    check(telling_cases(arch)[TELLING.index(name)], arch)

@@ -1,0 +1,90 @@
+"""The engine on a GPU: graphs with guesses, no hidden waits, the model over two cards."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_models import folder, greedy, load, prompts
+
+from flashtile.engine import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+LENGTH = 14
+
+
+def draft(width: int) -> dict:
+    return {"model": folder("llama2"), "num_speculative_tokens": 3, "tree_width": width}
+
+
+@pytest.mark.parametrize("guesses", [None, "look-up", "row", "tree"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_captured_steps_give_the_tokens_of_transformers(name, guesses):
+    config = {"row": draft(1), "tree": draft(3), "look-up": {"method": "ngram"}, None: None}[guesses]
+    llm = load(name, device="cuda", dtype="float32", block_size=16, speculative_config=config)
+    for _ in range(2):
+        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
+        assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
+    forms = llm.engine.runner.graphs
+    assert forms
+    assert any(form.width > 1 for form in forms) == (guesses is not None)
+    llm.engine.scheduler.manager.check_integrity()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_sampled_tokens_are_those_without_guesses_on_a_gpu(width):
+    params = [SamplingParams(seed=i, max_tokens=12, top_p=0.9, temperature=0.7) for i in range(5)]
+    answers = [
+        [output.outputs[0].token_ids for output in llm.generate(prompts(), params)]
+        for llm in (
+            load("llama3", device="cuda", dtype="float32", speculative_config=config)
+            for config in (None, {**draft(width), "model": folder("llama3")})
+        )
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_the_host_does_not_wait_where_the_batch_changes():
+    """Sampling parameters, biases and log-probabilities travel beside the steps."""
+    llm = load("llama3", device="cuda", dtype="float32")
+    params = [
+        SamplingParams(
+            seed=i, temperature=0.8, max_tokens=3 + 2 * i, logprobs=i % 2 or None, logit_bias={i: 1.0}
+        )
+        for i in range(5)
+    ]  # fmt: skip
+    expected = llm.generate(prompts(), params)  # compiles and captures
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = llm.generate(prompts(), params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [str(one.message) for one in caught if "synchron" in str(one.message)] == []
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+
+
+def on_a_card(rank: int, world: int, store: str, path: str, expected: list[list[int]]) -> None:
+    os.environ |= {"WORLD_SIZE": str(world), "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+    for guesses in (None, {"method": "ngram"}):
+        llm = LLM(
+            path, device=f"cuda:{rank}", dtype="float32", skip_tokenizer_init=True,
+            tensor_parallel_size=world, speculative_config=guesses,
+        )  # fmt: skip
+        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert llm.engine.runner.graphs  # the sums are in them
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_cards_answer_as_one_does(tmp_path):
+    expected = greedy("llama3", LENGTH)
+    arguments = (2, str(tmp_path / "store"), str(folder("llama3")), expected)
+    torch.multiprocessing.spawn(on_a_card, arguments, nprocs=2)

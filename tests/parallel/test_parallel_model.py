@@ -1,0 +1,117 @@
+"""The model of what sharing a sequence costs, and the blocks that it and the ranks compute."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile.io_model import find_card
+from flashtile.parallel import LINKS, Sharing, estimates, explain, two_dimensions
+from flashtile.parallel.blocks import Mask, pair_of
+from flashtile.parallel.layout import LAYOUTS, pieces_of, positions, tokens_of
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "parallel.md"
+H200 = find_card("h200")
+
+
+def visible(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """(queries, keys) bool, by the definition of the mask."""
+    inside = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for d in range(len(mask.starts_q) - 1):
+        (q0, q1), (k0, k1) = (starts[d : d + 2] for starts in (mask.starts_q, mask.starts_k))
+        own = (q >= q0) & (q < q1)
+        distance = (k - k0)[None, :] - (q - q0 + (k1 - k0) - (q1 - q0))[:, None]
+        seen = torch.ones_like(inside)
+        if mask.left >= 0:
+            seen &= distance >= -mask.left
+        if mask.right >= 0:
+            seen &= distance <= mask.right
+        inside |= seen & own[:, None] & ((k >= k0) & (k < k1))[None, :]
+    return inside
+
+
+def covered(queries: int, pair, keys: int) -> torch.Tensor:
+    """How often each score is computed, (queries, keys of the rank)."""
+    counts = torch.zeros(queries, keys, dtype=torch.int64)
+    of_range = [column for start, stop in pair.ranges for column in range(start, stop)]
+    for block in pair.blocks:
+        rows, width = block.q_stop - block.q_start, block.k_stop - block.k_start
+        distance = torch.arange(width)[None, :] - torch.arange(rows)[:, None] - (width - rows)
+        seen = torch.ones(rows, width, dtype=torch.bool)
+        if block.left >= 0:
+            seen &= distance >= -block.left
+        if block.right >= 0:
+            seen &= distance <= block.right
+        assert seen.any(0).all()  # nothing is sent or computed in vain
+        assert seen.any(1).all()
+        columns = of_range[block.k_start : block.k_stop]
+        counts[block.q_start : block.q_stop, columns] += seen
+    return counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_visible_score_is_computed_once_and_no_other(layout):
+    chance = random.Random(0)
+    for _ in range(30):
+        size = chance.choice([1, 2, 3, 4, 8])
+        documents = chance.choice([1, 1, 5])
+        totals = [chance.randrange(40), chance.randrange(40)]
+        starts = [sorted(chance.randrange(total + 1) for _ in range(documents - 1)) for total in totals]
+        mask = Mask(
+            chance.choice([-1, 0, 3, 11]), chance.choice([-1, 0, 0, 5]),
+            (0, *starts[0], totals[0]), (0, *starts[1], totals[1]),
+        )  # fmt: skip
+        for rank, other in itertools.product(range(size), repeat=2):
+            q, k = pieces_of(layout, totals[0], size, rank), pieces_of(layout, totals[1], size, other)
+            pair = pair_of(q, k, mask)
+            right = visible(positions(q), positions(k), mask)
+            assert torch.equal(covered(tokens_of(q), pair, tokens_of(k)), right.long()), (q, k, mask)
+            assert pair.pairs == right.sum()
+
+
+def test_a_causal_zigzag_gives_all_ranks_equally_much():
+    ends = (0, 8192)
+    causal = Mask(-1, 0, ends, ends)
+    pieces = [pieces_of("zigzag", 8192, 8, rank) for rank in range(8)]
+    work = [sum(pair_of(q, k, causal).pairs for k in pieces) for q in pieces]
+    assert max(work) == min(work)
+    assert len(pair_of(pieces[3], pieces[3], causal).calls) == 1
+    assert pair_of(pieces[3], pieces[1], causal).tokens == 512  # half of that rank's keys
+
+
+def test_a_window_is_sent_by_neighbours_alone():
+    ends = (0, 8192)
+    window = Mask(255, 0, ends, ends)
+    pieces = [pieces_of("contiguous", 8192, 8, rank) for rank in range(8)]
+    sent = [[pair_of(q, k, window).tokens for k in pieces] for q in pieces]
+    assert sent[4] == [0, 0, 0, 255, 1024, 0, 0, 0]
+
+
+def test_the_guide_s_table_is_the_model_s():
+    million = Sharing(1, 1048576, 32, 8, 128, 128, right=0)
+    for line in re.findall(r"^\| \d+ \|.*ms?.*$|^\| \d+ \| .*%.*$", GUIDE.read_text(), re.MULTILINE):
+        ranks, *told = (cell.strip() for cell in line.strip("|").split("|"))
+        count = int(ranks)
+        link = LINKS["nvlink" if count <= 8 else "infiniband"]
+        rows = {row.method: row for row in estimates(million, count, H200, link)}
+        both = two_dimensions(million, count // 8, 8, H200, LINKS["infiniband"], LINKS["nvlink"])
+        found = [rows["ring"], rows["ulysses"], rows["allgather"], both]
+        assert told == [f"{row.seconds * 1e3:,.0f} ({row.efficiency:.0%})" for row in found], line
+
+
+def test_the_choice_follows_what_travels():
+    card = {"card": H200, "link": LINKS["infiniband"]}
+    windowed = Sharing(1, 131072, 32, 8, 128, 128, left=4096, right=0)
+    assert explain(windowed, 8, **card).method == "ring"
+    short = Sharing(1, 8192, 32, 8, 128, 128, right=0)
+    assert explain(short, 16, **card).method != "ring"  # sixteen steps of little work each
+    text = str(explain(windowed, 8, **card))
+    assert text.startswith("method: ring, over 8 ranks on H200")
+    assert all(method in text for method in ("ulysses", "allgather"))
+    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+        explain(windowed, 0)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Options
+from flashtile.attn.problem import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
 from flashtile.checks.arguments import check_dense, check_offsets
 from flashtile.problem import MAX_LENGTH, UNLIMITED
 
@@ -29,6 +29,8 @@ def make_options(
     softcap: float,
     deterministic: bool,
     backend: str | None,
+    dropout_p: float = 0.0,
+    attention_chunk: int = 0,
 ) -> Options:
     """Options of exact types; :mod:`flashtile.checks` checks their ranges with the tensors.
 
@@ -54,6 +56,10 @@ def make_options(
         softmax_scale = _as_float("softmax_scale", softmax_scale, "a number or None")
     if type(softcap) is not float:
         softcap = _as_float("softcap", softcap, "a number")
+    if type(dropout_p) is not float:
+        dropout_p = _as_float("dropout_p", dropout_p, "a number")
+    if type(attention_chunk) is not int:
+        attention_chunk = as_int("attention_chunk", attention_chunk)
     if type(causal) is not bool:
         raise TypeError(f"causal must be True or False, got {_named(causal)}")
     if type(deterministic) is not bool:
@@ -63,19 +69,19 @@ def make_options(
     if not deterministic:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend
-    )
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend,
+        dropout_p, attention_chunk,
+    )  # fmt: skip
 
 
 FOREIGN = {
-    "attn_mask": "masks are causal, window_size, alibi_slopes, cu_seqlens (packed sequences) and seqused_k; "
-    "for any other use torch's scaled_dot_product_attention or FlexAttention",
-    "attention_mask": "a padding mask becomes cu_seqlens: pack the tokens and call flash_attn_varlen_func, "
-    "or say with seqused_k how many keys each padded sequence uses",
+    "attn_mask": "flashtile.attention takes a boolean mask, and causal and window_size without one",
+    "attention_mask": "flashtile.attention takes key_padding_mask, True for keys that take part; "
+    "flash_attn_varlen_func takes packed tokens, which cost no work on padded queries either",
+    "mask": "flashtile.attention takes it",
     "is_causal": "use causal, which is aligned to the bottom right",
     "scale": "use softmax_scale",
     "enable_gqa": "leave it out, heads are grouped by themselves",
-    "dropout_p": "leave it out, there is no dropout",
     "need_weights": "leave it out, probabilities are never stored",
 }
 FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]
@@ -87,6 +93,16 @@ def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
     name = next(iter(unknown))
     hint = f": {FOREIGN[name]}" if name in FOREIGN else ""
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
+    """(mask, key_padding_mask) of a mask: the latter alone if every row and head sees the same keys."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or q.dim() != 4 or k.dim() != 4:
+        return mask, None
+    batch, heads, rows, keys = mask.shape
+    if heads != 1 or rows != 1 or keys != k.shape[1] or batch not in (1, q.shape[0]):
+        return mask, None
+    return None, mask[:, 0, 0].expand(q.shape[0], -1)
 
 
 def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,6 +172,16 @@ def refuse_descales(
     given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     name = next(name for name, descale in given.items() if descale is not None)
     raise ValueError(f"{name} must be None, got a tensor: it is taken {allowed} only")
+
+
+def refuse_beyond(extras: Extras, options: Options, where: str) -> None:
+    """Raise NotImplementedError for the first extra or option that only attention in full has."""
+    for name in Options._fields[OPTIONS_OF_ALL:]:
+        if getattr(options, name) != Options._field_defaults[name]:
+            raise NotImplementedError(f"{name} must be left out {where}, got {getattr(options, name)}")
+    for name in Extras._fields[EXTRAS_OF_ALL:]:
+        if getattr(extras, name) is not None:
+            raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
 
 
 def check_flag(name: str, value: Any) -> None:

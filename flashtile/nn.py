@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashtile.attn.functional import attention
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.dropout import draw_state, kept
 from flashtile.padding import MaskPattern, as_booleans, attend, pattern_of, recognise
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
@@ -48,12 +51,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query: (batch, seqlen_q, embed_dim) with ``batch_first``, (seqlen_q, batch, embed_dim) without, or
                 (seqlen_q, embed_dim).
             key, value: likewise, (..., seqlen_k, ..., kdim) and vdim.
-            key_padding_mask: (batch, seqlen_k), True for keys that are left out; or floats of 0 and -inf.
+            key_padding_mask: (batch, seqlen_k), True for keys that are left out; or floats to add.
             need_weights: also return the weights, which takes memory of (batch, heads, seqlen_q, seqlen_k).
                 It is True by default because it is torch's; pass False.
             attn_mask: (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k), True for what is left out;
-                or floats of 0 and -inf. Causal ones are served, aligned to the bottom right, and ones that
-                leave the same keys out for every query.
+                or floats to add, which get their gradient. Causal ones, aligned to the bottom right, and
+                ones that leave the same keys out for every query cost no work on what they hide.
             average_attn_weights: whether the weights are the mean over the heads.
             is_causal: ``attn_mask`` is causal, which is believed without a look where seqlen_q is seqlen_k.
                 Here it may be left out then.
@@ -64,14 +67,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             last projection.
 
         Raises:
-            NotImplementedError: dropout in training, other masks, ``add_bias_kv`` beside a causal mask,
-                nested tensors.
+            NotImplementedError: ``add_bias_kv`` beside a causal mask, nested tensors.
             TypeError, ValueError: naming the argument, what it was and what is allowed.
         """
-        if self.training and self.dropout > 0.0:
-            raise NotImplementedError(
-                f"dropout must be 0.0 in training (it is not implemented yet), got {self.dropout}"
-            )
         for name, tensor, size in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),
@@ -91,23 +89,35 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         elif not self.batch_first:
             inputs = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         q, k, v = self._project(query is key is value, *inputs)
-        pattern = self._pattern(key_padding_mask, attn_mask, is_causal, q, k)
+        masking = self._masking(key_padding_mask, attn_mask, is_causal, q, k)
         if self.bias_k is not None:
-            if pattern.causal:
+            if masking.pattern.causal:
                 raise NotImplementedError("attn_mask must not be causal with add_bias_kv")
             biases: tuple[Any, Any] = self.bias_k, self.bias_v
             added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in biases)
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
-            if pattern.keys is not None:
-                pattern = pattern._replace(keys=F.pad(pattern.keys, (0, 1), value=True))
+            masking = masking.with_one_more_key()
         # A key of zeros has a score of 0, and as a value adds nothing: it is a sink.
         sink = q.new_zeros(self.num_heads) if self.add_zero_attn else None
+        dropout_p = self.dropout if self.training else 0.0
+        rng_state = draw_state(q) if dropout_p > 0 else None
+        options: dict[str, Any] = {"sink": sink, "dropout_p": dropout_p, "rng_state": rng_state}
         try:
-            out, lse = attend(q, k, v, pattern, sink=sink)
+            if masking.mask is masking.bias is None and not (need_weights and dropout_p > 0):
+                out, lse = attend(q, k, v, masking.pattern, **options)
+            else:  # weights know their places by the state, which packing would move
+                out, lse = attention(q, k, v, **masking.keywords, return_lse=True, **options)
         except ERRORS as error:
             raise renamed(error, _OF_MODULE) from None
         out = self.out_proj(out.flatten(-2))
-        weights = self._weights(q, k, lse, pattern, average_attn_weights) if need_weights else None
+        weights = None
+        if need_weights:
+            weights = self._weights(q, k, lse, masking)
+            if rng_state is not None:
+                places = (range(size) for size in (*weights.shape[:3], k.shape[1]))
+                mask = kept(rng_state, dropout_p, self.num_heads, *places)
+                weights = weights * F.pad(mask, (0, int(self.add_zero_attn)), value=True) / (1 - dropout_p)
+            weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
             return out[0], None if weights is None else weights[0]
         return (out if self.batch_first else out.transpose(0, 1)), weights
@@ -126,14 +136,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         parts = zip((query, key, value), weights, biases, strict=True)
         return [F.linear(tensor, weight, bias).unflatten(-1, heads) for tensor, weight, bias in parts]
 
-    def _pattern(
+    def _masking(
         self, padding: Tensor | None, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
-    ) -> MaskPattern:
+    ) -> _Masking:
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        keys = mask = None
+        keys: Tensor | None = None
+        mask: Tensor | None = None
+        biases: list[Tensor] = []
         if padding is not None:
             _check_mask("key_padding_mask", padding, [(batch, seqlen_k)], q)
             keys = _taking_part("key_padding_mask", padding)
+            if keys is None:
+                biases.append(padding[:, None, None])
         if attn_mask is not None:
             shapes = [(seqlen_q, seqlen_k), (batch * self.num_heads, seqlen_q, seqlen_k)]
             _check_mask("attn_mask", attn_mask, shapes, q)
@@ -141,41 +155,80 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError(
                 f"attn_mask must be given for {seqlen_q} causal queries of {seqlen_k} keys, got None"
             )
-        if is_causal and seqlen_q == seqlen_k:
-            pattern = MaskPattern(None, True, False) if keys is None else pattern_of(keys, True, seqlen_q)
-        elif attn_mask is None:
-            return MaskPattern(keys, False, False)
-        else:
-            mask = _taking_part("attn_mask", attn_mask)
-            if mask.dim() == 3:
-                mask = mask.unflatten(0, (batch, self.num_heads))
-            if keys is not None:
-                mask = mask & keys[:, None, None]
-            pattern = recognise(mask, batch, seqlen_q, seqlen_k)
-        if pattern is None:
-            raise NotImplementedError(
-                "attn_mask must be causal (aligned to the bottom right), with key_padding_mask on one side, "
-                "or leave out the same keys for every query and head: other masks are not implemented yet"
-            )
-        return pattern
+        causal = is_causal and seqlen_q == seqlen_k
+        if attn_mask is not None and not causal:
+            heads = attn_mask.unflatten(0, (batch, -1)) if attn_mask.dim() == 3 else attn_mask[None, None]
+            mask = _taking_part("attn_mask", heads)
+            if mask is None:
+                biases.append(heads)
+        bias = functools.reduce(torch.add, biases).to(q.dtype) if biases else None
+        pattern = None
+        if mask is not None and bias is None:
+            both = mask if keys is None else mask & keys[:, None, None]
+            pattern = recognise(both, batch, seqlen_q, seqlen_k)
+        elif mask is None and (keys is None or bias is None):
+            pattern = MaskPattern(None, causal, False) if keys is None else pattern_of(keys, causal, seqlen_q)
+        if pattern is not None:
+            return _Masking(pattern, None, bias)
+        if causal and keys is not None:  # with padding in more than one place
+            causal, mask = False, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
+            mask = mask[None, None]
+        return _Masking(MaskPattern(keys, causal, False), mask, bias)
 
-    def _weights(self, q: Tensor, k: Tensor, lse: Tensor, pattern: MaskPattern, average: bool) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor, lse: Tensor, masking: _Masking) -> Tensor:
         """The softmax that attention did not keep, from its log-sum-exp; the sink's column comes last."""
         scale = self.head_dim**-0.5
         scores = torch.einsum("bqhd,bkhd->bhqk", q.to(lse.dtype) * scale, k.to(lse.dtype))
-        if pattern.causal:
+        if masking.bias is not None:
+            scores = scores + masking.bias
+        if masking.pattern.causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
             scores = scores.masked_fill(later.triu(k.shape[1] - q.shape[1] + 1), -torch.inf)
-        if pattern.keys is not None:
-            scores = scores.masked_fill(~pattern.keys[:, None, None], -torch.inf)
+        for mask in masking.masks:
+            scores = scores.masked_fill(~mask, -torch.inf)
         if self.add_zero_attn:
             scores = F.pad(scores, (0, 1))
-        weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp().to(q.dtype)
-        return weights.mean(1) if average else weights
+        return (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp().to(q.dtype)
 
 
-def _taking_part(name: str, mask: Tensor) -> Tensor:
-    """True for what takes part, of a mask that is True for what is left out, or of 0 and -inf."""
+class _Masking(NamedTuple):
+    """What hides and changes scores: a pattern, and what is none. Tensors broadcast to the scores."""
+
+    pattern: MaskPattern
+    mask: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def masks(self) -> list[Tensor]:
+        keys = self.pattern.keys
+        given = self.mask, None if keys is None else keys[:, None, None]
+        return [mask for mask in given if mask is not None]
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Of :func:`flashtile.attention`."""
+        return {
+            "causal": self.pattern.causal,
+            "key_padding_mask": self.pattern.keys,
+            "mask": self.mask,
+            "bias": self.bias,
+        }
+
+    def with_one_more_key(self) -> _Masking:
+        keys, mask, bias = (
+            None if cells is None else F.pad(cells, (0, 1), value=value)
+            for cells, value in ((self.pattern.keys, True), (self.mask, True), (self.bias, 0.0))
+        )
+        return _Masking(self.pattern._replace(keys=keys), mask, bias)
+
+
+def _taking_part(name: str, mask: Tensor) -> Tensor | None:
+    """True for what takes part, of a mask that is True for what is left out, or of 0 and -inf.
+
+    None for a mask that adds anything else or learns.
+    """
+    if mask.requires_grad:
+        return None
     return ~mask if mask.dtype == torch.bool else as_booleans(name, mask)
 
 

@@ -57,21 +57,27 @@ class MaskPattern(NamedTuple):
     right_padded: bool  # the keys that are there come first
 
 
-def as_booleans(name: str, mask: Tensor) -> Tensor:
+def as_booleans(name: str, mask: Tensor) -> Tensor | None:
     """True for what takes part, of a mask that says so or that is to be added: 0 there, and -inf elsewhere.
+
+    None for one that adds anything else. Looking waits for the device.
 
     Raises:
         TypeError: it is neither of booleans nor of floats.
-        NotImplementedError: it adds anything else. Looking waits for the device.
     """
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
         raise TypeError(f"{name} must be bool or floating, got {mask.dtype}")
     taking_part = mask == 0
-    if not bool((taking_part | (mask == -torch.inf)).all()):
-        raise NotImplementedError(f"{name} must be 0 or -inf throughout: biases are not implemented yet")
-    return taking_part
+    return taking_part if bool((taking_part | (mask == -torch.inf)).all()) else None
+
+
+def as_cells(mask: Tensor, seqlen_k: int) -> dict[str, Any]:
+    """``mask`` or ``bias`` of :func:`flashtile.attention`, of a mask that broadcasts to the scores."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask.expand(*mask.shape[:3], seqlen_k)
+    return {"mask" if mask.dtype == torch.bool else "bias": mask}
 
 
 def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPattern | None:

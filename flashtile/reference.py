@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile import dropout
 from flashtile.attn.problem import Extras, Options, Problem
 from flashtile.checks.attention import check_call
 
@@ -24,13 +25,20 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -42,23 +50,44 @@ def attention(
             float32 (float64 for float64 inputs).
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
     """
-    options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    options = Options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p,
+        attention_chunk=attention_chunk,
+    )  # fmt: skip
+    extras = Extras(
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
+        seqused_q,
+    )  # fmt: skip
     check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of dense q, k, v."""
+    masks = [] if mask is None else [mask]
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
+        """(out, lse) of dense q, k, v: of sequence ``b``, or of all."""
         seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
+        if attention_chunk > 0:
+            seen = seen & same_chunk(q.shape[1], k.shape[1], attention_chunk, q.device)
+        for one in masks:
+            seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
+        added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
+        factors = None
+        if dropout_p > 0 and rng_state is not None:
+            places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
+            lengths = range(q.shape[1]), range(k.shape[1])
+            mask = dropout.kept(rng_state, dropout_p, problem.num_heads_q, *places, *lengths)
+            factors = mask.to(q.dtype) / (1 - dropout_p)
         return masked(
-            q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, softcap=problem.softcap,
-            sink=sink, round_p=round_p,
+            q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
+            softcap=problem.softcap, sink=sink, round_p=round_p, factors=factors,
         )  # fmt: skip
 
-    if cu_seqlens_q is None and (seqused_k is None or problem.batch == 0):
+    if cu_seqlens_q is None and (seqused_q is seqused_k is None or problem.batch == 0):
         return attend(q, k, v, alibi_slopes)
 
     outs, lses = [], []
@@ -72,7 +101,13 @@ def attention(
         )
         if seqused_k is not None:
             one_k, one_v = one_k[:, : seqused_k[b]], one_v[:, : seqused_k[b]]
-        out, lse = attend(one_q, one_k, one_v, slopes)
+        unused_rows = 0
+        if seqused_q is not None:
+            unused_rows = one_q.shape[1] - int(seqused_q[b])
+            one_q = one_q[:, : seqused_q[b]]
+        out, lse = attend(one_q, one_k, one_v, slopes, b)
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, unused_rows))
+        lse = torch.nn.functional.pad(lse, (0, unused_rows), value=-torch.inf)
         outs.append(out)
         lses.append(lse)
     if cu_seqlens_q is None:
@@ -95,6 +130,7 @@ def standard(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
+    factors: Tensor | None = None,
     lse_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of softmax(q k^T) v with every score in memory. What is not asked for is not computed.
@@ -111,6 +147,7 @@ def standard(
         sink: (heads_q,), a score that every row sees and that has no value; or broadcast to (..., heads_q,
             seqlen_q, 1).
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
+        factors: of the probabilities before they meet v, as dropout has them.
         lse_dtype: that of lse; None: no lse.
     """
     group_size = q.shape[-3] // max(1, k.shape[-3])
@@ -135,7 +172,11 @@ def standard(
         probabilities = probabilities.masked_fill(empty, 0.0)
     if round_p is not None:
         probabilities = round_p(probabilities)
-    out = (probabilities if sink is None else probabilities[..., :-1]) @ v
+    if sink is not None:
+        probabilities = probabilities[..., :-1]
+    if factors is not None:
+        probabilities = probabilities * factors
+    out = probabilities @ v
     if lse_dtype is None:
         return out, None
     lse = torch.logsumexp(scores.to(lse_dtype), -1)
@@ -151,13 +192,22 @@ def masked(
     lse_dtype: torch.dtype,
     *,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen`` (seqlen_q, seqlen_k).
+    """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen``: bool, broadcast to
+    (..., heads, seqlen_q, seqlen_k).
 
-    ``slopes`` are those of ALiBi, ``options`` those of :func:`standard`.
+    ``slopes`` are those of ALiBi, ``bias`` broadcasts as ``seen`` does and hides where it is -inf,
+    ``options`` those of :func:`standard`.
     """
-    bias = None if slopes is None else alibi_bias(slopes, seen.shape[0], seen.shape[1], q.dtype)
+    if bias is not None:
+        hidden = bias == -torch.inf
+        seen = seen & ~hidden
+        bias = bias.masked_fill(hidden, 0.0)
+    if slopes is not None:
+        of_distance = alibi_bias(slopes, seen.shape[-2], seen.shape[-1], q.dtype)
+        bias = of_distance if bias is None else bias + of_distance
     q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
     empty = ~seen.any(-1, keepdim=True)
     out, lse = standard(
@@ -165,6 +215,13 @@ def masked(
     )
     assert lse is not None
     return out.transpose(-2, -3), lse
+
+
+def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The part of sequence ``b`` (None: all of them) of what broadcasts to the scores of the longest."""
+    if b is not None and cells.shape[0] > 1:
+        cells = cells[b : b + 1]
+    return cells[:, :, :seqlen_q, :seqlen_k]
 
 
 def visible(
@@ -183,6 +240,13 @@ def visible(
     if window_right >= 0:
         seen &= offset <= window_right
     return seen
+
+
+def same_chunk(seqlen_q: int, seqlen_k: int, attention_chunk: int, device=None) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: which keys lie in the same chunk of positions as the query itself."""
+    own = torch.arange(seqlen_q, device=device) + seqlen_k - seqlen_q
+    keys = torch.arange(seqlen_k, device=device)
+    return (own // attention_chunk)[:, None] == keys // attention_chunk
 
 
 def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = None) -> Tensor:

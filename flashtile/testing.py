@@ -25,7 +25,7 @@ from flashtile import reference
 from flashtile.attn import functional
 from flashtile.rounding import SCORE_UNITS, finite, largest, product, rms, scale_of, score_noise
 
-FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0}
+FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0, "dbias": 3.0}
 """How much further from the reference than plain PyTorch each result may be."""
 
 FLOAT64_UNITS = 64.0
@@ -36,6 +36,9 @@ CANCELLED_UNITS = 16.0
 
 LSE_UNITS = 1 / 8
 """Rounding units of q's dtype that lse may be off: a relative error of P far below P's own rounding."""
+
+LEARNED = ("sink", "bias")
+"""Arguments beside q, k and v that get gradients."""
 
 LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded")
 """Memory layouts of :func:`random_tensor`."""
@@ -146,8 +149,8 @@ def measure(
         poison: run the call under :func:`poisoned_memory`.
         function: what is measured; called like :func:`flashtile.attention` with ``return_lse=True``.
         arguments: the other arguments of :func:`flashtile.attention`, handed to ``function``; the reference
-            gets those that decide the result (all but ``deterministic`` and ``backend``). A ``sink`` is
-            given a gradient, too.
+            gets those that decide the result (all but ``deterministic`` and ``backend``). A ``sink`` and
+            a ``bias`` are given gradients, too.
 
     Costs the memory of standard attention in float64: 8 bytes a score (batch * heads * seqlen_q * seqlen_k),
     several times.
@@ -159,10 +162,12 @@ def measure(
         >>> [comparison.name for comparison in report.comparisons if comparison.holds]
         ['out', 'lse', 'dq', 'dk', 'dv']
     """
-    sink = arguments.pop("sink", None)
+    learned = {name: arguments.pop(name) for name in LEARNED if arguments.get(name) is not None}
+    sink = learned.get("sink")
     defining = {name: a for name, a in arguments.items() if name not in ("deterministic", "backend")}
-    given = [t.detach() for t in (q, k, v, sink) if t is not None]
-    q, k, v, *_ = given
+    given = {"q": q, "k": k, "v": v, **learned}
+    given = {name: t.detach() for name, t in given.items()}
+    q, k, v = given["q"], given["k"], given["v"]
     if not gradients:
         dout = dlse = None
     elif dout is None and dlse is None:
@@ -171,18 +176,17 @@ def measure(
     with poisoned_memory() if poison else nullcontext():
         ours = _run(partial(function, return_lse=True, **arguments), given, upstream, gradients)
     standard = partial(reference.attention, **defining)
-    exact = _run(standard, [t.double() for t in given], upstream, gradients)
+    exact = _run(standard, {name: t.double() for name, t in given.items()}, upstream, gradients)
     plain = _run(standard, given, upstream, gradients)
     plain[1] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[1]
 
-    noise = _rounding_noise(q, k, v, sink, upstream, exact, arguments)
+    names = ["out", "lse", *(f"d{name}" for name in given if gradients)]
+    noise = _rounding_noise(q, k, v, sink, upstream, dict(zip(names, exact, strict=True)), arguments)
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
-        for name, *results in zip(FACTORS, ours, exact, plain, strict=False)
+        for name, *results in zip(names, ours, exact, plain, strict=True)
     ]
-    if sink is not None:
-        arguments["sink"] = sink
-    return Report(_describe(q, k, v, arguments), tuple(comparisons))
+    return Report(_describe(q, k, v, arguments | learned), tuple(comparisons))
 
 
 def compare(
@@ -350,16 +354,16 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
 
 def _run(
     attend: Callable[..., Any],
-    given: Sequence[Tensor],
+    given: dict[str, Tensor],
     upstream: Sequence[Tensor | None],
     gradients: bool,
 ) -> list[Tensor]:
-    """[out, lse], and with ``gradients`` those of all that is ``given``: q, k, v and perhaps the sink.
+    """[out, lse], and with ``gradients`` those of all that is ``given``: q, k, v and what is learned.
 
     They are 0 where a result does not depend on what is given.
     """
-    leaves = [t.detach().requires_grad_(gradients) for t in given]
-    results = attend(*leaves[:3], **dict(zip(["sink"], leaves[3:], strict=False)))
+    leaves = [t.detach().requires_grad_(gradients) for t in given.values()]
+    results = attend(*leaves[:3], **dict(zip([*given][3:], leaves[3:], strict=True)))
     detached = [result.detach() for result in results]
     if not gradients:
         return detached
@@ -382,7 +386,7 @@ def _rounding_noise(
     v: Tensor,
     sink: Tensor | None,
     upstream: tuple[Tensor | None, Tensor | None],
-    exact: Sequence[Tensor],
+    exact: dict[str, Tensor],
     arguments: dict[str, Any],
 ) -> dict[str, tuple[float, float]]:
     """By result: what rounding on the way may leave, (largest, rms), where plain PyTorch happens to be exact.
@@ -404,21 +408,23 @@ def _rounding_noise(
 
     def noise(of: Callable[[Tensor], float]) -> dict[str, float]:
         score = score_noise(q, k, scale, of)
-        lse = SCORE_UNITS * eps_of_sums * of(finite(exact[1]))
-        allowed = {
-            name: (score + lse) * of(finite(result)) for name, result in zip(FACTORS, exact, strict=False)
-        }
+        lse = SCORE_UNITS * eps_of_sums * of(finite(exact["lse"]))
+        allowed = {name: (score + lse) * of(finite(result)) for name, result in exact.items()}
         allowed["lse"] = score + LSE_UNITS * eps
         if dout is not None:
             score_gradient = scale * product(dout, v, of)
             score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
             allowed["dq"] += score_gradient * of(finite(k))
             allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
+        if dout is not None and "dbias" in exact:
+            cells = exact["lse"].numel() * max(k.shape[-3], 1)
+            gathered = max(cells / max(exact["dbias"].numel(), 1), 1.0)  # of how many scores each is the sum
+            allowed["dbias"] += score_gradient / scale * gathered**0.5 if scale else 0.0
         if sink is not None:
-            delta = 0.0 if dout is None else product(dout, exact[0], of)
+            delta = 0.0 if dout is None else product(dout, exact["out"], of)
             score_gradient = delta + (0.0 if dlse is None else of(finite(dlse)))
             error = score_gradient * (score + lse + CANCELLED_UNITS * eps_of_sums) + eps * delta
-            allowed["dsink"] = error * of(_gathered(sink, exact[1]))
+            allowed["dsink"] = error * of(_gathered(sink, exact["lse"]))
         return allowed
 
     at_most, on_average = noise(largest), noise(rms)
@@ -440,6 +446,9 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
     seqused_k = arguments.get("seqused_k")
     if seqused_k is not None and seqused_k.numel():
         seqlen_k = seqused_k.double().mean().item()
+    for name in ("mask", "key_padding_mask"):
+        if arguments.get(name) is not None and arguments[name].numel():
+            seqlen_k *= arguments[name].double().mean().item()
     left, right = arguments.get("window_size", (-1, -1))
     right = 0 if arguments.get("causal", False) else right
     left = min(left, seqlen_k) if left >= 0 else seqlen_k

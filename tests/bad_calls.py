@@ -339,10 +339,11 @@ OPTIONS = [
 ]
 
 FLASH_ATTN_ONLY = [
-    *(bad(FLASH_ATTN, NotImplementedError, "dropout_p", "0.0", str(value), dropout_p=value)
-      for value in (0.1, 1, -0.5, 1.5, NAN, True)),
-    *(bad(FLASH_ATTN, TypeError, "dropout_p", "number", type(value).__name__, dropout_p=value)
-      for value in (None, "0.0", torch.tensor([0.0, 0.1]))),
+    *(bad(ALL, ValueError, "dropout_p", "from 0 to below 1", str(value), dropout_p=value)
+      for value in (1, -0.5, 1.5, NAN)),
+    *(bad(ALL, TypeError, "dropout_p", "number", word, dropout_p=value)
+      for value, word in ((None, "None"), ("0.0", "str"), (torch.tensor([0.0, 0.1]), "tensor"),
+                          (True, "bool"))),
     bad("flash_attn_varlen_func", ValueError, "k must have 4 dimensions", "(num_blocks, page_size",
         block_table=torch.zeros(2, 1, dtype=torch.int32)),
     bad("flash_attn_varlen_func", TypeError, "block_table", "torch.Tensor", "list", block_table=[[0]],
@@ -406,6 +407,43 @@ USED = [
         seqused_k=offsets(-1, 7)),
 ]
 
+BIAS = [
+    *(bad(("attention", "attention varlen"), TypeError, "bias must be float32", str(dtype),
+          bias=rand(1, 1, 5, 7, dtype=dtype)) for dtype in (torch.float16, torch.float64, torch.bool)),
+    *(bad("attention", ValueError, "bias", "(2 or 1, 4 or 1, 5 or 1, 7)", f"got {shape}", bias=rand(*shape))
+      for shape in ((5, 7), (2, 3, 5, 7), (1, 1, 5, 1))),
+    bad(("attention",), ValueError, "bias", "on meta", "not on cpu", bias=rand(1, 1, 5, 7, device="meta")),
+]
+
+STATE = [
+    bad("attention", TypeError, "rng_state must be int64", "float32", dropout_p=0.1, rng_state=rand(2)),
+    bad("attention", ValueError, "rng_state must have shape (2,)", "(3,)", dropout_p=0.1,
+        rng_state=rand(3, dtype=torch.int64)),
+    bad("attention", ValueError, "rng_state", "on meta", dropout_p=0.1,
+        rng_state=rand(2, dtype=torch.int64, device="meta")),
+]
+
+MASKS = [
+    *(bad(("attention", "attention varlen"), TypeError, "mask", "torch.Tensor", type(value).__name__,
+          mask=value)
+      for value in ([True], True, np.ones((1, 1, 5, 7), bool))),
+    *(bad(("attention", "attention varlen"), TypeError, "mask must be bool", str(dtype),
+          mask=rand(1, 1, 5, 7, dtype=dtype)) for dtype in (torch.float32, torch.uint8, torch.int64)),
+    *(bad("attention", ValueError, "mask", "(2 or 1, 4 or 1, 5 or 1, 7)", f"got {shape}",
+          mask=rand(*shape, dtype=torch.bool))
+      for shape in ((5, 7), (2, 2, 5, 7), (3, 1, 5, 7), (1, 1, 4, 7), (1, 1, 5, 1), (1, 1, 5, 7, 1))),
+    bad("attention varlen", ValueError, "mask", "max_seqlen_q or 1, max_seqlen_k", "got (1, 1, 10, 14)",
+        mask=rand(1, 1, 10, 14, dtype=torch.bool)),
+    bad(("attention",), ValueError, "mask", "on meta", "not on cpu",
+        mask=rand(1, 1, 5, 7, dtype=torch.bool, device="meta")),
+    *(bad("attention", TypeError, "key_padding_mask must be bool", str(dtype),
+          key_padding_mask=rand(2, 7, dtype=dtype)) for dtype in (torch.float32, torch.int64)),
+    *(bad("attention", ValueError, "key_padding_mask", "(batch, seqlen_k) = (2, 7)", f"got {shape}",
+          key_padding_mask=rand(*shape, dtype=torch.bool)) for shape in ((7,), (1, 7), (2, 5), (2, 1, 1, 7))),
+    bad("attention varlen", NotImplementedError, "key_padding_mask must be None", "seqused_k",
+        key_padding_mask=rand(2, 7, dtype=torch.bool)),
+]
+
 MERGE = [
     *(bad("merge_states", TypeError, name, "torch.Tensor", type(value).__name__, **{name: value})
       for name in ("out_a", "lse_a", "out_b", "lse_b") for value in (None, [0.0], 1.0)),
@@ -435,6 +473,9 @@ MERGE = [
         lse_b=rand(2, 4, 5, dtype=torch.float64)),
 ]  # fmt: skip
 
-CALLS = [*TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MERGE]
+CALLS = [
+    *TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MASKS, *BIAS,
+    *STATE, *MERGE,
+]
 PAIRS = [(function, call) for call in CALLS for function in call.functions]
 # fmt: on

@@ -69,6 +69,16 @@ class Case:
     """A sink in "float32" or in the dtype of q ("own")."""
     unused_keys: int = 0
     """Keys of NaN at the end of sequence b that seqused_k leaves out, b + 1 times as many (all at most)."""
+    mask: str | None = None
+    """A boolean mask with a part of its own for each "b"atch entry, "h"ead and "q"uery, as named."""
+    padding: str | None = None
+    """key_padding_mask that leaves out keys on the "left" or "right", or in "holes"."""
+    bias: str | None = None
+    """An additive bias, likewise, some of it -inf; in the dtype of q where it names "own"."""
+    dropout_p: float = 0.0
+    attention_chunk: int = 0
+    unused_rows: int = 0
+    """Rows of NaN at the end of sequence b that seqused_q leaves out, b + 1 times as many (all at most)."""
     layout: str = "contiguous"
     upstream: str = "both"
     """Gradients: "both", of "out" or "lse" alone, "sum" (of out.sum(): one element, expanded), "transposed"
@@ -109,8 +119,22 @@ class Case:
         if self.sink is not None:
             dtype = self.dtype if self.sink == "own" else FP32
             arguments["sink"] = testing.random_tensor((self.heads_q,), dtype, device, seed=seed + 4)
+        rows_of_masks = max((q for q, _ in self.lengths), default=0) if self.lengths else self.seqlen_q
+        keys_of_masks = max((k for _, k in self.lengths), default=0) if self.lengths else self.seqlen_k
+        cells = (batch, self.heads_q, rows_of_masks + self.slack, keys_of_masks + self.slack)
+        if self.mask is not None:
+            arguments["mask"] = self._broadcast(self.mask, cells, device, seed + 5) > -0.5
+        if self.bias is not None:
+            arguments["bias"] = self._biases(cells, device, seed + 7)
+        if self.dropout_p > 0:
+            arguments["dropout_p"] = self.dropout_p
+            arguments["rng_state"] = torch.tensor([seed << 20, 2**35 + 3], device=device)
+        if self.padding is not None:
+            arguments["key_padding_mask"] = self._padding(cells, device, seed + 6)
         if self.unused_keys:
-            arguments["seqused_k"] = self._leave_out_keys(k, v)
+            arguments["seqused_k"] = self._leave_out(self.unused_keys, 1, k, v)
+        if self.attention_chunk:
+            arguments["attention_chunk"] = self.attention_chunk
         arguments.update(
             causal=self.causal,
             window_size=self.window_size,
@@ -118,23 +142,51 @@ class Case:
             softmax_scale=self.softmax_scale,
         )
         dout, dlse = self._gradients(q, v, seed)
+        if self.unused_rows:
+            arguments["seqused_q"] = self._leave_out(self.unused_rows, 0, q, dout)
         for tensor in (q, k, v, dout, None if dlse is None else dlse.mT):
             if tensor is not None and self.unused_tail:
                 poison_last_rows(tensor, self.unused_tail)
         return Inputs(q, k, v, arguments, dout, dlse)
 
-    def _leave_out_keys(self, k: Tensor, v: Tensor) -> Tensor:
-        """seqused_k, with NaN written to what it leaves out."""
-        lengths = [(0, self.seqlen_k)] * self.batch if self.lengths is None else self.lengths
-        keys = [length for _, length in lengths]
-        used = [max(0, length - self.unused_keys * (b + 1)) for b, length in enumerate(keys)]
+    def _broadcast(self, named: str, cells: tuple[int, ...], device: str, seed: int) -> Tensor:
+        """Normal numbers for all scores, expanded where not named: nothing is there twice."""
+        shape = [size if name in named else 1 for name, size in zip("bhq", cells, strict=False)]
+        numbers = testing.random_tensor((*shape, cells[-1]), FP32, device, seed=seed)
+        return numbers if self.layout != "expanded" else numbers.expand(cells)
+
+    def _biases(self, cells: tuple[int, ...], device: str, seed: int) -> Tensor:
+        assert self.bias is not None
+        named = self.bias.removesuffix("-own")
+        numbers = self._broadcast(named, cells, device, seed)
+        hidden = self._broadcast(named, cells, device, seed + 1) < -1.5
+        numbers = numbers.masked_fill(hidden, -torch.inf)
+        return numbers if named == self.bias else numbers.to(self.dtype)
+
+    def _padding(self, cells: tuple[int, ...], device: str, seed: int) -> Tensor:
+        batch, _, _, seqlen_k = cells
+        keys = torch.arange(seqlen_k, device=device)
+        pads = (torch.arange(batch, device=device)[:, None] + 1) * seqlen_k // (batch + 1)
+        if self.padding == "left":
+            return keys >= pads
+        if self.padding == "right":
+            return keys < seqlen_k - pads
+        return testing.random_tensor((batch, seqlen_k), FP32, device, seed=seed) > 0
+
+    def _leave_out(self, unused: int, of_keys: int, *tensors: Tensor | None) -> Tensor:
+        """seqused_q or seqused_k, with NaN written to what it leaves out."""
+        lengths = [(self.seqlen_q, self.seqlen_k)] * self.batch if self.lengths is None else self.lengths
+        tokens = [pair[of_keys] for pair in lengths]
+        used = [max(0, length - unused * (b + 1)) for b, length in enumerate(tokens)]
         start = 0
-        for b, (length, count) in enumerate(zip(keys, used, strict=True)):
-            for tensor in (k, v):
-                own = tensor[b] if self.lengths is None else tensor[start : start + length]
-                poison_last_rows(own, length - count)
+        for b, (length, count) in enumerate(zip(tokens, used, strict=True)):
+            for tensor in tensors:
+                if tensor is not None:
+                    own = tensor[b] if self.lengths is None else tensor[start : start + length]
+                    poison_last_rows(own, length - count)
             start += length
-        return torch.tensor(used, dtype=torch.int32, device=k.device)
+        first = next(tensor for tensor in tensors if tensor is not None)
+        return torch.tensor(used, dtype=torch.int32, device=first.device)
 
     def _gradients(self, q: Tensor, v: Tensor, seed: int) -> tuple[Tensor | None, Tensor | None]:
         dout, dlse = testing.random_gradients(q, v, varlen=self.lengths is not None, seed=seed)
@@ -225,6 +277,43 @@ def with_masks(variants: Variants, chosen: Variants) -> Variants:
     return {f"{a}-{b}": {**variant, **mask} for a, variant in variants.items() for b, mask in chosen.items()}
 
 
+CELLS: Variants = {
+    "mask": {"mask": "bhq"},
+    "mask-causal": {"mask": "q", "causal": True},
+    "mask-heads": {"mask": "h", "softcap": 2.0},
+    "mask-window-sink": {"mask": "bq", "window_size": (9, 4), "sink": "float32"},
+    "padding-left": {"padding": "left", "causal": True},
+    "padding-right": {"padding": "right"},
+    "padding-right-causal": {"padding": "right", "causal": True},
+    "padding-holes": {"padding": "holes"},
+    "padding-holes-causal": {"padding": "holes", "causal": True, "sink": "own"},
+    "padding-window": {"padding": "right", "window_size": (9, 4), "alibi": "head"},
+    "padding-mask": {"padding": "left", "mask": "hq"},
+    "bias": {"bias": "bhq"},
+    "bias-own-causal": {"bias": "hq-own", "causal": True},
+    "bias-softcap-window": {"bias": "q", "softcap": 2.0, "window_size": (9, 4)},
+    "bias-of-keys-sink": {"bias": "b", "sink": "float32"},
+    "bias-mask-padding": {"bias": "bh", "mask": "q", "padding": "holes"},
+    "dropout": {"dropout_p": 0.2},
+    "dropout-causal-sink": {"dropout_p": 0.5, "causal": True, "sink": "own"},
+    "dropout-bias": {"dropout_p": 0.1, "bias": "h", "mask": "q", "padding": "left"},
+    "chunk": {"attention_chunk": 7},
+    "chunk-causal": {"attention_chunk": 16, "causal": True, "bias": "h"},
+    "chunk-longer": {"attention_chunk": 10_000, "window_size": (9, 4)},
+    "used-rows": {"unused_rows": 4, "causal": True, "sink": "float32"},
+    "used-everything": {
+        "unused_rows": 3,
+        "unused_keys": 2,
+        "attention_chunk": 11,
+        "bias": "q",
+        "mask": "bh",
+        "dropout_p": 0.2,
+        "sink": "own",
+    },
+    "mask-used": {"mask": "bq", "unused_keys": 3, "causal": True},
+}
+"""What differs from score to score, or from key to key, in other ways than by distance."""
+
 HEADS = {
     f"heads-{q}-{kv}": {"heads_q": q, "heads_kv": kv}
     for q, kv in ((1, 1), (3, 3), (3, 1), (5, 1), (7, 1), (6, 2), (10, 2), (14, 2))
@@ -294,6 +383,12 @@ def tiny() -> Iterator[Case]:
         "varlen-only-tail": replace(ragged, lengths=(), unused_tail=4, slack=2),
     }
     yield from cross(batches, some(mask, "full", "causal", "window", "everything"))
+    two = replace(dense, batch=2, head_dim=16)
+    yield from cross({"": two}, some(CELLS, "padding-mask", "bias-own-causal", "dropout-bias"))
+    yield from cross({"more-queries": replace(two, seqlen_q=35, seqlen_k=19)}, some(CELLS, "chunk"))
+    yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
+    yield from cross({"varlen": replace(ragged, slack=2)}, some(CELLS, "used-everything"))
+    yield from cross({"cells-no-keys": replace(two, seqlen_k=0)}, some(CELLS, "bias"))
     corners = replace(dense, lengths=diagonals(34, 32), heads_q=1, heads_kv=1, head_dim=16)
     yield from cross({"diagonals": corners}, some(EDGES, "causal", "window-narrow", "window-tile"))
 
@@ -327,6 +422,18 @@ def medium() -> Iterator[Case]:
     yield from cross({"varlen-tail": tail}, some(mask, "full", "causal", "window", "everything"))
 
 
+def cells() -> Iterator[Case]:
+    """Small ones of what differs from score to score; each cell costs plain PyTorch a lot."""
+    two = Case(size="medium", seqlen_q=40, seqlen_k=67, head_dim=16, dtype=FP32)
+    yield from cross({"cells": two}, CELLS)
+    ragged = replace(two, lengths=((20, 33), (0, 5), (40, 31), (7, 0)), unused_tail=3, slack=2)
+    chosen = some(CELLS, "mask-used", "bias-own-causal", "dropout", "used-everything", "chunk-causal")
+    yield from cross({"cells-varlen": ragged}, chosen)
+    for dtype, name in ((BF16, "bf16"), (FP16, "fp16"), (FP64, "fp64")):
+        typed = replace(two, dtype=dtype)
+        yield from cross({f"cells-{name}": typed}, some(CELLS, "bias-own-causal", "dropout-bias"))
+
+
 def large() -> Iterator[Case]:
     mask = masks(512, 100)
     dense = Case(
@@ -341,6 +448,7 @@ def large() -> Iterator[Case]:
     precise = replace(dense, seqlen_q=1000, seqlen_k=1100, dtype=FP32)
     dims = head_dims(64, 128, 256)
     yield from cross({"fp32": precise}, with_masks(dims, some(mask, "full", "causal", "everything")))
+    yield from cross({"": replace(few, batch=3)}, CELLS)
     corners = replace(few, lengths=diagonals(260, 16, 32, 64, 128), heads_q=2, heads_kv=1)
     for head_dim in (64, 128, 256):
         yield from cross({f"diagonals-d{head_dim}": replace(corners, head_dim=head_dim)}, EDGES)
@@ -350,7 +458,7 @@ def large() -> Iterator[Case]:
 
 
 def _all() -> tuple[Case, ...]:
-    cases = (*tiny(), *medium(), *large())
+    cases = (*tiny(), *medium(), *cells(), *large())
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), "two cases share a name"
     return cases

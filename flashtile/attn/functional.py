@@ -18,14 +18,17 @@ from flashtile.arguments import (
     apply_autocast,
     check_flag,
     make_options,
+    padding_of,
     refuse_descales,
     refuse_unknown,
     with_unit_stride,
 )
 from flashtile.attn import operators
+from flashtile.attn.probabilities import signed_probabilities
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
+from flashtile.dropout import draw_state
 
 # What the packed functions call these arguments, for their errors.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -47,13 +50,20 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    rng_state: Tensor | None = None,
     deterministic: bool = False,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -64,7 +74,7 @@ def attention(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
-    """Exact attention, differentiable in q, k, v and sink (and through lse).
+    """Exact attention, differentiable in q, k, v, sink and bias (and through lse).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
@@ -78,19 +88,37 @@ def attention(
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
             synchronises.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
+        seqused_q: (batch,) int32 on the device of q: queries that each sequence uses. Out and gradients of
+            the others are 0, their lse is -inf, and masks are aligned to the used length.
         seqused_k: (batch,) int32 on the device of q: keys that each sequence uses, of those it has in memory.
             The others do not exist: they are not read, their gradients are 0, and masks are aligned to the
             used length. Checked as the values of cu_seqlens are; the kernels clamp it.
+        dropout_p: from 0 to below 1: probabilities are dropped so often, and the others divided by
+            ``1 - dropout_p``. lse is that of all of them.
+        rng_state: (2,) int64 on the device of q, seed and offset: which probabilities are dropped
+            (:mod:`flashtile.dropout` says how). None draws one from torch's generator of q's device. It is
+            read beside dropout_p alone, and serves the backward pass, too.
         softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
         causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
             ``i + seqlen_k - seqlen_q``.
         window_size: (left, right) keys that a query sees beside its own position, inclusive; a negative
             number is unlimited. ``causal`` makes right 0.
+        attention_chunk: if > 0, positions are cut into chunks of so many, and a query sees keys of its own
+            chunk alone (Llama 4's, as FlashAttention-3 has it); with causal the earlier ones of them.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
         sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
             every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
+        mask: bool, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides: True for a key that
+            takes part. It joins the masks above. What is 1 or expanded is never written out. Beside
+            cu_seqlens the lengths are max_seqlen_q and max_seqlen_k, from each sequence's first token on.
+        key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
+            query and head. Keys before the first and behind the last that takes part cost nothing. causal and
+            window_size count from the padded lengths. Not beside cu_seqlens.
+        bias: float32 or of q's dtype, learnable, shaped and laid out as ``mask``: added to the scores after
+            scale and softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
+            along, in one order.
         deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
             with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
             ``torch.use_deterministic_algorithms(True)`` asks for it, too.
@@ -129,11 +157,22 @@ def attention(
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
-    )
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p, attention_chunk,
+    )  # fmt: skip
     extras = NO_EXTRAS
-    if not (cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is None):
-        extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if not (
+        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
+        is seqused_q is None
+    ):
+        if mask is not None and key_padding_mask is None:
+            mask, key_padding_mask = padding_of(mask, q, k)
+        extras = Extras(
+            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias,
+            seqused_q=seqused_q,
+        )  # fmt: skip
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q, rng_state)
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     return (out, lse) if return_lse else out
@@ -166,11 +205,12 @@ def flash_attn_func(
     (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
 
     Returns:
-        out; (out, lse) with ``return_lse``; (out, lse, None) with ``return_attn_probs`` (the third is
-        FlashAttention-2's dropout debugging output, which it too leaves empty without dropout).
+        out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. The third is
+        FlashAttention-2's debugging output of dropout, None without it: (batch, heads_q, seqlen_q, seqlen_k)
+        probabilities before dropout, negative where they were dropped. It stores every score.
 
     Raises:
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()  # each (batch, seqlen, heads, head_dim)
@@ -180,13 +220,17 @@ def flash_attn_func(
     """
     if unknown:
         refuse_unknown("flash_attn_func", unknown)
-    _check_own(dropout_p, return_attn_probs, return_lse)
+    _check_own(return_attn_probs, return_lse)
     options = make_options(
-        None, None, softmax_scale, causal, window_size, softcap, deterministic, backend
+        None, None, softmax_scale, causal, window_size, softcap, deterministic, backend, dropout_p
     )
     extras = NO_EXTRAS if alibi_slopes is sink is None else Extras(alibi_slopes=alibi_slopes, sink=sink)
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q)
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
+    if return_attn_probs and options.dropout_p != 0.0:
+        return out, lse, signed_probabilities(q, k, v, extras, options)
     return _result(out, lse, return_attn_probs, return_lse)
 
 
@@ -223,7 +267,7 @@ def flash_attn_kvpacked_func(
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> q = torch.randn(2, 16, 8, 64)
@@ -274,7 +318,7 @@ def flash_attn_qkvpacked_func(
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> qkv = torch.randn(2, 128, 3, 4, 64, requires_grad=True)
@@ -337,7 +381,7 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: as for :func:`attention`; without ``block_table``.
 
     Raises:
-        NotImplementedError: ``dropout_p``; the backward pass with ``block_table``; and as :func:`attention`.
+        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; as :func:`attention`.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
@@ -348,11 +392,14 @@ def flash_attn_varlen_func(
     """
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
-    _check_own(dropout_p, return_attn_probs, return_lse)
+    _check_own(return_attn_probs, return_lse)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
-    )
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q)
     buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
@@ -363,6 +410,8 @@ def flash_attn_varlen_func(
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
+    if return_attn_probs and options.dropout_p != 0.0:
+        return out, lse, signed_probabilities(q, k, v, extras, options)
     return _result(out, lse, return_attn_probs, return_lse)
 
 
@@ -405,7 +454,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> cu_seqlens_q = torch.tensor([0, 2, 5], dtype=torch.int32)  # 2 and 3 queries
@@ -462,7 +511,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: ``dropout_p`` other than 0, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
@@ -531,15 +580,18 @@ def _attend(
     return operators.forward(q, k, v, extras, options)
 
 
-def _check_own(dropout_p: float, return_attn_probs: bool, return_lse: bool) -> None:
+def _with_state(extras: Extras, options: Options, q: Tensor, rng_state: Tensor | None = None) -> Extras:
+    """``extras`` with a state for dropout, a new one if none is given. A wrong dropout_p is refused later."""
+    if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
+        rng_state = draw_state(q)
+    return extras if rng_state is None else extras._replace(rng_state=rng_state)
+
+
+def _check_own(return_attn_probs: bool, return_lse: bool) -> None:
     """Arguments that go no further than the front door."""
-    if not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if type(return_attn_probs) is not bool or type(return_lse) is not bool:
         check_flag("return_attn_probs", return_attn_probs)
         check_flag("return_lse", return_lse)
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
 
 
 def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:

@@ -30,6 +30,8 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -56,16 +58,19 @@ def attention_backward(
         True
     """
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
-    )
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
     if all(extra is None for extra in extras):
         extras = NO_EXTRAS
     with torch.no_grad():
         check_call(q, k, v, extras, options)
         FORWARD.check_values((q, k, v), extras, options)
         _check_results(dout, out, lse, q, v, cu_seqlens_q is not None)
-        return BACKWARD.launch((dout, None, q, k, v, out.contiguous(), lse.contiguous()), extras, options)
+        tensors = (dout, None, q, k, v, out.contiguous(), lse.contiguous())
+        dq, dk, dv, dsink, _ = BACKWARD.launch(tensors, extras, options)
+        return dq, dk, dv, dsink
 
 
 def _check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:

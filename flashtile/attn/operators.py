@@ -18,6 +18,8 @@ from flashtile.op.observers import tell_observers
 from flashtile.op.operation import Operation, is_plain, library
 from flashtile.op.refusals import refuse_tangents, transforming
 
+_BIAS = Extras._fields.index("bias")
+
 
 def _forward_results(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
@@ -43,10 +45,11 @@ def _of_forward(
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     q, k, v, extras, options = _of_forward(*arguments)
-    sink = extras.sink
+    sink, bias = extras.sink, extras.bias
     dsink = None if sink is None else sink.new_empty(sink.shape)
+    dbias = bias.new_empty(bias.shape) if options.bias_grad else None
     (_, dtype), _ = _forward_results(q, k, v, extras, options)
-    return *(t.new_empty(t.shape, dtype=dtype) for t in (q, k, v)), dsink
+    return *(t.new_empty(t.shape, dtype=dtype) for t in (q, k, v)), dsink, dbias
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> int:
@@ -72,7 +75,7 @@ class _Forward(Operation):
 
 class _Backward(Operation):
     def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
-        """(dq, dk, dv, dsink) from the gradients of out and lse, either of which may be None (zero)."""
+        """(dq, dk, dv, dsink, dbias) from the gradients of out and lse, of which one may be None (zero)."""
         # Autograd hands over expanded gradients (out.sum()) and ones with any strides.
         dout, dlse, q, k, v, out, lse = tensors
         dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
@@ -100,7 +103,7 @@ BACKWARD = _Backward(
     tensors=("dout?", "dlse?", "q", "k", "v", "out", "lse"),
     beside=NO_EXTRAS,
     options=Options,
-    results=4,
+    results=5,
     check=lambda *arguments: None,  # the forward pass checked what it saved
     describe=lambda *arguments: Problem.from_tensors(*_of_forward(*arguments)),
     fake=_fake_backward,
@@ -114,9 +117,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
     tensors = (q, k, v)
     if is_plain(tensors, extras) and (extras.alibi_slopes is None or not extras.alibi_slopes.requires_grad):
         if torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad or _learns(extras.sink)
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or _learns(extras.sink)
+            or _learns(extras.bias)
         ):
-            return FlashAttention.apply(q, k, v, extras.sink, extras, options)
+            return FlashAttention.apply(q, k, v, extras.sink, extras.bias, extras, options)
         return FORWARD.launch(tensors, extras, options)
     if not transforming():
         return FORWARD.traced(tensors, extras, options)
@@ -127,23 +134,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
     return transforms.Forward.apply(q, k, v, *extras, *options)
 
 
-def _learns(sink: Tensor | None) -> bool:
-    return sink is not None and sink.requires_grad
+def _learns(extra: Tensor | None) -> bool:
+    return extra is not None and extra.requires_grad
 
 
 class FlashAttention(torch.autograd.Function):
     """The autograd node of a plain call: the operator's own formula at an eighth of its host time."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, sink, extras, options):
-        """``sink`` is that of ``extras``, where autograd does not look."""
+    def forward(ctx: Any, q, k, v, sink, bias, extras, options):
+        """``sink`` and ``bias`` are those of ``extras``, where autograd does not look."""
         out, lse = FORWARD.launch((q, k, v), extras, options)
         _save(ctx, q, k, v, out, lse, extras, options)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        return (*_gradients(ctx, dout, dlse), None, None)
+        return (*_gradients(ctx, dout, dlse, ctx.needs_input_grad[4]), None, None)
 
 
 def _batched(*gradients: Tensor | None) -> bool:
@@ -158,8 +165,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_backward(ctx, dout, dlse):
-    dq, dk, dv, dsink = _gradients(ctx, dout, dlse)
-    return dq, dk, dv, *Extras(sink=dsink), *(None,) * len(ctx.options)
+    dq, dk, dv, dsink, dbias = _gradients(ctx, dout, dlse, ctx.needs_input_grad[3 + _BIAS])
+    return dq, dk, dv, *Extras(sink=dsink, bias=dbias), *(None,) * len(ctx.options)
 
 
 def _save(ctx, q, k, v, out, lse, extras, options):
@@ -171,19 +178,20 @@ def _save(ctx, q, k, v, out, lse, extras, options):
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse):
+def _gradients(ctx, dout, dlse, bias_grad):
     if dout is None and dlse is None:
-        return None, None, None, None
+        return None, None, None, None, None
     tensors = ctx.saved_tensors
     saved, extras = tensors[:5], Extras(*tensors[5:]) if len(tensors) > 5 else NO_EXTRAS
+    options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     if is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled() and not _batched(dout, dlse):
-        return BACKWARD.launch((dout, dlse, *saved), extras, ctx.options)
+        return BACKWARD.launch((dout, dlse, *saved), extras, options)
     # With create_graph this leaves a node, which says that there is no second derivative.
     if transforming():
-        *gradients, dsink = transforms.backward(dout, dlse, *saved, *extras, *ctx.options)
+        *gradients, dsink, dbias = transforms.backward(dout, dlse, *saved, *extras, *options)
     else:
-        *gradients, dsink = BACKWARD.traced((dout, dlse, *saved), extras, ctx.options)
-    return *gradients, None if extras.sink is None else dsink
+        *gradients, dsink, dbias = BACKWARD.traced((dout, dlse, *saved), extras, options)
+    return *gradients, None if extras.sink is None else dsink, dbias if bias_grad else None
 
 
 torch.library.register_autograd(

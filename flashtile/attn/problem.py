@@ -26,6 +26,10 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     backend: str | None = None
+    dropout_p: float = 0.0
+    attention_chunk: int = 0
+    bias_grad: bool = False
+    """Of the backward pass alone: whether the bias gets a gradient."""
     partial: bool = False
     """out and the gradients in float32: parts of sums over devices, added up before they are rounded."""
 
@@ -38,10 +42,19 @@ class Extras(NamedTuple):
     seqused_k: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+    mask: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    bias: Tensor | None = None
+    rng_state: Tensor | None = None
+    seqused_q: Tensor | None = None
 
 
+EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
 OPTIONS_OF_ALL = Options._fields.index("backend") + 1
-"""The first options: those that attention in FP8 has, too."""
+"""The first extras and options: those that attention in FP8 has, too."""
+
+BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
+"""Arguments of :attr:`Problem.beyond_distance`."""
 
 NO_EXTRAS = Extras()
 """The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""
@@ -76,9 +89,23 @@ class Problem(Results):
     varlen: bool = False
     seqused_k: bool = False
     deterministic: bool = False
+    mask: bool = False
+    key_padding_mask: bool = False
+    bias: bool = False
+    dropout_p: float = 0.0
+    attention_chunk: int = 0
+    seqused_q: bool = False
+    bias_grad: bool = False
+    """Whether the backward pass computes the gradient of the bias."""
     partial: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
+
+    @property
+    def beyond_distance(self) -> str | None:
+        """The first argument, if any, that hides or changes scores or probabilities otherwise than by the
+        distance of row and key and the lengths of sequences."""
+        return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -140,6 +167,13 @@ class Problem(Results):
             "varlen": varlen,
             "seqused_k": used,
             "deterministic": bool(options.deterministic),
+            "mask": extras.mask is not None,
+            "key_padding_mask": extras.key_padding_mask is not None,
+            "bias": extras.bias is not None,
+            "dropout_p": float(options.dropout_p),
+            "attention_chunk": int(options.attention_chunk),
+            "seqused_q": extras.seqused_q is not None,
+            "bias_grad": options.bias_grad,
             "partial": bool(options.partial),
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras
+from flashtile.attn.problem import Extras, Options
 from flashtile.op.refusals import refuse_tangents
 
 _NUM_EXTRAS = len(Extras._fields)
+_BIAS = Extras._fields.index("bias")
+_WITHOUT_BATCH = Extras._fields.index("sink")
+"""From here on extras need not have a batch."""
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``flashtile::backward``, under the transforms that are active."""
     refuse_tangents(("the gradient of out", "the gradient of lse"), arguments)
     return _Backward.apply(*arguments)
@@ -26,7 +29,7 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise NotImplementedError(
-        "q, k, v and sink have first derivatives only: the backward is not differentiable"
+        "q, k, v, sink and bias have first derivatives only: the backward is not differentiable"
     )
 
 
@@ -44,8 +47,11 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        *gradients, dsink = backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
-        of_extras = Extras(sink=dsink if ctx.has_sink else None)
+        options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS])
+        *gradients, dsink, dbias = backward(dout, dlse, *ctx.saved_tensors, *options)
+        of_extras = Extras(
+            sink=dsink if ctx.has_sink else None, bias=dbias if options.bias_grad else None
+        )  # fmt: skip
         return *gradients, *of_extras, *(None,) * len(ctx.options)
 
     @staticmethod
@@ -81,7 +87,7 @@ def _vmap(
     dims: tuple[int | None, ...] = in_dims[:num_tensors]
     dim_of = dict(zip(Extras._fields, in_dims[num_tensors:], strict=False))
     _refuse_varlen(extras.cu_seqlens_q)
-    if extras.sink is not None:
+    if any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
         return _one_by_one(operator, samples, in_dims, arguments)
     flat = []
     for tensor, dim in zip(tensors, dims, strict=True):
@@ -103,7 +109,8 @@ def _vmap(
 def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """A loop, for a sink: a call has one, and one gradient of it, for all of its batch."""
+    """A loop, for what need not have a batch: a sink has one gradient for a call's whole batch, a mask may be
+    the same for all of it."""
     given = list(zip(arguments, in_dims, strict=True))
     if samples == 0:  # no results, but in the shapes that a sample's would have
         shapes = operator(

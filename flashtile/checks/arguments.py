@@ -202,6 +202,21 @@ def check_floats(
         check_last_stride(name, tensor)
 
 
+def check_broadcast(
+    name: str, tensor: Tensor, scores: tuple[Any, Any, Any, Any], packed: bool, first: Tensor
+) -> None:
+    """Of four dimensions, each that of the ``scores`` or, but for the keys, 1."""
+    of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
+    pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)
+    if tensor.dim() != 4 or tensor.shape[-1] != scores[-1] or any(n != 1 and n != all_ for n, all_ in pairs):
+        batch, heads, rows, keys = scores
+        raise ValueError(
+            f"{name} must have shape (batch or 1, heads_q or 1, {of_rows} or 1, {of_keys}) = "
+            f"({batch} or 1, {heads} or 1, {rows} or 1, {keys}), got {tuple(tensor.shape)}"
+        )
+    check_device(name, tensor, first)
+
+
 def check_slopes(alibi_slopes: Any, batch: int, q: Tensor) -> None:
     heads = q.shape[-2]
     check_floats("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)), "(heads,) or (batch, heads)", q)

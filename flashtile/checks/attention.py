@@ -10,11 +10,15 @@ from torch import Tensor
 from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import (
     TRANSPOSED,
+    check_broadcast,
     check_dense,
+    check_device,
     check_dtype,
     check_groups,
     check_heads_tensor,
+    check_int,
     check_int32,
+    check_last_stride,
     check_longest,
     check_offset_pair,
     check_same_dtype,
@@ -23,7 +27,7 @@ from flashtile.checks.arguments import (
     check_slopes,
     looks_transposed,
 )
-from flashtile.problem import DTYPES
+from flashtile.problem import DTYPES, MAX_LENGTH
 
 
 def check_call(
@@ -45,7 +49,7 @@ def check_call(
         NotImplementedError: a device or head size that flashtile does not serve.
     """
     check_types(q, k, v, extras, options)
-    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, tensor, dtypes)
@@ -69,9 +73,13 @@ def check_call(
         name = "max_seqlen_q" if options.max_seqlen_q is not None else "max_seqlen_k"
         raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k, got an int")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    check_int32("seqused_q", extras.seqused_q, (batch,), "(batch,)", q)
     check_int32("seqused_k", seqused_k, (batch,), "(batch,)", q)
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
+    _check_masks(q, k, batch, extras, options)
+    check_int("attention_chunk", options.attention_chunk, 0, MAX_LENGTH, "0 (off)")
+    _check_dropout(extras.rng_state, options.dropout_p, q)
     check_score_options(options)
 
 
@@ -87,6 +95,46 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
         raise NotImplementedError(
             "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
         )
+
+
+def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Options) -> None:
+    packed = extras.cu_seqlens_q is not None
+    seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
+    if extras.mask is not None:
+        check_dtype("mask", extras.mask, (torch.bool,))
+        check_broadcast("mask", extras.mask, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
+    if extras.bias is not None:
+        check_dtype("bias", extras.bias, (torch.float32, q.dtype))
+        check_broadcast("bias", extras.bias, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
+    padding = extras.key_padding_mask
+    if padding is None:
+        return
+    if packed:
+        raise NotImplementedError(
+            "key_padding_mask must be None beside cu_seqlens_k: packed sequences have no padding (seqused_k "
+            "says how many keys each uses)"
+        )
+    check_dtype("key_padding_mask", padding, (torch.bool,))
+    if tuple(padding.shape) != (batch, seqlen_k):
+        raise ValueError(
+            f"key_padding_mask must have shape (batch, seqlen_k) = {(batch, seqlen_k)}, "
+            f"got {tuple(padding.shape)}"
+        )
+    check_device("key_padding_mask", padding, q)
+
+
+def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> None:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be from 0 to below 1, got {dropout_p}")
+    if rng_state is None:
+        if dropout_p > 0:
+            raise ValueError(f"rng_state must be given beside dropout_p = {dropout_p}, got None")
+        return
+    check_dtype("rng_state", rng_state, (torch.int64,))
+    if tuple(rng_state.shape) != (2,):
+        raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(rng_state.shape)}")
+    check_device("rng_state", rng_state, q)
+    check_last_stride("rng_state", rng_state)
 
 
 def _check_packed(

@@ -34,6 +34,9 @@ def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opti
         assert options.max_seqlen_k is not None
         check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], options.max_seqlen_q)
         check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], options.max_seqlen_k)
+    if extras.seqused_q is not None:
+        lengths = [q.shape[1]] * q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+        check_used("seqused_q", extras.seqused_q, lengths, "queries")
     if seqused_k is not None:
         lengths = [k.shape[1]] * k.shape[0] if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
         check_used("seqused_k", seqused_k, lengths, "keys")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.arguments import cast_for_autocast
+from flashtile.arguments import cast_for_autocast, refuse_beyond
 from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
 from flashtile.checks.values import check_offset_values
@@ -24,7 +24,8 @@ def attention_over_pages(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, extras: Extras, options: Options, buffers: tuple
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_varlen_func`` with a ``block_table``; see there for the arguments."""
-    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
+    refuse_beyond(extras, options, "beside block_table")
     if torch._C._is_any_autocast_enabled():
         (q,) = cast_for_autocast(k, q)
     for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, as_int, check_flag, make_options
-from flashtile.attn.problem import OPTIONS_OF_ALL, Extras, Options
+from flashtile.arguments import apply_autocast, as_int, check_flag, make_options, refuse_beyond
+from flashtile.attn.problem import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.checks.fp8 import check_inputs, check_sequences
 from flashtile.fp8.operators import ATTEND, QUANTIZE, refuse_gradient
@@ -240,7 +240,8 @@ def attend_descaled(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
         refuse_gradient(name, x)
-    tensors = AttendTensors(q_descale, k_descale, v_descale, *extras)
+    refuse_beyond(extras, options, "for q, k and v of float8_e4m3fn")
+    tensors = AttendTensors(q_descale, k_descale, v_descale, *extras[:EXTRAS_OF_ALL])
     of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], torch.bfloat16, q.shape[-1])
     return ATTEND((q, k, v), tensors, AttendOptions(*of_all))
 

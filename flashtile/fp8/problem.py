@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Options, Problem
+from flashtile.attn.problem import OPTIONS_OF_ALL, Extras, Options, Problem
 from flashtile.fp8 import layout
 
 
@@ -88,7 +88,8 @@ class AttendOptions(NamedTuple):
 
     @property
     def shared(self) -> Options:
-        return Options(*self[:9])
+        of_all: tuple[Any, ...] = self[:OPTIONS_OF_ALL]
+        return Options(*of_all)
 
 
 @dataclass(frozen=True)

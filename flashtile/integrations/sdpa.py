@@ -19,7 +19,8 @@ from torch.overrides import has_torch_function
 from flashtile.attn.functional import attention
 from flashtile.attn.gradients import attention_backward
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
-from flashtile.padding import MaskPattern, as_booleans, attend, recognise
+from flashtile.dropout import draw_state
+from flashtile.padding import MaskPattern, as_booleans, as_cells, attend, recognise
 
 FUNCTION = "scaled_dot_product_attention"
 NAME = "flashtile"
@@ -29,18 +30,20 @@ _OF_SDPA = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     """``F.scaled_dot_product_attention`` computed by flashtile, within a ``with`` block or until disabled.
 
-    It means what torch means: ``is_causal`` is aligned to the upper left, a mask is True for what takes part,
-    heads are grouped by ``enable_gqa`` alone. Masks are served that are padding of keys, causal or both, as
-    booleans or as floats of 0 and -inf, and those of ``torch.nn.attention.bias``. Looking at a mask waits for
-    the device, once for successive calls with the same one. ``nn.MultiheadAttention`` comes this way, but for
-    torch's fast path of inference (``torch.backends.mha.set_fastpath_enabled(False)`` turns that off).
+    It means what torch means: ``is_causal`` is aligned to the upper left, a mask is True for what takes
+    part, heads are grouped by ``enable_gqa`` alone. Masks that are padding of keys, causal or both are
+    recognised, as booleans or as floats of 0 and -inf, and cost no work on what they hide. Looking at a mask
+    waits for the device, once for successive calls with the same one. Others, and those in a graph, are read
+    as they are, as booleans or as a bias, which gets its gradient. ``nn.MultiheadAttention`` comes this way,
+    but for torch's fast path of inference (``torch.backends.mha.set_fastpath_enabled(False)`` turns that
+    off).
 
     A name that was imported before (``from torch.nn.functional import scaled_dot_product_attention``) is not
     replaced, nor is it within what ``torch.compile`` has compiled before. The backward pass may come after
     the block, but for checkpointed modules, which compute forward again.
 
     Args:
-        fallback: hand what flashtile does not serve (dropout, other masks, head sizes above 256) to torch;
+        fallback: hand what flashtile does not serve (head sizes above 256, for one) to torch;
             False: raise, saying what it was.
         backend: as for :func:`flashtile.attention`.
 
@@ -147,9 +150,6 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     ) -> Tensor:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_dense(name, tensor)
-        if dropout_p != 0.0:
-            text = f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}"
-            raise NotImplementedError(text)
         lead = query.shape[:-2]
         if not lead == key.shape[:-2] == value.shape[:-2] and not (
             enable_gqa and query.dim() == key.dim() == 4 and lead[:1] == key.shape[:1] == value.shape[:1]
@@ -161,7 +161,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask must be None beside is_causal=True")
         q, k, v = (_heads_second(t) for t in (query, key, value))
-        options: dict[str, Any] = {"softmax_scale": scale, "backend": self.backend}
+        options: dict[str, Any] = {"dropout_p": dropout_p, "softmax_scale": scale, "backend": self.backend}
         if isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT:
             out = attention(q, k, v, causal=True, **options)
         elif attn_mask is None or isinstance(attn_mask, CausalBias):
@@ -169,32 +169,29 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
             k, v, masking = _masked(q, k, v, is_causal)
             out = attention(q, k, v, **masking, **options)
         else:
-            out, _ = attend(q, k, v, self._pattern(attn_mask, query, k.shape[1]), **options)
+            pattern = self._pattern(attn_mask, query, k.shape[1])
+            if pattern is None:
+                out = attention(q, k, v, **as_cells(attn_mask, k.shape[1]), **options)
+            else:
+                out, _ = attend(q, k, v, pattern, **options)
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
-    def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern:
-        """What a mask says, remembered for the layers that follow with the same one."""
-        if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise NotImplementedError(
-                "attn_mask must be None in a graph, where its values cannot be looked at: is_causal is served"
-            )
+    def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
+        """What a mask says, remembered for the layers that follow with the same one; None: nothing known."""
         check_dense("attn_mask", mask)
-        if mask.requires_grad:
-            raise NotImplementedError("attn_mask must need no gradient: biases are not implemented yet")
-        batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
         _check_broadcast(mask, query, seqlen_k)
+        capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+        if mask.requires_grad or capturing or torch.compiler.is_compiling():  # where it cannot be looked at
+            return None
+        batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
         version = -1 if mask.is_inference() else mask._version
         key = (mask.data_ptr(), version, mask.shape, mask.stride(), mask.dtype, batch, seqlen_q, seqlen_k)
         if self._last is None or self._last[1] != key or version < 0:
             # The mask itself is kept, so that its memory is no other's while its address is compared.
-            self._last = mask, key, recognise(as_booleans("attn_mask", mask), batch, seqlen_q, seqlen_k)
-        pattern = self._last[2]
-        if pattern is None:
-            raise NotImplementedError(
-                "attn_mask must be padding of keys, causal (lower right) or both: other masks are not "
-                "implemented yet"
-            )
-        return pattern
+            booleans = as_booleans("attn_mask", mask)
+            pattern = None if booleans is None else recognise(booleans, batch, seqlen_q, seqlen_k)
+            self._last = mask, key, pattern
+        return self._last[2]
 
 
 def _heads_second(tensor: Tensor) -> Tensor:
@@ -234,8 +231,7 @@ def register() -> None:
 
     ``torch.nn.attention.activate_flash_attention_impl("flashtile")`` then puts it under
     ``F.scaled_dot_product_attention`` wherever torch chooses its flash backend: fp16 and bf16 on a GPU,
-    without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that. Meanwhile dropout
-    raises.
+    without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that.
 
     Raises:
         NotImplementedError: torch is older than 2.11; :class:`flashtile.sdpa` needs no registry.
@@ -278,17 +274,20 @@ def forward(
     scale: float | None = None,
 ) -> tuple:
     """``aten._scaled_dot_product_flash_attention``."""
-    if dropout_p != 0.0 or return_debug_mask:
+    if return_debug_mask:
         raise NotImplementedError(
-            f"dropout_p must be 0.0 while flashtile is the flash attention implementation, got {dropout_p}: "
+            "return_debug_mask must be False while flashtile is the flash attention implementation: "
             "torch.nn.attention.restore_flash_attention_impl() brings torch's own back"
         )
+    rng_state = draw_state(query) if dropout_p > 0 else query.new_zeros(2, dtype=torch.int64)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     with torch.no_grad():  # autograd is torch's here
         k, v, masking = _masked(q, k, v, is_causal)
-        out, lse = attention(q, k, v, softmax_scale=scale, return_lse=True, **masking)
+        out, lse = attention(
+            q, k, v, dropout_p=dropout_p, rng_state=rng_state, softmax_scale=scale, return_lse=True, **masking
+        )
     unused = query.new_empty(0)
-    states = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    states = rng_state.view(torch.uint64), query.new_empty((), dtype=torch.uint64)
     return _as(query, out), lse, None, None, query.shape[2], key.shape[2], *states, unused
 
 
@@ -313,7 +312,10 @@ def backward(
     """``aten._scaled_dot_product_flash_attention_backward``."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     k, v, masking = _masked(q, k, v, is_causal)
-    dq, dk, dv, _ = attention_backward(dout, q, k, v, o, logsumexp, softmax_scale=scale, **masking)
+    dropping: dict[str, Any] = {"dropout_p": dropout_p, "rng_state": philox_seed.view(torch.int64)}
+    dq, dk, dv, _ = attention_backward(
+        dout, q, k, v, o, logsumexp, softmax_scale=scale, **dropping, **masking
+    )  # fmt: skip
     hidden = key.shape[2] - k.shape[1]
     if hidden:
         dk, dv = (F.pad(t, (0, 0, 0, 0, 0, hidden)) for t in (dk, dv))

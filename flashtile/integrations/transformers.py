@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.functional import flash_attn_func, flash_attn_varlen_func
+from flashtile.attn.functional import attention, flash_attn_func, flash_attn_varlen_func
 from flashtile.checks.arguments import renamed
 from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.padding import as_cells
 
 NAMES = ("flashtile", "flashtile_2")
 """Both are the same. Continuous batching decodes over pages only where a name ends in 2 or 3."""
@@ -42,8 +43,8 @@ def register(as_flash_attention: bool = False) -> None:
             installed flash-attn package is not used then. :func:`unregister` first, to change it.
 
     A model refuses what flashtile does not serve: with a ValueError if it adds a bias to its scores (T5) or
-    supports no flash implementation otherwise; with a NotImplementedError attention dropout,
-    ``output_attentions=True``, and a mask that is not one of padding, (batch, seqlen).
+    supports no flash implementation otherwise; with a NotImplementedError ``output_attentions=True``.
+    A mask of its own, (batch, heads or 1, seqlen_q, seqlen_k), is read as it is.
 
     Raises:
         ModuleNotFoundError: Transformers is not installed.
@@ -201,14 +202,30 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 "output_attentions must be False: flashtile keeps no attention weights; use "
                 'model.set_attn_implementation("eager") for them'
             )
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise NotImplementedError(
-                "attention_mask must be one of padding, (batch, seqlen), got shape "
-                f'{tuple(attention_mask.shape)}: use attn_implementation="sdpa" for other masks'
-            )
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return _attend_masked(query, key, value, attention_mask, **named), None
         return forward(module, query, key, value, attention_mask, **named)
 
     return attention
+
+
+def _attend_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> Tensor:
+    """(batch, seqlen, heads, head_dim), under a mask that says what causality and windows hide, too."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    cells = as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
+    return attention(
+        q, k, v, dropout_p=dropout, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux, **cells
+    )
 
 
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:

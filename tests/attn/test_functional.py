@@ -65,7 +65,7 @@ def test_signature_is_flash_attentions(name):
     ("keyword", "instead"),
     [
         ("attn_mask", "window_size"),
-        ("key_padding_mask", "flash_attn_varlen_func"),
+        ("attention_mask", "flash_attn_varlen_func"),
         ("is_causal", "causal"),
         ("odd", None),
     ],

@@ -31,6 +31,14 @@ def used_keys(device):
     return torch.tensor([5, 12], dtype=torch.int32, device=device)
 
 
+def cells(device):
+    """A mask, a padding mask and a bias for ``dense``."""
+    bias = torch.randn(1, 4, 1, 12, device=device)
+    bias[..., 3] = -torch.inf
+    mask = torch.rand(2, 1, 9, 12, device=device) > 0.3
+    return Extras(mask=mask, key_padding_mask=torch.rand(2, 12, device=device) > 0.3, bias=bias)
+
+
 def operator_calls(device):
     """Arguments of ``flashtile::forward`` by name."""
     ragged, keywords = varlen(device)
@@ -45,6 +53,7 @@ def operator_calls(device):
             *Options(),
         ),
         "sink": (*dense(device), *Extras(sink=slopes(device)), *Options(causal=True)),
+        "cells": (*dense(device), *cells(device), *Options(causal=True)),
         "used": (*dense(device), *Extras(seqused_k=used_keys(device)), *Options(window_right=1)),
         "no-rows": (*dense(device, seqlen_q=0), *NO_EXTRAS, *Options()),
         "varlen": (*ragged, *Extras(*offsets), *Options(max_seqlen_q=6, max_seqlen_k=6, causal=True)),
@@ -60,7 +69,7 @@ def test_opcheck_forward(name, device):
     arguments = operator_calls(device)[name]
     names = (*"qkv", *Extras._fields)
     arguments = [
-        a.detach().requires_grad_() if name in (*"qkv", "sink") and a is not None else a
+        a.detach().requires_grad_() if name in (*"qkv", "sink", "bias") and a is not None else a
         for name, a in zip_longest(names, arguments)
     ]
     torch.library.opcheck(torch.ops.flashtile.forward.default, arguments)

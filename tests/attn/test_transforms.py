@@ -112,6 +112,24 @@ def test_vmap_of_sinks_equals_a_loop(sink_dim):
         assert_same([g[i] for g in gradients], torch.autograd.grad(expected, leaves))
 
 
+def test_vmap_of_masks_and_biases_equals_a_loop():
+    """A bias and a mask that samples share, or that have sizes of 1, need no batch of their own."""
+    samples = 3
+    q, k, v = (torch.randn(samples, 2, 7, 4, 16) for _ in range(3))
+    mask, bias = torch.rand(2, 1, 7, 7) > 0.3, torch.randn(samples, 1, 4, 1, 7)
+
+    def loss(attention, q, k, v, mask, bias):
+        out = attention(q, k, v, mask=mask, bias=bias)
+        return (out if isinstance(out, torch.Tensor) else out[0]).square().sum()
+
+    differentiate = torch.func.grad(partial(loss, flashtile.attention), argnums=(0, 1, 2, 4))
+    ours = torch.func.vmap(differentiate, in_dims=(0, 0, 0, None, 0))(q, k, v, mask, bias)
+    theirs = torch.func.grad(partial(loss, reference.attention), argnums=(0, 1, 2, 4))
+    for i in range(samples):
+        for gradient, expected in zip(ours, theirs(q[i], k[i], v[i], mask, bias[i]), strict=True):
+            torch.testing.assert_close(gradient[i], expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("sink_dim", [None, 0, "no sink"])
 def test_vmap_over_no_samples(sink_dim):
     q, k, v = (t.new_empty(0, *t.shape) for t in dense())

@@ -48,7 +48,7 @@ class _WithConfig(torch.autograd.Function):
         alibi_slopes, problem, config = ctx.call
         launch = cpu.prepare_backward(problem, config)
         dout = torch.zeros(problem.out_shape, dtype=problem.dtype) if dout is None else dout.contiguous()
-        *gradients, _ = launch(dout, dlse, *ctx.saved_tensors, Extras(alibi_slopes=alibi_slopes))
+        *gradients, _, _ = launch(dout, dlse, *ctx.saved_tensors, Extras(alibi_slopes=alibi_slopes))
         return (*gradients, None, None, None)
 
 

@@ -90,8 +90,29 @@ def test_the_packed_functions_below_autograd(installed):
     assert all(map(torch.equal, buffers, torch.autograd.grad(expected, (q, k, v), dout)))
     with pytest.raises(ValueError, match=r"lse must have shape \(4, 9\)"):
         _flash_attn_varlen_backward(dout, q, k, v, out, lse.T, *buffers, *lengths, 0.0, None, True)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        _flash_attn_varlen_forward(q, k, v, *lengths, 0.1, None, True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_below_autograd(installed, packed):
+    """The state that the forward pass returns drops the same in the backward pass."""
+    from flash_attn import flash_attn_interface as fa2
+
+    q, k, v = tensors((9, 4, 8), (9, 2, 8), (9, 2, 8))
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    lengths = (offsets, offsets, 5, 5) if packed else ()
+    if packed:
+        forward, backward = fa2._flash_attn_varlen_forward, fa2._flash_attn_varlen_backward
+    else:
+        q, k, v = (t.detach()[None].requires_grad_() for t in (q, k, v))
+        forward, backward = fa2._flash_attn_forward, fa2._flash_attn_backward
+    out, lse, signed, state = forward(q, k, v, *lengths, 0.4, None, True, return_softmax=True)
+    assert signed.lt(0).any()
+    names = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=False))
+    expected = flashtile.attention(q, k, v, **names, causal=True, dropout_p=0.4, rng_state=state)
+    assert torch.equal(out, expected)
+    buffers, dout = [torch.full_like(t, torch.nan) for t in (q, k, v)], torch.randn(out.shape)
+    backward(dout, q, k, v, out, lse, *buffers, *lengths, 0.4, None, True, rng_state=state)
+    assert all(map(torch.equal, buffers, torch.autograd.grad(expected, (q, k, v), dout)))
 
 
 def test_bert_padding(installed):
@@ -193,11 +214,12 @@ def test_flash_attention_3_s_functions(installed):
     packed = fa3.flash_attn_varlen_func(*flat, offsets, offsets, 8, 8, None, used, None, True)
     expected = flashtile.flash_attn_varlen_func(*flat, offsets, offsets, 8, 8, causal=True, seqused_k=used)
     assert torch.equal(packed, expected)
-    for name, value in (("qv", q), ("attention_chunk", 4)):
-        with pytest.raises(NotImplementedError, match=name):
-            fa3.flash_attn_func(q, k, v, **{name: value})
-    with pytest.raises(NotImplementedError, match="seqused_q"):
-        fa3.flash_attn_varlen_func(*flat, offsets, offsets, 8, 8, used)
+    packed = fa3.flash_attn_varlen_func(*flat, offsets, offsets, 8, 8, used, used, attention_chunk=4)
+    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    expected = flashtile.attention(*flat, **lengths, seqused_q=used, seqused_k=used, attention_chunk=4)
+    assert torch.equal(packed, expected)
+    with pytest.raises(NotImplementedError, match="qv"):
+        fa3.flash_attn_func(q, k, v, qv=q)
 
 
 def test_flash_attention_3_s_cache(installed):

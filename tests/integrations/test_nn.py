@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import flashtile
 
@@ -29,6 +30,12 @@ CALLS = {
     "causal of each head": {"attn_mask": CAUSAL.expand(6, 7, 7)},
     "causal hint": {"attn_mask": torch.nn.Transformer.generate_square_subsequent_mask(7), "is_causal": True},
     "causal, right padding": {"attn_mask": CAUSAL, "key_padding_mask": RIGHT},
+    "other": {"attn_mask": torch.ones(6).diag(1).bool(), "key_padding_mask": RIGHT},
+    "biases": {"attn_mask": torch.linspace(-1, 1, 6 * 49).view(6, 7, 7)},
+    "biases of both": {
+        "attn_mask": torch.full((7, 7), 0.3),
+        "key_padding_mask": torch.linspace(0, 1, 21).view(3, 7),
+    },
     "causal hint, right padding": {"attn_mask": CAUSAL, "is_causal": True, "key_padding_mask": RIGHT},
 }
 
@@ -110,15 +117,23 @@ def test_it_serves_within_torch_s_layers():
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_what_it_does_not_serve_has_a_name():
-    module = flashtile.nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+def test_weights_show_what_dropout_in_training_dropped():
+    module = flashtile.nn.MultiheadAttention(16, 2, dropout=0.4, batch_first=True)
     x = torch.randn(3, 7, 16)
-    with pytest.raises(NotImplementedError, match=r"dropout must be 0\.0 in training"):
-        module(x, x, x)
+    out, weights = module(x, x, x, key_padding_mask=RIGHT, average_attn_weights=False)
+    values = F.linear(x, module.in_proj_weight[32:], module.in_proj_bias[32:]).unflatten(-1, (2, 8))
+    heads = torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(-2)
+    torch.testing.assert_close(out, module.out_proj(heads), atol=1e-5, rtol=1e-4)
+    assert (weights == 0).sum() > RIGHT.sum() * 14
+    assert not torch.equal(module(x, x, x)[0], module(x, x, x)[0])
     module.eval()
+    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+
+
+def test_what_it_does_not_serve_has_a_name():
+    module = flashtile.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(3, 7, 16)
     refused = [
-        (NotImplementedError, "attn_mask must be causal", {"attn_mask": torch.eye(7, dtype=torch.bool)}),
-        (NotImplementedError, "0 or -inf", {"attn_mask": torch.full((7, 7), 0.1)}),
         (TypeError, "attn_mask must be bool", {"attn_mask": torch.zeros(7, 7, dtype=torch.int64)}),
         (ValueError, r"key_padding_mask must have shape \(3, 7\)", {"key_padding_mask": RIGHT[:2]}),
     ]

@@ -218,10 +218,19 @@ def test_what_would_be_left_out_is_refused():
     _, ours = decoders("llama", attention_dropout=0.1)
     with pytest.raises(NotImplementedError, match=r"output_attentions.*eager"):
         ours(TOKENS, output_attentions=True)
-    with pytest.raises(NotImplementedError, match=r"attention_mask.*\(3, 1, 12, 12\).*sdpa"):
-        ours(TOKENS, attention_mask=torch.ones(3, 1, 12, 12, dtype=torch.bool))
-    with pytest.raises(NotImplementedError, match="attention_dropout"):
-        ours.train()(TOKENS)
+    torch.manual_seed(0)
+    first, second = (ours.train()(TOKENS).logits for _ in range(2))
+    assert not torch.equal(first, second)  # attention_dropout drops
+
+
+def test_a_mask_of_scores_is_read_as_it_is():
+    eager, ours = decoders("llama")
+    mask = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask |= torch.eye(12, dtype=torch.bool)
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    expected = eager(TOKENS, attention_mask=added).logits
+    for given in (mask, added):
+        torch.testing.assert_close(ours(TOKENS, attention_mask=given).logits, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_transformers_changes_when_asked_to_and_back():

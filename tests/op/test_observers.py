@@ -174,6 +174,8 @@ def dense_call(way):
         "sink": (rand(8), by_head),
         "seqused_k": (int32(7, 3, 0, 5), by_batch),
         "alibi_slopes": (rand(4, 8), slopes),
+        "mask": (rand(4, 1, 6, 7).detach() > -1, by_batch),
+        "bias": (rand(1, 8, 1, 7), Shard(1) if way == "heads" else whole),
     }
 
 
@@ -220,9 +222,10 @@ def test_a_shard_is_attended_to_where_it_lies(call, way, mesh):
     assert torch.equal(sharded_lse.to_local(), lse)
     for sharded, local in zip(sharded_gradients, gradients, strict=True):
         torch.testing.assert_close(sharded.to_local(), local)
-    dq, dk, dv, dsink = sharded_gradients
+    dq, dk, dv, dsink, *dbias = sharded_gradients
     assert dq.placements == dk.placements == dv.placements == q.placements
-    assert dsink.placements[0].is_partial() == (way == "batch")  # each has a term of its sequences
+    for gradient in (dsink, *dbias):  # each has a term of its sequences
+        assert gradient.placements[0].is_partial() == (way == "batch")
 
 
 def test_key_heads_that_do_not_divide_are_not_shared(mesh):

@@ -19,7 +19,7 @@ def padded(head_dim: int) -> int:
 
 def has_score_mod(problem: Problem) -> bool:
     """Whether the scores are more than raw products times a positive scale (which keeps their maximum)."""
-    return problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
+    return problem.softcap > 0 or problem.alibi or problem.bias or problem.softmax_scale <= 0
 
 
 def stride_of_two(tensor: Tensor | None) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
-from flashtile.backends.cpu import fused, sink, tiled, varlen
+from flashtile.backends.cpu import fused, padded, sink, tiled, varlen
+from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
 
@@ -52,17 +53,20 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
     """A launch that leaves the sink out."""
-    ragged = problem.varlen or problem.seqused_k
+    ragged = problem.varlen or problem.seqused_q or problem.seqused_k
+    if padded.covers(problem) and isinstance(config.forward, Fused):
+        of_parts = partial(_forward_part, config.forward), partial(_forward_part, config.backward_lse)
+        return partial(padded.forward, *of_parts, problem)
     if isinstance(config.forward, Fused) and not ragged:
         return fused.prepare_dense_forward(problem, config.forward)
     dense = partial(_module(config.forward).forward, problem, config.forward)
     if ragged:
         return partial(varlen.forward, dense, problem)
-    return lambda q, k, v, extras: dense(q, k, v, extras.alibi_slopes)
+    return lambda q, k, v, extras: dense(q, k, v, Beside.of(problem, extras))
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
-    """A launch ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)``, dlse None for zero."""
+    """A launch ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, dlse or None."""
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_backward(*_widened(problem)), 7)
 
@@ -79,18 +83,34 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        tensors = (dout, dlse, q, k, v, out, lse)
-        if problem.varlen or problem.seqused_k:
-            gradients = varlen.backward(dense, problem, *tensors, extras)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        bias, dbias = extras.bias, None
+        if problem.bias_grad and bias is not None:
+            dbias = bias.new_zeros(bias.shape, dtype=problem.lse_dtype)
+        if padded.covers(problem) and isinstance(config.backward, Fused):
+            chosen = config.backward if dlse is None else config.backward_lse
+            part, fallback = (partial(_backward_part, one) for one in (chosen, config.backward_lse))
+            gradients = padded.backward(
+                part, fallback, problem, dout, dlse, q, k, v, out, lse, extras
+            )  # fmt: skip
+        elif problem.varlen or problem.seqused_q or problem.seqused_k:
+            gradients = varlen.backward(
+                dense, problem, dout, dlse, q, k, v, out, lse, extras, dbias
+            )  # fmt: skip
         else:
-            gradients = dense(*tensors, extras.alibi_slopes)
+            gradients = dense(dout, dlse, q, k, v, out, lse, Beside.of(problem, extras, dbias))
         dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
-        return *gradients, dsink
+        return *gradients, dsink, None if bias is None or dbias is None else dbias.to(bias.dtype)
 
     return launch
 
 
+def _forward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _module(config).forward(problem, config, *arguments)
+
+
+def _backward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> tuple[Tensor, ...]:
+    return _module(config).backward(problem, config, *arguments)
 def _widened(problem: Problem) -> tuple[Problem, Config]:
     wide = replace(problem, dtype=problem.out_dtype)
     return wide, configure_forward(wide)

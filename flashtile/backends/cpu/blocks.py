@@ -39,3 +39,9 @@ def sees_all(rows: range, keys: range, offset: int, window_left: int, window_rig
     left_free = window_left == UNLIMITED or keys.start >= rows.stop - 1 + offset - window_left
     right_free = window_right == UNLIMITED or keys.stop - 1 <= rows.start + offset + window_right
     return left_free and right_free
+
+
+def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]:
+    """The first position, and the one behind the last, of the chunks that ``rows`` stand in."""
+    first, last = (row + offset for row in (rows.start, rows.stop - 1))
+    return first // attention_chunk * attention_chunk, (last // attention_chunk + 1) * attention_chunk

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.attn.problem import Problem
+from flashtile.backends.cpu import padded
 from flashtile.decode.problem import FP8, DecodeProblem
 
 TILE_ELEMENTS = 512 * 1024
@@ -54,7 +55,9 @@ class Config:
 def configure(problem: Problem) -> Config:
     """The configuration that ``problem`` gets; its shapes are those of the longest sequence where varlen."""
     tiled = _tiled(problem)
-    if not _fused_covers(problem):
+    masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
+    masked = masked or (problem.key_padding_mask and not padded.covers(problem))
+    if masked or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)
 

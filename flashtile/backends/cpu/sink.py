@@ -15,16 +15,26 @@ from flashtile.attn.problem import Extras
 def join(out: Tensor, lse: Tensor, extras: Extras) -> None:
     """Let the sink join out (..., heads, head_dim) and lse (..., heads, rows), in place.
 
-    Tokens behind the last sequence stay as they are: they have no sink either.
+    Tokens that no sequence has or uses stay as they are: they have no sink either.
     """
     assert extras.sink is not None
-    if extras.cu_seqlens_q is not None:
-        end = int(extras.cu_seqlens_q[-1])
-        out, lse = out[:end], lse[:, :end]
     joined = torch.logaddexp(lse, extras.sink.to(lse.dtype)[:, None])
+    if extras.cu_seqlens_q is not None or extras.seqused_q is not None:
+        joined.masked_fill_(_unused(lse, extras), -torch.inf)
     weight = torch.exp(lse - joined).masked_fill_(joined == -torch.inf, 0.0)
     out *= weight.mT[..., None]
     lse.copy_(joined)
+
+
+def _unused(lse: Tensor, extras: Extras) -> Tensor:
+    """Broadcast to lse: True for rows that no sequence has or uses."""
+    used, offsets = extras.seqused_q, extras.cu_seqlens_q
+    rows = torch.arange(lse.shape[-1])
+    if offsets is None:
+        assert used is not None
+        return (rows >= used[:, None])[:, None]
+    ends = offsets[1:] if used is None else offsets[:-1] + used
+    return ~((rows >= offsets[:-1, None]) & (rows < ends[:, None])).any(0)
 
 
 def gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

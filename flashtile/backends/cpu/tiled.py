@@ -9,18 +9,20 @@ the keys, the values and their gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.beside import Beside
+from flashtile.backends.cpu.blocks import chunks_of, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
 
 
 def forward(
-    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, beside: Beside
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
 
@@ -28,7 +30,7 @@ def forward(
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
-    for chunk in _chunks(problem, config, q, k, v, alibi_slopes):
+    for chunk in _chunks(problem, config, q, k, v, beside):
         for rows in chunk.row_blocks():
             out_tile, lse_tile = _forward_rows(chunk, rows)
             chunk.tokens(out, rows).copy_(chunk.unfolded(out_tile, rows))
@@ -46,11 +48,11 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    alibi_slopes: Tensor | None,
+    beside: Beside,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, from the gradients of out and of lse (None is zero)."""
     dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    for chunk in _chunks(problem, config, q, k, v, alibi_slopes):
+    for chunk in _chunks(problem, config, q, k, v, beside):
         dk_chunk, dv_chunk = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
         for rows in chunk.row_blocks():
             dout_tile = chunk.folded(dout, rows)
@@ -59,6 +61,9 @@ def backward(
             if dlse is not None:
                 minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
             minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
+            if chunk.may_hide_rows:  # the gradient of such a row's lse may be anything
+                empty = minus_lse == torch.inf
+                minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
             dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
             chunk.tokens(dq, rows).copy_(chunk.unfolded(dq_tile, rows))
         chunk.keys_of(dk).copy_(dk_chunk.view(chunk.keys_of(dk).shape))
@@ -75,14 +80,23 @@ def _forward_rows(chunk: _Chunk, rows: range) -> tuple[Tensor, Tensor]:
     row_sum = q.new_zeros((heads, num_rows, 1))
     acc = q.new_zeros((heads, num_rows, chunk.v.shape[-1]))
     for keys in chunk.key_blocks(rows):
-        scores = chunk.scores(q, rows, keys, None)
+        seen = chunk.seen(rows, keys)
+        if seen is not None and not seen.any():
+            continue
+        scores = chunk.scores(q, rows, keys, None, seen)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         p = scores.sub_(new_max).exp_()
         correction = row_max.sub_(new_max).exp_()
         row_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
+        factors = chunk.factors(rows, keys)
+        if factors is not None:
+            p.mul_(factors)
         acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
         row_max = new_max
-    return acc.div_(row_sum), row_max.add_(row_sum.log_()).squeeze(-1)
+    lse = row_max.add_(row_sum.log())
+    if chunk.may_hide_rows:
+        row_sum.masked_fill_(row_sum == 0, 1.0)
+    return acc.div_(row_sum), lse.squeeze(-1)
 
 
 def _backward_rows(
@@ -99,11 +113,23 @@ def _backward_rows(
     dq = torch.zeros_like(q)
     for keys in chunk.key_blocks(rows):
         block = slice(keys.start, keys.stop)
-        p = chunk.scores(q, rows, keys, minus_lse).exp_()
-        dv[:, block] += torch.bmm(p.mT, dout)
+        seen = chunk.seen(rows, keys)
+        if seen is not None and not seen.any():
+            continue
+        p = chunk.scores(q, rows, keys, minus_lse, seen).exp_()
+        factors = chunk.factors(rows, keys)
+        dropped = p if factors is None else p * factors
+        dv[:, block] += torch.bmm(dropped.mT, dout)
         ds = chunk.tile("dscores", q.shape[1], len(keys))
-        torch.baddbmm(minus_delta, dout, chunk.v[:, block].mT, out=ds)
+        if factors is None:
+            torch.baddbmm(minus_delta, dout, chunk.v[:, block].mT, out=ds)
+        else:
+            torch.bmm(dout, chunk.v[:, block].mT, out=ds)
+            ds.mul_(factors).add_(minus_delta)
         ds.mul_(p)
+        if chunk.beside.dbias is not None:
+            dbias = chunk.cells(chunk.beside.dbias, rows, keys)
+            dbias += chunk.by_heads(ds, rows, keys).sum_to_size(dbias.shape)
         if chunk.softcap > 0:
             # d tanh(x) = 1 - tanh(x)^2, with the tanh that scores() left behind.
             tanh = chunk.tile("tanh", q.shape[1], len(keys))
@@ -114,7 +140,7 @@ def _backward_rows(
 
 
 def _chunks(
-    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
+    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, beside: Beside
 ) -> Iterator[_Chunk]:
     """The call in chunks of TILE_HEADS (sequence, key/value head) pairs, whole sequences if they fit."""
     batch, _, heads_kv, _ = k.shape
@@ -123,7 +149,7 @@ def _chunks(
     for b in split(range(batch), sequences):
         for h in split(range(heads_kv), heads):
             yield _Chunk(
-                problem, config, q, k, v, alibi_slopes, slice(b.start, b.stop), slice(h.start, h.stop)
+                problem, config, q, k, v, beside, slice(b.start, b.stop), slice(h.start, h.stop)
             )
 
 
@@ -137,7 +163,7 @@ class _Chunk:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        alibi_slopes: Tensor | None,
+        beside: Beside,
         batch: slice,
         heads_kv: slice,
     ):
@@ -155,8 +181,11 @@ class _Chunk:
         self.q = q
         self.k, self.v = (self.keys_of(t).to(self.dtype).contiguous().flatten(0, 1) for t in (k, v))
         self.minus_slopes: Tensor | None = None
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
+        self.beside = beside
+        self.attention_chunk = problem.attention_chunk
+        self.may_hide_rows = beside.may_hide_rows or self.attention_chunk > 0
+        if beside.alibi_slopes is not None:
+            slopes = beside.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
         self.buffers: dict[str, Tensor] = {}
 
@@ -164,7 +193,11 @@ class _Chunk:
         return split(visible_rows(self.seqlen_q, self.seqlen_k, *self.window), self.block_m)
 
     def key_blocks(self, rows: range) -> Iterator[range]:
-        return split(visible_keys(rows, self.seqlen_k, self.offset, *self.window), self.block_n)
+        keys = visible_keys(rows, self.seqlen_k, self.offset, *self.window)
+        if self.attention_chunk > 0:
+            start, end = chunks_of(rows, self.offset, self.attention_chunk)
+            keys = range(max(keys.start, start), min(keys.stop, end))
+        return split(keys, self.block_n)
 
     def keys_of(self, tensor: Tensor) -> Tensor:
         """View (sequences, heads_kv, seqlen_k, head_dim) of this chunk's part of k, v, dk or dv."""
@@ -196,8 +229,41 @@ class _Chunk:
             self.buffers[name] = self.k.new_empty(pairs * rows * min(self.block_n, self.seqlen_k))
         return self.buffers[name][: pairs * num_rows * num_keys].view(pairs, num_rows, num_keys)
 
-    def scores(self, q: Tensor, rows: range, keys: range, added: Tensor | None) -> Tensor:
-        """A tile of masked scores, plus ``added`` (pairs, rows, 1) if given."""
+    def by_heads(self, tile: Tensor, rows: range, keys: range) -> Tensor:
+        """View (sequences, heads_kv, group, rows, keys) of a tile."""
+        heads = self.heads_kv.stop - self.heads_kv.start
+        return tile.view(-1, heads, self.group, len(rows), len(keys))
+
+    def cells(self, tensor: Tensor, rows: range, keys: range) -> Tensor:
+        """View of a tile's part, broadcast to :meth:`by_heads`, of what broadcasts to all scores."""
+        batch, heads, seqlen_q, _ = tensor.shape
+        part = tensor[
+            self.batch if batch > 1 else slice(None),
+            self.heads_q if heads > 1 else slice(None),
+            rows.start if seqlen_q > 1 else 0 : rows.stop if seqlen_q > 1 else 1,
+            keys.start : keys.stop,
+        ]
+        return part.unflatten(1, (-1, self.group)) if heads > 1 else part[:, :, None]
+
+    def seen(self, rows: range, keys: range) -> Tensor | None:
+        """Which scores of a tile the masks leave, broadcast to :meth:`by_heads`; None without masks."""
+        parts = [self.cells(mask, rows, keys) for mask in self.beside.masks]
+        if self.attention_chunk > 0:
+            own = torch.arange(rows.start + self.offset, rows.stop + self.offset) // self.attention_chunk
+            parts.append(own[:, None] == torch.arange(keys.start, keys.stop) // self.attention_chunk)
+        return functools.reduce(torch.logical_and, parts) if parts else None
+
+    def factors(self, rows: range, keys: range) -> Tensor | None:
+        """(pairs, group * rows, keys): of probabilities by dropout, 0 or 1 / (1 - p); None without it."""
+        if self.beside.dropout is None:
+            return None
+        factors = self.beside.dropout.factors(self.batch, self.heads_q, rows, keys).to(self.dtype)
+        return factors.reshape(self.k.shape[0], -1, len(keys))
+
+    def scores(
+        self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None
+    ) -> Tensor:
+        """A tile of scores, -inf where hidden, plus ``added`` (pairs, rows, 1) if given."""
         tile = self.tile("scores", q.shape[1], len(keys))
         k = self.k[:, keys.start : keys.stop].mT
         if self.softcap > 0:
@@ -219,6 +285,11 @@ class _Chunk:
                 by_head.masked_fill_(self._hidden(distance), -torch.inf)
             if self.minus_slopes is not None:
                 by_head.addcmul_(self.minus_slopes, distance.abs_())
+        if self.beside.bias is not None:
+            by_heads = self.by_heads(tile, rows, keys)
+            by_heads += self.cells(self.beside.bias, rows, keys)
+        if seen is not None:
+            self.by_heads(tile, rows, keys).masked_fill_(~seen, -torch.inf)
         return tile
 
     def _distance(self, rows: range, keys: range) -> Tensor:

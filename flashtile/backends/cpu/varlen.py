@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
+from flashtile.backends.cpu.beside import Beside
 
 
 def forward(
@@ -23,13 +24,13 @@ def forward(
     v: Tensor,
     extras: Extras,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the shapes of the problem; ``dense(q, k, v, alibi_slopes)`` computes one sequence."""
+    """(out, lse) in the shapes of the problem; ``dense(q, k, v, beside)`` computes one sequence."""
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
     q, k, v, all_out, all_lse = _with_batch(problem, q, k, v, out, lse)
     for one in _sequences(problem, extras):
         all_out[one.queries], all_lse[one.statistics] = dense(
-            q[one.queries], k[one.keys], v[one.keys], one.alibi_slopes
+            q[one.queries], k[one.keys], v[one.keys], one.beside
         )
     return out, lse
 
@@ -45,14 +46,16 @@ def backward(
     out: Tensor,
     lse: Tensor,
     extras: Extras,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); ``dense(dout, dlse, q, k, v, out, lse, alibi_slopes)`` computes one sequence."""
+    """(dq, dk, dv), and into ``dbias`` if given; ``dense(dout, dlse, q, k, v, out, lse, beside)`` is for one
+    sequence."""
     gradients = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dq, dk, dv = _with_batch(problem, *gradients)
     dout, q, k, v, out, lse = _with_batch(problem, dout, q, k, v, out, lse)
     if dlse is not None:
         (dlse,) = _with_batch(problem, dlse)
-    for one in _sequences(problem, extras):
+    for one in _sequences(problem, extras, dbias):
         dq[one.queries], dk[one.keys], dv[one.keys] = dense(
             dout[one.queries],
             None if dlse is None else dlse[one.statistics],
@@ -61,18 +64,18 @@ def backward(
             v[one.keys],
             out[one.queries],
             lse[one.statistics],
-            one.alibi_slopes,
+            one.beside,
         )
     return gradients
 
 
 class _Sequence(NamedTuple):
-    """Indices of one sequence into tensors with a batch, and its slopes."""
+    """Indices of one sequence into tensors with a batch, and what it has beside them."""
 
     queries: tuple[slice, slice]  # into q and out
     keys: tuple[slice, slice]  # into k and v
     statistics: tuple[slice, slice, slice]  # into lse
-    alibi_slopes: Tensor | None
+    beside: Beside
 
 
 def _with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
@@ -80,18 +83,21 @@ def _with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
     return [t[None] if problem.varlen else t for t in tensors]
 
 
-def _sequences(problem: Problem, extras: Extras) -> Iterator[_Sequence]:
+def _sequences(problem: Problem, extras: Extras, dbias: Tensor | None = None) -> Iterator[_Sequence]:
     """Each sequence that has queries and keys."""
-    slopes, used = extras.alibi_slopes, extras.seqused_k
+    beside, used = Beside.of(problem, extras, dbias), extras.seqused_k
     starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
     starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()
     used_keys = None if used is None else used.tolist()
+    used_rows = None if extras.seqused_q is None else extras.seqused_q.tolist()
     for b in range(problem.batch):
         batch = slice(b, b + 1) if starts_q is None else slice(0, 1)
         rows = slice(0, problem.seqlen_q) if starts_q is None else slice(starts_q[b], starts_q[b + 1])
         keys = slice(0, problem.seqlen_k) if starts_k is None else slice(starts_k[b], starts_k[b + 1])
+        if used_rows is not None:
+            rows = slice(rows.start, rows.start + used_rows[b])
         if used_keys is not None:
             keys = slice(keys.start, keys.start + used_keys[b])
         if rows.start < rows.stop and keys.start < keys.stop:
-            own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-            yield _Sequence((batch, rows), (batch, keys), (batch, slice(None), rows), own_slopes)
+            own = beside.of_sequence(b, rows.stop - rows.start, keys.stop - keys.start)
+            yield _Sequence((batch, rows), (batch, keys), (batch, slice(None), rows), own)

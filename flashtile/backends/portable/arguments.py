@@ -17,6 +17,12 @@ class Variant:
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
+    HAS_MASK: bool
+    MASK_HAS_ROWS: bool
+    """The mask differs from row to row."""
+    HAS_BIAS: bool
+    BIAS_HAS_ROWS: bool
+    HAS_PADDING: bool
     HAS_SCORE_MOD: bool
     """Scores are more than raw products times a positive scale."""
     EVEN_M: bool
@@ -32,6 +38,12 @@ class Variant:
     BLOCK_N: int
     WIDE: bool
     """A tile's own extent in memory does not fit 32 bits."""
+    WIDE_CELLS: bool
+    """The mask or bias of one head does not fit 32 bits."""
+    HAS_CHUNK: bool
+    HAS_DROPOUT: bool
+    HIDES: bool
+    """Any block may hold hidden keys, so that all of them take a mask, in one run."""
     PRECISION: str
     """Of the products, in Triton's terms (``input_precision``)."""
 
@@ -59,6 +71,38 @@ class Lengths(NamedTuple):
     total_k: Any
     window_left: Any
     window_right: Any
+    attention_chunk: Any
+    """Positions to a chunk; 0 without chunks."""
+    drop_threshold: Any
+    """Of dropout: numbers of 16 bits below it drop their probability."""
+
+
+class CellStrides(NamedTuple):
+    """Of what broadcasts to all scores: elements from one sequence, query head, row and key to the next."""
+
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+
+
+class Mods(NamedTuple):
+    """What hides and changes scores otherwise than by distance; None is what the call does not have. Masks
+    are True for what takes part."""
+
+    mask: Any
+    mask_strides: Any
+    padding: Any
+    """Of keys, by sequence."""
+    padding_stride_b: Any
+    padding_stride_k: Any
+    key_bounds: Any
+    """[batch, 2]: each sequence's first key that takes part, and the one behind the last."""
+    bias: Any
+    bias_strides: Any
+    seed: Any
+    """Of dropout's generator, with ``offset``; 0 without dropout."""
+    offset: Any
 
 
 class Numbers(NamedTuple):
@@ -68,6 +112,8 @@ class Numbers(NamedTuple):
     scale_log2: Any
     """softmax_scale * log2(e)."""
     softcap: Any
+    keep_scale: Any
+    """1 / (1 - dropout_p)."""
 
 
 class Sequence(NamedTuple):
@@ -81,8 +127,25 @@ class Sequence(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A program's rows or keys: the first, ``offset`` (row i stands at key i + offset), the ALiBi slope."""
+    """A program's rows or keys: of which sequence and query head, the first, ``offset`` (row i stands at key
+    i + offset), the ALiBi slope."""
 
+    b: Any
+    head: Any
     start: Any
     offset: Any
     slope: Any
+
+
+class Cells(NamedTuple):
+    """Where the scores of a tile lie. ``rows`` and ``keys``, positions in their sequence, broadcast against
+    each other to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]."""
+
+    b: Any
+    head: Any
+    rows: Any
+    keys: Any
+    positions: Any
+    """At which the rows stand among the keys."""
+    distance: Any
+    """Key minus the row's own position, in the tile's shape."""

@@ -13,16 +13,21 @@ import triton.language as tl
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
-from flashtile.backends.portable.arguments import Block, Lengths, Numbers, Strides
+from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
 from flashtile.backends.portable.tiles import (
-    apply_score_mod,
     block_range,
+    bounded,
+    cells_of,
     find_sequence,
     head_of,
+    kept_cells,
     load_slope,
+    load_state,
+    modify_scores,
     row_block,
+    seen_cells,
     store_tile,
-    visible,
+    within_chunks,
 )
 
 
@@ -40,11 +45,17 @@ class Pointers(NamedTuple):
     cu_seqlens_k: Any
     seqused_k: Any
     alibi_slopes: Any
+    mask: Any
+    key_padding_mask: Any
+    bias: Any
+    rng_state: Any
+    seqused_q: Any
+    key_bounds: Any
 
 
 @triton.jit
 def dq_blocks(
-    dq, q, dout, neg_lse, neg_delta, k, v, first, last, block, lengths, numbers, MASKED: tl.constexpr,
+    dq, q, dout, neg_lse, neg_delta, k, v, first, last, block, lengths, numbers, mods, MASKED: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``first`` to ``last`` (exclusive) into dq of the rows of ``block``.
@@ -61,46 +72,57 @@ def dq_blocks(
         if C.HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
-            distance = keys[None, :] - (rows + block.offset)[:, None]
+            cells = cells_of(block, rows, keys, KEYS_FIRST=False)
         if C.HAS_SCORE_MOD:
-            scores, softcap_grad = apply_score_mod(
-                scores, distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
-                C.HAS_ALIBI,
-            )  # fmt: skip
+            scores, score_grad = modify_scores(scores, cells, block, lengths, numbers, mods, C)
             p = tl.exp2(scores + neg_lse[:, None])
         else:
             p = tl.exp2(scores * numbers.scale_log2 + neg_lse[:, None])
         if MASKED:
-            seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+            seen = seen_cells(cells, lengths, mods, C)
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
+        if C.HAS_DROPOUT:
+            kept = kept_cells(block, block.start, start, lengths, mods, False, C)
+            dp = tl.where(kept, dp * numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta[:, None])
         if C.HAS_SOFTCAP:
-            ds = ds * softcap_grad
+            ds = ds * score_grad
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_D]
     return dq
 
 
 @kernel(do_not_specialize=("padded_rows", *Lengths._fields))
 def dq_kernel(
-    q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes,
-    padded_rows, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
-    v_stride_s, v_stride_h, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
-    window_left, window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
+    q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
+    key_padding_mask, bias, rng_state, seqused_q, key_bounds, padded_rows, q_stride_b, q_stride_s, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h,
+    mask_stride_q, mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h,
+    bias_stride_q, bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
+    window_left, window_right, attention_chunk, drop_threshold, softmax_scale, scale_log2, softcap,
+    keep_scale, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; neg_lse
     and neg_delta as ``common.preprocess`` lays them out."""
     pointers = Pointers(
-        q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes
-    )
+        q, k, v, dout, neg_lse, neg_delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
+        key_padding_mask, bias, rng_state, seqused_q, key_bounds,
+    )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
-    )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+        window_right, attention_chunk, drop_threshold,
+    )  # fmt: skip
+    numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
+    seed, rng_offset = load_state(rng_state, C)
+    mods = Mods(
+        mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
+        padding_stride_b, padding_stride_k, key_bounds, bias,
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
+    )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
     head_kv = head // group_size
@@ -115,7 +137,7 @@ def dq_kernel(
         tile_offset = sequence.start_q * num_heads_q + head
     else:
         tile_offset = b.to(tl.int64) * seqlen_q * num_heads_q + head
-    block = Block(row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
+    block = Block(b, head, row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
 
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -132,14 +154,24 @@ def dq_kernel(
         row_start, min(row_start + C.BLOCK_M, sequence.len_q), offset, sequence.len_k, window_left,
         window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
+    if C.HIDES:
+        first, last = bounded(first, last, mods, b, C.BLOCK_N, C)
+        first, last = within_chunks(
+            first, last, row_start, row_start + C.BLOCK_M, offset, lengths, C.BLOCK_N, C
+        )  # fmt: skip
+        full_last = first  # one run, which takes a mask throughout
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
-        if RUN == 1 or (RUN == 0 and C.HAS_LEFT) or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N)):
+        if (
+            (RUN == 0 and C.HAS_LEFT and not C.HIDES)
+            or (RUN == 1 and not C.HIDES)
+            or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N or C.HIDES))
+        ):
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             dq_tile = dq_blocks(
                 dq_tile, q_tile, dout_tile, neg_lse_rows, neg_delta_rows, keys, values, begin, end, block,
-                lengths, numbers, RUN != 1, C,
+                lengths, numbers, mods, RUN != 1, C,
             )  # fmt: skip
     store_tile(
         dq + tile_offset * C.HEAD_DIM, row_start, sequence.len_q, num_heads_q * C.HEAD_DIM,

@@ -12,9 +12,9 @@ import torch
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.portable import backward_dkdv, backward_dq, flash1, forward
+from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, flash1, forward
 from flashtile.backends.portable.arguments import Numbers
-from flashtile.backends.portable.config import HEAD_DIMS, family_of_capability, row
+from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row
 from flashtile.backends.portable.launch import variant_of
 from flashtile.compile_report import CompileCase, architecture
 
@@ -35,6 +35,9 @@ _PLAIN = Problem(
 _VARIANTS: dict[str, Problem] = {
     "full": _PLAIN,
     "causal": replace(_PLAIN, window_right=0),
+    "masks": replace(_PLAIN, window_right=0, mask=True, key_padding_mask=True),
+    "bias": replace(_PLAIN, bias=True, bias_grad=True),
+    "dropout": replace(_PLAIN, window_right=0, dropout_p=0.1),
     "features": replace(
         _PLAIN,
         varlen=True,
@@ -48,8 +51,22 @@ _VARIANTS: dict[str, Problem] = {
 }
 """Plain problems as most calls have them, and one with every feature at once."""
 
-_FLOAT_ROWS = ("lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
-_STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh")
+_BIAS_SIZES = ("batch", "bias_batch", "bias_heads", "bias_rows")
+_FLOAT_ROWS = ("dbias", "lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
+_WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
+"""Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
+_CELL_SPILLS = {
+    "dkdv bf16 head_dim 64 dropout": 120,
+    "dkdv bf16 head_dim 128 masks": 56,
+    "dkdv bf16 head_dim 128 bias": 268,
+    "dkdv bf16 head_dim 128 dropout": 464,
+    "dbias bf16 head_dim 128 bias": 32,
+}
+"""Bytes of register spills with masks, biases and dropout: as they are, none of them timed yet."""
+_CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
+_STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh") | frozenset(
+    ("padding_stride_b", *(f"{tensor}_stride_{of}" for tensor in ("mask", "bias") for of in "bhq"))
+)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -59,19 +76,29 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for head_dim in HEAD_DIMS:
             for variant, any_head_dim in _VARIANTS.items():
                 problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
+                beyond_distance = problem.beyond_distance is not None
+                if beyond_distance and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
+                    continue
                 config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
+                if beyond_distance:
+                    config = for_cells(config)
                 for name, kernel, pointers, tile in (
                     ("forward", forward.forward_kernel, forward.Pointers, config.forward),
                     ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.Pointers, config.dkdv),
                     ("dq", backward_dq.dq_kernel, backward_dq.Pointers, config.dq),
+                    ("dbias", backward_dbias.dbias_kernel, backward_dbias.Pointers, dbias_tile(config)),
                 ):
+                    if name == "dbias" and not problem.bias_grad:
+                        continue
                     yield CompileCase(
                         name=f"{name} {dtype} head_dim {head_dim} {variant}",
                         kernel=kernel,
                         **_arguments(kernel, pointers, dtype, problem, tile, config.precision),
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
-                        spill_budget=tile.features_spill_budget
+                        spill_budget=_CELL_SPILLS.get(f"{name} {dtype} head_dim {head_dim} {variant}", 0)
+                        if beyond_distance
+                        else tile.features_spill_budget
                         if variant == "features"
                         else tile.spill_budget,
                         tensor_cores=element_bytes == 2 or config.precision != "ieee",
@@ -107,14 +134,24 @@ def _arguments(
     given = {
         "cu_seqlens_q": problem.varlen,
         "cu_seqlens_k": problem.varlen,
+        "seqused_q": problem.seqused_q,
         "seqused_k": problem.seqused_k,
         "alibi_slopes": problem.alibi,
         "sink": problem.sink,
+        "mask": problem.mask,
+        "key_padding_mask": problem.key_padding_mask,
+        "bias": problem.bias,
+        "rng_state": problem.dropout_p > 0,
+        "key_bounds": problem.key_padding_mask,
     }
     constants: dict[str, Any] = {name: None for name in pointers._fields if not given.get(name, True)}
-    constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True)
+    constants |= dict.fromkeys(("mask_stride_k", "padding_stride_k", "bias_stride_k"), 1)
+    cells = (_CELLS if problem.mask else None, _CELLS if problem.bias else None)
+    constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True, cells=cells)
     types = dict.fromkeys(pointers._fields, f"*{dtype}") | dict.fromkeys(_FLOAT_ROWS, "*fp32")
-    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "*i32")
+    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_bounds"), "*i32")
+    types["rng_state"] = "*i64"
+    types |= dict.fromkeys(("mask", "key_padding_mask"), "*i1")
     types |= dict.fromkeys(Numbers._fields, "fp32")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     return {"signature": signature, "constants": constants, "divisible_by_16": _STRIDES}

@@ -5,7 +5,7 @@ Found offline with ``python benchmarks/tune.py``; nothing is tuned at run time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -104,6 +104,11 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
+def dbias_tile(config: Config) -> KernelConfig:
+    """Of the bias's gradient, which keeps four tiles of inputs: not timed."""
+    return replace(config.dkdv, num_stages=1)
+
+
 def family(device: torch.device | Target) -> str:
     """The part of the table for a device; the interpreter (CPU tensors) takes the smallest tiles."""
     return family_of_capability(*capability(device))
@@ -132,8 +137,22 @@ def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Co
     return Config(forward_windowed if windowed else forward, dkdv, dq, precision)
 
 
+SCORES_A_THREAD = 32
+"""The most that leave registers for masks, biases and dropout beside the scores: by spills, not by time."""
+
+
+def for_cells(config: Config) -> Config:
+    """``config`` for masks, biases and dropout, which take registers and shared memory beside the scores."""
+    dq = config.dq
+    if SCORES_A_THREAD * 32 * dq.num_warps < dq.BLOCK_M * dq.BLOCK_N:
+        dq = replace(dq, num_warps=min(2 * dq.num_warps, 8))
+    return replace(config, dq=replace(dq, num_stages=max(dq.num_stages - 1, 1)))
+
+
 def choose(problem: Problem) -> Config:
     """The configuration for a problem."""
     width = padded(max(problem.head_dim, problem.head_dim_v))
     windowed = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
-    return row(family(problem.device), problem.dtype.itemsize, width, windowed)
+    beyond_distance = problem.beyond_distance is not None
+    config = row(family(problem.device), problem.dtype.itemsize, width, windowed or beyond_distance)
+    return for_cells(config) if beyond_distance else config

@@ -12,17 +12,22 @@ import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, load_tile
-from flashtile.backends.portable.arguments import Block, Lengths, Numbers, Strides
+from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
 from flashtile.backends.portable.tiles import (
-    apply_score_mod,
     block_range,
+    bounded,
+    cells_of,
     find_sequence,
     head_of,
+    kept_cells,
     load_slope,
+    load_state,
+    modify_scores,
     result_bases,
     row_block,
+    seen_cells,
     store_tile,
-    visible,
+    within_chunks,
 )
 
 
@@ -39,6 +44,12 @@ class Pointers(NamedTuple):
     seqused_k: Any
     alibi_slopes: Any
     sink: Any
+    mask: Any
+    key_padding_mask: Any
+    bias: Any
+    rng_state: Any
+    seqused_q: Any
+    key_bounds: Any
 
 
 @triton.jit
@@ -77,8 +88,8 @@ def sink_step(acc, row_max, row_sum, sink):
 
 @triton.jit
 def attend_blocks(
-    acc, row_max, row_sum, q, k, v, first, last, block, lengths, numbers, MASKED: tl.constexpr,
-    C: tl.constexpr,
+    acc, row_max, row_sum, q, k, v, first, last, block, lengths, numbers, mods, MASKED: tl.constexpr, C:
+    tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum.
 
@@ -92,20 +103,20 @@ def attend_blocks(
         if C.HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
-            distance = keys[None, :] - (rows + block.offset)[:, None]
+            cells = cells_of(block, rows, keys, KEYS_FIRST=False)
             if C.HAS_SCORE_MOD:
-                scores, _ = apply_score_mod(
-                    scores, distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
-                    C.HAS_ALIBI,
-                )  # fmt: skip
+                scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
             if MASKED:
-                seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+                seen = seen_cells(cells, lengths, mods, C)
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
-        p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD, MASKED)
+        MAY_BE_EMPTY: tl.constexpr = MASKED or C.HAS_BIAS
+        p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD, MAY_BE_EMPTY)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
+        if C.HAS_DROPOUT:
+            p = tl.where(kept_cells(block, block.start, start, lengths, mods, False, C), p, 0.0)
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_max, row_sum
@@ -113,25 +124,38 @@ def attend_blocks(
 
 @kernel(do_not_specialize=Lengths._fields)
 def forward_kernel(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink,
-    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
-    v_stride_h, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
-    window_right, softmax_scale, scale_log2, softcap, C: tl.constexpr,
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
+    bias, rng_state, seqused_q, key_bounds, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
+    k_stride_h, v_stride_b, v_stride_s, v_stride_h, mask_stride_b, mask_stride_h, mask_stride_q,
+    mask_stride_k, padding_stride_b, padding_stride_k, bias_stride_b, bias_stride_h, bias_stride_q,
+    bias_stride_k, alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+    window_right, attention_chunk, drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C:
+    tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
     without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
-    seqused_k [batch] and sink [num_heads_q] may be None.
+    seqused_k [batch], sink [num_heads_q] masks and bias may be None.
     """
-    pointers = Pointers(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    pointers = Pointers(
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask,
+        bias, rng_state, seqused_q, key_bounds,
+    )  # fmt: skip
     q_strides = Strides(q_stride_b, q_stride_s, q_stride_h)
     k_strides = Strides(k_stride_b, k_stride_s, k_stride_h)
     v_strides = Strides(v_stride_b, v_stride_s, v_stride_h)
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right
-    )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k, window_left,
+        window_right, attention_chunk, drop_threshold,
+    )  # fmt: skip
+    numbers = Numbers(softmax_scale, scale_log2, softcap, keep_scale)
+    seed, rng_offset = load_state(rng_state, C)
+    mods = Mods(
+        mask, CellStrides(mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k), key_padding_mask,
+        padding_stride_b, padding_stride_k, key_bounds, bias,
+        CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
+    )  # fmt: skip
 
     b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
     head_kv = head // group_size
@@ -142,7 +166,7 @@ def forward_kernel(
     q_rows = head_of(q, q_strides, b, sequence.start_q, head, sequence.len_q)
     keys = head_of(k, k_strides, b, sequence.start_k, head_kv, sequence.len_k)
     values = head_of(v, v_strides, b, sequence.start_k, head_kv, sequence.len_k)
-    block = Block(row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
+    block = Block(b, head, row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
 
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
@@ -155,19 +179,32 @@ def forward_kernel(
         row_start, min(row_start + C.BLOCK_M, sequence.len_q), offset, sequence.len_k, window_left,
         window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
+    if C.HIDES:
+        first, last = bounded(first, last, mods, b, C.BLOCK_N, C)
+        first, last = within_chunks(
+            first, last, row_start, row_start + C.BLOCK_M, offset, lengths, C.BLOCK_N, C
+        )  # fmt: skip
+        full_last = first  # one run, which takes a mask throughout
     # The window's left edge, whole blocks, its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
-        if RUN == 1 or (RUN == 0 and C.HAS_LEFT) or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N)):
+        if (
+            (RUN == 0 and C.HAS_LEFT and not C.HIDES)
+            or (RUN == 1 and not C.HIDES)
+            or (RUN == 2 and (C.HAS_RIGHT or not C.EVEN_N or C.HIDES))
+        ):
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             acc, row_max, row_sum = attend_blocks(
-                acc, row_max, row_sum, q_tile, keys, values, begin, end, block, lengths, numbers, RUN != 1, C
+                acc, row_max, row_sum, q_tile, keys, values, begin, end, block, lengths, numbers, mods,
+                RUN != 1, C,
             )
 
     if sink is not None:
         acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(sink + head).to(tl.float32))
     empty = row_sum == 0.0
     out_tile = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    if C.HAS_DROPOUT:
+        out_tile = out_tile * keep_scale
     lse_rows = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
     rows = tl.arange(0, C.BLOCK_M)
     out_base, lse_base = result_bases(

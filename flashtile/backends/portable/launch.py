@@ -14,16 +14,30 @@ from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import has_score_mod, padded, stride_of_two
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
-from flashtile.backends.portable.arguments import Lengths, Numbers, Strides, Variant
+from flashtile.backends.portable.arguments import CellStrides, Lengths, Numbers, Strides, Variant
+from flashtile.backends.portable.backward_dbias import dbias_kernel
 from flashtile.backends.portable.backward_dkdv import dkdv_kernel
 from flashtile.backends.portable.backward_dq import dq_kernel
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.forward import forward_kernel
+from flashtile.backends.portable.key_bounds import KeyBounds
+from flashtile.dropout import threshold
 from flashtile.problem import LOG2_E, UNLIMITED
 
+_SINK = Extras._fields.index("sink")
+"""Which the kernels of the backward pass do not take."""
 
-def variant_of(problem: Problem, config: KernelConfig, precision: str, wide: bool, aligned: bool) -> Variant:
-    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`)."""
+
+def variant_of(
+    problem: Problem,
+    config: KernelConfig,
+    precision: str,
+    wide: bool,
+    aligned: bool,
+    cells: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Variant:
+    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`); ``cells`` are mask
+    and bias."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
@@ -36,8 +50,13 @@ def variant_of(problem: Problem, config: KernelConfig, precision: str, wide: boo
         HAS_RIGHT=right != UNLIMITED,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.alibi,
+        HAS_MASK=problem.mask,
+        MASK_HAS_ROWS=_has_rows(cells[0]),
+        HAS_BIAS=problem.bias,
+        BIAS_HAS_ROWS=_has_rows(cells[1]),
+        HAS_PADDING=problem.key_padding_mask,
         HAS_SCORE_MOD=has_score_mod(problem),
-        EVEN_M=not problem.varlen and problem.seqlen_q % config.BLOCK_M == 0,
+        EVEN_M=not (problem.varlen or problem.seqused_q) and problem.seqlen_q % config.BLOCK_M == 0,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
@@ -46,12 +65,36 @@ def variant_of(problem: Problem, config: KernelConfig, precision: str, wide: boo
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDE=wide,
+        WIDE_CELLS=any(map(_is_wide, cells)),
+        HAS_CHUNK=problem.attention_chunk > 0,
+        HAS_DROPOUT=problem.dropout_p > 0,
+        HIDES=problem.mask or problem.key_padding_mask or problem.attention_chunk > 0,
         PRECISION=precision,
     )
 
 
 def _strides(tensor: Tensor, packed: bool) -> Strides:
     return Strides(0 if packed else tensor.stride(0), tensor.stride(-3), tensor.stride(-2))
+
+
+def _cell_strides(cells: Tensor | None) -> CellStrides:
+    """Of what broadcasts to all scores: 0 along a dimension of size 1."""
+    if cells is None:
+        return CellStrides(0, 0, 0, 0)
+    pairs = zip(cells.shape, cells.stride(), strict=True)
+    return CellStrides(*(stride if size > 1 else 0 for size, stride in pairs))
+
+
+def _has_rows(cells: Tensor | None) -> bool:
+    return cells is not None and cells.shape[2] > 1
+
+
+def _is_wide(cells: Tensor | None) -> bool:
+    """Whether what one head has lies too far apart for 32 bits."""
+    if cells is None:
+        return False
+    _, _, row, key = _cell_strides(cells)
+    return (cells.shape[2] + 128) * row + (cells.shape[3] + 128) * key >= 2**31
 
 
 def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
@@ -66,6 +109,9 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
         total_k=problem.total_k,
         window_left=left,
         window_right=right,
+        # No position lies behind the keys: longer chunks are as long as they are.
+        attention_chunk=min(problem.attention_chunk, max(problem.seqlen_k, 1)),
+        drop_threshold=threshold(problem.dropout_p),
     )
 
 
@@ -81,18 +127,40 @@ def _attention_kernel(
     problem: Problem,
     precision: str,
     inputs: tuple[Tensor, Tensor, Tensor],
-    alibi_slopes: Tensor | None,
-    *padded_rows: int,
+    extras: Extras,
+    *first: int,
 ) -> KeptKernel:
-    """One of the three kernels; ``inputs`` are q, k and v. Those of the backward take ``padded_rows``."""
+    """One of the kernels; ``inputs`` are q, k and v. ``first`` are its first scalars: the backward
+    pass takes ``padded_rows``."""
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(_aligned, inputs))
     strides = (stride for tensor in inputs for stride in _strides(tensor, problem.varlen))
-    numbers = Numbers(problem.softmax_scale, problem.softmax_scale * LOG2_E, problem.softcap)
-    scalars = (*padded_rows, *strides, *_lengths(problem, alibi_slopes), *numbers)
-    variant = variant_of(problem, config, precision, wide, aligned)
+    scale, keep_scale = problem.softmax_scale, 1 / (1 - problem.dropout_p)
+    numbers = Numbers(scale, scale * LOG2_E, problem.softcap, keep_scale)
+    padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
+    beside = (*_cell_strides(extras.mask), *padding, *_cell_strides(extras.bias))
+    scalars = (*first, *strides, *beside, *_lengths(problem, extras.alibi_slopes), *numbers)
+    variant = variant_of(problem, config, precision, wide, aligned, (extras.mask, extras.bias))
     return KeptKernel(kernel, programs, scalars, (variant,), config)
+
+
+def _dbias_kernel(
+    problem: Problem,
+    config: Config,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    extras: Extras,
+    padded_rows: int,
+) -> KeptKernel:
+    assert extras.bias is not None
+    tile = dbias_tile(config)
+    batch, heads, rows, keys = extras.bias.shape
+    programs = batch * heads * triton.cdiv(rows, tile.BLOCK_M) * triton.cdiv(keys, tile.BLOCK_N)
+    sizes = (batch, heads, rows)
+    return _attention_kernel(
+        dbias_kernel, programs, tile, problem, config.precision, inputs, extras, problem.batch, *sizes,
+        padded_rows,
+    )  # fmt: skip
 
 
 class ForwardLaunch:
@@ -104,7 +172,9 @@ class ForwardLaunch:
         self._problem = problem
         self._config = config
         self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
+        self._all_written = not (problem.varlen or problem.seqused_q)
         self._lse_shape = problem.lse_shape
+        self._key_bounds: Any = None
         self._kernel: KeptKernel | None = None
 
     def __call__(
@@ -116,13 +186,13 @@ class ForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if extras.cu_seqlens_q is None:
+        if self._all_written:
             if out is None:
                 # A tuple would take twice as long to read.
                 out = q.new_empty(*self._out_shape, dtype=self._out_dtype)
             if lse is None:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # tokens that belong to no sequence are written by no program
+        else:  # tokens that no sequence has or uses are written by no program
             out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
             if lse is None:
                 lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -136,6 +206,8 @@ class ForwardLaunch:
             programs = triton.cdiv(problem.seqlen_q, config.BLOCK_M) * problem.num_heads_q * problem.batch
             if programs == 0:
                 return out, lse
+            if extras.key_padding_mask is not None:
+                self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
             kernel = self._kernel = _attention_kernel(
                 forward_kernel,
                 programs,
@@ -143,14 +215,15 @@ class ForwardLaunch:
                 problem,
                 self._config.precision,
                 (q, k, v),
-                extras.alibi_slopes,
+                extras,
             )
-        kernel(q.device, q, k, v, out, lse, *extras)
+        bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
+        kernel(q.device, q, k, v, out, lse, *extras, bounds)
         return out, lse
 
 
 class BackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
@@ -158,6 +231,8 @@ class BackwardLaunch:
         self._padded_rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
         sequences = 1 if problem.varlen else problem.batch
         self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
+        self._key_bounds: Any = None
+        self._dbias: KeptKernel | None = None
         self.kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 
     def __call__(
@@ -170,16 +245,17 @@ class BackwardLaunch:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        problem, sink = self._problem, extras.sink
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        problem, sink, bias = self._problem, extras.sink, extras.bias
         no_rows = problem.batch * problem.seqlen_q == 0
         no_keys = problem.batch * problem.seqlen_k == 0
         # Tokens that no sequence has or uses are written by no program, nor is anything without rows or keys.
-        some_unwritten = problem.varlen or problem.seqused_k or no_rows or no_keys
+        some_unwritten = problem.varlen or problem.seqused_q or problem.seqused_k or no_rows or no_keys
         allocate = partial(q.new_zeros if some_unwritten else q.new_empty, dtype=problem.out_dtype)
         dq, dk, dv = allocate(q.shape), allocate(k.shape), allocate(v.shape)
         if no_rows or (no_keys and sink is None):
-            return dq, dk, dv, None if sink is None else torch.zeros_like(sink)
+            dbias = None if bias is None or not problem.bias_grad else torch.zeros_like(bias)
+            return dq, dk, dv, None if sink is None else torch.zeros_like(sink), dbias
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         preprocess, compute_dkdv, compute_dq = self.kernels
@@ -187,18 +263,30 @@ class BackwardLaunch:
         neg_delta = q.new_empty(*self.statistics_shape, dtype=torch.float32)
         dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
-            return dq, dk, dv, dsink
+            unread = None if bias is None or not problem.bias_grad else torch.zeros_like(bias)
+            return dq, dk, dv, dsink, unread
         inputs = (q, k, v, dout, neg_lse, neg_delta)
-        compute_dkdv(q.device, *inputs, dk, dv, *extras[:-1])
-        compute_dq(q.device, *inputs, dq, *extras[:-1])
-        return dq, dk, dv, dsink
+        bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
+        others = (*extras[:_SINK], *extras[_SINK + 1 :], bounds)
+        compute_dkdv(q.device, *inputs, dk, dv, *others)
+        compute_dq(q.device, *inputs, dq, *others)
+        dbias = None
+        if problem.bias_grad and bias is not None:
+            if self._dbias is None:
+                self._dbias = _dbias_kernel(problem, self._config, (q, k, v), extras, self._padded_rows)
+            dbias = bias.new_empty(bias.shape, dtype=torch.float32)
+            self._dbias(q.device, *inputs, dbias, *others)
+            dbias = dbias.to(bias.dtype)
+        return dq, dk, dv, dsink, dbias
 
     def prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Extras
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
+        if extras.key_padding_mask is not None:
+            self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
         preprocess = preprocess_launch(problem, dlse is not None, LOG2_E)
-        common = (problem, config.precision, (q, k, v), extras.alibi_slopes, self._padded_rows)
+        common = (problem, config.precision, (q, k, v), extras, self._padded_rows)
         programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
         dkdv = _attention_kernel(dkdv_kernel, programs, config.dkdv, *common)
         programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * problem.num_heads_q * problem.batch

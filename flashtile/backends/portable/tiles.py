@@ -1,4 +1,4 @@
-"""Step functions that the forward and backward kernels share: which blocks, which sequence, scores, masks.
+"""Step functions that the forward and backward kernels share: which blocks, which sequence, scores, mods.
 
 A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q``
 aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.tiles import LOG2_E, Matrix, sequence
-from flashtile.backends.portable.arguments import Sequence
+from flashtile.backends.portable.arguments import Cells, Sequence
 
 
 @triton.jit
@@ -48,6 +48,18 @@ def block_range(
 
 
 @triton.jit
+def chunk_range(start, end, attention_chunk):
+    """Positions that share a chunk with ``start <= i < end``: the first, and the one behind the last."""
+    first = max(start, 0)
+    first -= first % attention_chunk
+    last = max(end - 1, 0)
+    last += attention_chunk - last % attention_chunk
+    if end <= 0:
+        last = first
+    return first, last
+
+
+@triton.jit
 def used_length(seqused, b, length):
     """How many of the ``length`` tokens of sequence ``b`` are used; within it whatever ``seqused`` says."""
     if seqused is None:
@@ -61,6 +73,7 @@ def find_sequence(pointers, lengths, b, C: tl.constexpr):
     """Sequence ``b`` of the batch, within the tensors whatever ``cu_seqlens`` and ``seqused_k`` say."""
     start_q, len_q = sequence(pointers.cu_seqlens_q, b, lengths.seqlen_q, lengths.total_q, C.VARLEN)
     start_k, len_k = sequence(pointers.cu_seqlens_k, b, lengths.seqlen_k, lengths.total_k, C.VARLEN)
+    len_q = used_length(pointers.seqused_q, b, len_q)
     len_k = used_length(pointers.seqused_k, b, len_k)
     return Sequence(b, start_q, start_k, len_q, len_k)
 
@@ -150,6 +163,126 @@ def apply_score_mod(
     if HAS_ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
     return scores * LOG2_E, softcap_grad
+
+
+@triton.jit
+def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
+    """Where the scores of ``rows`` by ``keys`` lie, or with KEYS_FIRST of ``keys`` by ``rows``."""
+    if KEYS_FIRST:
+        rows, keys = rows[None, :], keys[:, None]
+    else:
+        rows, keys = rows[:, None], keys[None, :]
+    positions = rows + block.offset
+    return Cells(block.b, block.head, rows, keys, positions, keys - positions)
+
+
+@triton.jit
+def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr):
+    """Raw products -> (scores in log2 units, their derivative by the scaled product).
+
+    Every kernel of the forward and backward pass modifies its scores here and nowhere else.
+    """
+    scores, score_grad = apply_score_mod(
+        scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
+        C.HAS_ALIBI,
+    )  # fmt: skip
+    if C.HAS_BIAS:
+        bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
+        scores = scores + bias.to(tl.float32) * LOG2_E
+    return scores, score_grad
+
+
+@triton.jit
+def seen_cells(cells, lengths, mods, C: tl.constexpr):
+    """Which scores of a tile take part, as far as their sequence has them."""
+    seen = visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+    if C.HAS_CHUNK:
+        first = cells.positions - cells.positions % lengths.attention_chunk  # of those that are no key's, any
+        seen = seen & (cells.positions >= 0) & (cells.keys >= first)
+        seen = seen & (cells.keys - first < lengths.attention_chunk)
+    if C.HAS_MASK:
+        seen = seen & load_cells(mods.mask, mods.mask_strides, cells, lengths, C.MASK_HAS_ROWS, False, C)
+    if C.HAS_PADDING:
+        keys = mods.padding + cells.b.to(tl.int64) * mods.padding_stride_b
+        keys += cells.keys.to(tl.int64) * mods.padding_stride_k
+        if C.EVEN_N:
+            seen = seen & tl.load(keys)
+        else:
+            seen = seen & tl.load(keys, mask=cells.keys < lengths.seqlen_k, other=False)
+    return seen
+
+
+@triton.jit
+def load_cells(pointer, strides, cells, lengths, HAS_ROWS: tl.constexpr, other, C: tl.constexpr):
+    """What a tensor that broadcasts to all scores has for a tile; ``other`` beyond it."""
+    base = pointer + cells.b.to(tl.int64) * strides.batch + cells.head.to(tl.int64) * strides.head
+    rows, keys = cells.rows, cells.keys
+    if C.WIDE_CELLS:
+        rows, keys = rows.to(tl.int64), keys.to(tl.int64)
+    place = keys * strides.key
+    if HAS_ROWS:
+        place = rows * strides.row + place
+    # Whole blocks need no look at each element, so that several are loaded at once.
+    if C.EVEN_N and (C.EVEN_M or not HAS_ROWS):
+        return tl.load(base + place)
+    inside = keys < lengths.seqlen_k
+    if HAS_ROWS and not C.EVEN_M:
+        inside = inside & (rows < lengths.seqlen_q)
+    return tl.load(base + place, mask=inside, other=other)
+
+
+@triton.jit
+def load_state(rng_state, C: tl.constexpr):
+    """(seed, offset) of dropout's generator."""
+    if C.HAS_DROPOUT:
+        return tl.load(rng_state), tl.load(rng_state + 1).to(tl.uint32)
+    else:
+        return 0, 0
+
+
+@triton.jit
+def kept_cells(block, row_start, key_start, lengths, mods, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
+    """[BLOCK_M, BLOCK_N], or transposed with KEYS_FIRST: which probabilities dropout keeps.
+
+    ``flashtile.dropout`` says how they follow from the state.
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    GROUPS: tl.constexpr = BLOCK_N // 8
+    zeros = tl.zeros([BLOCK_M, GROUPS], tl.uint32)
+    groups = zeros + (key_start // 8 + tl.arange(0, GROUPS)).to(tl.uint32)[None, :]
+    rows = zeros + (row_start + tl.arange(0, BLOCK_M)).to(tl.uint32)[:, None]
+    head = zeros + (block.b * lengths.num_heads_q + block.head).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(mods.seed, groups, rows, head, zeros + mods.offset)
+    # A join's new dimension runs faster than those before: words 0, 1, 2, 3, of each the low half first.
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    numbers = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK_M, BLOCK_N])
+    kept = numbers >= lengths.drop_threshold.to(tl.uint32)
+    if KEYS_FIRST:
+        return tl.trans(kept)
+    else:
+        return kept
+
+
+@triton.jit
+def within_chunks(first, last, start, end, offset, lengths, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Of blocks of keys ``first`` to ``last``, those that share a chunk with rows ``start`` to ``end``."""
+    if C.HAS_CHUNK:
+        chunk_start, chunk_end = chunk_range(start + offset, end + offset, lengths.attention_chunk)
+        first = max(first, chunk_start // BLOCK)
+        last = min(last, (chunk_end + BLOCK - 1) // BLOCK)
+    return first, last
+
+
+@triton.jit
+def bounded(first, last, mods, b, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Of blocks of keys from ``first`` to ``last``, those with keys that padding leaves."""
+    if C.HAS_PADDING:
+        start = tl.load(mods.key_bounds + 2 * b)
+        end = tl.load(mods.key_bounds + 2 * b + 1)
+        first = max(first, start // BLOCK)
+        last = min(last, (end + BLOCK - 1) // BLOCK)
+    return first, last
 
 
 @triton.jit

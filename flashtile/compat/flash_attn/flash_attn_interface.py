@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.arguments import make_options
 from flashtile.attn.functional import (
     attention,
     flash_attn_func,
@@ -21,7 +22,10 @@ from flashtile.attn.functional import (
     flash_attn_varlen_qkvpacked_func,
 )
 from flashtile.attn.gradients import attention_backward
+from flashtile.attn.probabilities import signed_probabilities
+from flashtile.attn.problem import Extras
 from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.dropout import draw_state
 
 __all__ = [
     "flash_attn_func",
@@ -33,8 +37,8 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Results = tuple[Tensor, Tensor, None, None]
-"""(out, softmax_lse, S_dmask, rng_state): without dropout there are no last two."""
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""(out, softmax_lse, S_dmask, rng_state): without dropout there are no last two, S_dmask if asked for."""
 
 
 def _flash_attn_forward(
@@ -50,14 +54,20 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
 ) -> Results:
-    _refuse_dropout(dropout_p)
+    rng_state = draw_state(q) if dropout_p else None
+    window_size = (window_size_left, window_size_right)
     with torch.no_grad():
         out, lse = attention(
-            q, k, v, softmax_scale=softmax_scale, causal=causal,
-            window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
-            return_lse=True,
+            q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+            softcap=softcap, alibi_slopes=alibi_slopes, rng_state=rng_state, return_lse=True,
         )  # fmt: skip
-    return out, lse, None, None
+    if not return_softmax or rng_state is None:
+        return out, lse, None, rng_state
+    options = make_options(
+        None, None, softmax_scale, causal, window_size, softcap, False, None, dropout_p
+    )  # fmt: skip
+    extras = Extras(alibi_slopes=alibi_slopes, rng_state=rng_state)
+    return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
 
 
 def _flash_attn_varlen_forward(
@@ -81,16 +91,32 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Results:
-    _refuse_dropout(dropout_p)
     if leftpad_k is not None:
         raise NotImplementedError("leftpad_k must be None: use flash_attn_with_kvcache's cache_leftpad")
+    window_size = (window_size_left, window_size_right)
+    if not dropout_p or block_table is not None:
+        with torch.no_grad():
+            out, lse = flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+                causal, window_size, softcap, alibi_slopes, block_table=block_table, seqused_k=seqused_k,
+                return_lse=True,
+            )  # fmt: skip
+        return out, lse, None, None
+    rng_state = draw_state(q)
     with torch.no_grad():
-        out, lse = flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
-            (window_size_left, window_size_right), softcap, alibi_slopes, block_table=block_table,
-            seqused_k=seqused_k, return_lse=True,
+        out, lse = attention(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, dropout_p=dropout_p, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+            rng_state=rng_state, return_lse=True,
         )  # fmt: skip
-    return out, lse, None, None
+    if not return_softmax:
+        return out, lse, None, rng_state
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, None, dropout_p
+    )
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, rng_state=rng_state)
+    return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
 
 
 def _flash_attn_backward(
@@ -117,11 +143,10 @@ def _flash_attn_backward(
 
     Nothing is returned: there is no ``softmax_d`` beside them.
     """
-    _refuse_dropout(dropout_p)
     gradients = attention_backward(
         dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
+        dropout_p=dropout_p, rng_state=rng_state, deterministic=deterministic,
     )  # fmt: skip
     _write(gradients, dq, dk, dv)
 
@@ -152,12 +177,11 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> None:
     """Write the gradients into dq, dk and dv, as :func:`_flash_attn_backward`."""
-    _refuse_dropout(dropout_p)
     gradients = attention_backward(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
+        dropout_p=dropout_p, rng_state=rng_state, deterministic=deterministic,
     )  # fmt: skip
     _write(gradients, dq, dk, dv)
 
@@ -166,11 +190,6 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
-
-
-def _refuse_dropout(dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not implemented yet), got {dropout_p}")
 
 
 def _write(gradients: tuple[Any, ...], *buffers: Tensor | None) -> None:

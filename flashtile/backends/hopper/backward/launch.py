@@ -150,7 +150,7 @@ class Kernels(NamedTuple):
 
 
 class BackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``, of one signature."""
 
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
@@ -167,8 +167,8 @@ class BackwardLaunch:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
@@ -201,7 +201,7 @@ class BackwardLaunch:
             dq,
             counters,
         )
-        return dq, dk, dv, dsink
+        return dq, dk, dv, dsink, None
 
     def _prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None

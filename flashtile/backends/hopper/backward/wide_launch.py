@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
 
 
 class WideBackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink)`` for tensors of one signature."""
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``, of one signature."""
 
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
@@ -63,8 +63,8 @@ class WideBackwardLaunch:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, _ = extras
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
@@ -81,7 +81,7 @@ class WideBackwardLaunch:
         slopes = lse if alibi_slopes is None else alibi_slopes
         kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, dk, dv, table_k, used, slopes, next_tile)
         kernels.dq(device, q, k, v, dout, dq, neg_lse, neg_delta, table_q, used, slopes)
-        return dq, dk, dv, dsink
+        return dq, dk, dv, dsink, None
 
     def _prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None

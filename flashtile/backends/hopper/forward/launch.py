@@ -192,7 +192,7 @@ class ForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = extras
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
         out, lse = self._allocate(q, out, lse)
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too

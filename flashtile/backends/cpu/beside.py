@@ -1,0 +1,71 @@
+"""What a dense call on the CPU has beside q, k and v."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flashtile.attn.problem import Extras, Problem
+from flashtile.dropout import kept
+
+
+class Dropout(NamedTuple):
+    """Which probabilities are kept, by their places in the whole call."""
+
+    rng_state: Tensor
+    p: float
+    heads_q: int
+    first_sequence: int = 0
+
+    def factors(self, batch: slice, heads: slice, rows: range, keys: range) -> Tensor:
+        """(batch, heads, rows, keys) in float64: 0 or 1 / (1 - p)."""
+        first = self.first_sequence
+        sequences = range(first + batch.start, first + batch.stop)
+        heads_range = range(heads.start, heads.stop)
+        mask = kept(self.rng_state, self.p, self.heads_q, sequences, heads_range, rows, keys)
+        return mask.double() / (1 - self.p)
+
+
+class Beside(NamedTuple):
+    """Tensors of a dense call. Masks broadcast to (batch, heads_q, seqlen_q, seqlen_k), True takes part."""
+
+    alibi_slopes: Tensor | None = None
+    masks: tuple[Tensor, ...] = ()
+    bias: Tensor | None = None
+    dbias: Tensor | None = None
+    """Where the gradient of the bias is added up; None if it is not wanted."""
+    dropout: Dropout | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, extras: Extras, dbias: Tensor | None = None) -> Beside:
+        masks: tuple[Tensor, ...] = () if extras.mask is None else (extras.mask,)
+        if extras.key_padding_mask is not None:
+            masks += (extras.key_padding_mask[:, None, None],)
+        dropout = None
+        if problem.dropout_p > 0 and extras.rng_state is not None:
+            dropout = Dropout(extras.rng_state, problem.dropout_p, problem.num_heads_q)
+        return cls(extras.alibi_slopes, masks, extras.bias, dbias, dropout)
+
+    def of_sequence(self, b: int, seqlen_q: int, seqlen_k: int) -> Beside:
+        """Those of sequence ``b`` alone, which has or uses so many rows and keys."""
+        slopes = self.alibi_slopes
+        own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        masks = tuple(_part(mask, b, seqlen_q, seqlen_k) for mask in self.masks)
+        bias, dbias = (
+            None if cells is None else _part(cells, b, seqlen_q, seqlen_k)
+            for cells in (self.bias, self.dbias)
+        )
+        dropout = self.dropout and self.dropout._replace(first_sequence=b)
+        return Beside(own_slopes, masks, bias, dbias, dropout)
+
+    @property
+    def may_hide_rows(self) -> bool:
+        """Whether a row may see no key that its window leaves it."""
+        return self.masks != () or self.bias is not None
+
+
+def _part(cells: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """A view."""
+    own = cells[b : b + 1] if cells.shape[0] > 1 else cells
+    return own[:, :, : seqlen_q if cells.shape[2] > 1 else 1, :seqlen_k]

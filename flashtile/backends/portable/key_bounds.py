@@ -1,0 +1,42 @@
+"""Where each sequence's keys begin and end under a padding mask, found on the device."""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.kernel_cache import kernel
+
+BLOCK = 1024
+
+
+@kernel(do_not_specialize=("seqlen_k",))
+def key_bounds_kernel(padding, bounds, stride_b, stride_k, seqlen_k, BLOCK: tl.constexpr):
+    """Grid: (batch,). bounds [batch, 2]: the first key of ``padding`` [batch, seqlen_k] that takes part, and
+    the one behind the last; a sequence without keys gets bounds that no block lies within."""
+    b = tl.program_id(0)
+    first = tl.full([BLOCK], 2**31 - 1, tl.int32)
+    end = tl.zeros([BLOCK], tl.int32)
+    row = padding + b.to(tl.int64) * stride_b
+    for start in range(0, seqlen_k, BLOCK):
+        keys = start + tl.arange(0, BLOCK)
+        seen = tl.load(row + keys.to(tl.int64) * stride_k, mask=keys < seqlen_k, other=False)
+        first = tl.minimum(first, tl.where(seen, keys, 2**31 - 1))
+        end = tl.maximum(end, tl.where(seen, keys + 1, 0))
+    tl.store(bounds + 2 * b, tl.min(first, 0))
+    tl.store(bounds + 2 * b + 1, tl.max(end, 0))
+
+
+class KeyBounds:
+    """``(key_padding_mask) -> (batch, 2)`` for masks of one signature."""
+
+    def __init__(self, problem: Problem, key_padding_mask: Tensor) -> None:
+        self._shape = (problem.batch, 2)
+        scalars = (*key_padding_mask.stride(), problem.seqlen_k)
+        self._kernel = KeptKernel(key_bounds_kernel, problem.batch, scalars, (BLOCK,), None)
+
+    def __call__(self, key_padding_mask: Tensor) -> Tensor:
+        bounds = torch.empty(self._shape, dtype=torch.int32, device=key_padding_mask.device)
+        self._kernel(key_padding_mask.device, key_padding_mask, bounds)
+        return bounds

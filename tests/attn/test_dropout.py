@@ -1,0 +1,128 @@
+"""Dropout: its generator, statistics, what it is reproducible by, and what FlashAttention's tests read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import flashtile
+from flashtile import dropout, testing
+from small_calls import dense, varlen
+from targets import Target
+
+STATE = torch.tensor([0x123456789ABCDEF, 2**33 + 5])
+
+
+def test_philox_makes_the_words_that_its_authors_published():
+    """Random123's known answers: counter and key of zeros, and of ones."""
+    for word, expected in (
+        (0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (2**32 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ):
+        whole = torch.tensor(word)
+        words = dropout.philox((whole, whole), (whole,) * 4)
+        assert " ".join(f"{w.item():08x}" for w in words) == expected
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+def test_each_probability_is_dropped_as_often_as_it_is_asked_for(dropout_p):
+    """Over all, in each row, column and head, and two neighbours without regard to each other."""
+    mask = dropout.kept(STATE, dropout_p, 4, range(2), range(4), range(256), range(256)).double()
+    keep = 1 - dropout_p
+    deviation = (dropout_p * keep) ** 0.5
+    for dims in ((0, 1, 2, 3), (3,), (2,), (2, 3)):
+        count = torch.Size(mask.shape[i] for i in dims).numel()
+        assert (mask.mean(dims) - keep).abs().max() < 6 * deviation / count**0.5
+    for dim in range(4):
+        ahead, behind = mask.narrow(dim, 0, mask.shape[dim] - 1), mask.narrow(dim, 1, mask.shape[dim] - 1)
+        correlation = ((ahead - keep) * (behind - keep)).mean() / deviation**2
+        assert correlation.abs() < 6 / ahead.numel() ** 0.5
+
+
+def test_every_word_of_a_state_counts():
+    base = dropout.kept(STATE, 0.5, 1, range(1), range(1), range(32), range(32))
+    for change in ([1, 0], [2**40, 0], [0, 1]):
+        other = dropout.kept(STATE + torch.tensor(change), 0.5, 1, range(1), range(1), range(32), range(32))
+        assert 0.3 < (base == other).double().mean() < 0.7
+
+
+def test_kernels_keep_what_the_definition_keeps(target: Target):
+    """Bit by bit: with one value for each key, out says which probabilities were kept."""
+    seqlen = 48
+    q = torch.zeros(1, seqlen, 2, 16, dtype=target.dtypes[0], device=target.device)
+    v = torch.eye(seqlen, dtype=q.dtype, device=q.device)[None, :, None].expand(1, -1, 2, -1).contiguous()
+    state = STATE.to(target.device)
+    out = flashtile.attention(q, q, v, dropout_p=0.3, rng_state=state, backend=target.backend)
+    mask = dropout.kept(state, 0.3, 2, range(1), range(2), range(seqlen), range(seqlen))
+    assert torch.equal(out.transpose(1, 2) != 0, mask)
+
+
+def test_the_generator_of_torch_decides():
+    q, k, v = dense()
+    torch.manual_seed(5)
+    first, second = (flashtile.attention(q, k, v, dropout_p=0.4) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(flashtile.flash_attn_func(q, k, v, 0.4), first)
+    assert not torch.equal(first, second)
+
+
+def test_checkpointing_drops_the_same_again():
+    q, k, v = dense(grad=True)
+    gradients = []
+    for run in (
+        lambda *call: checkpoint(*call, use_reentrant=False),
+        lambda function, *call: function(*call),
+    ):
+        torch.manual_seed(1)
+        out = run(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.4), q, k, v)
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for recomputed, kept in zip(*gradients, strict=True):
+        assert torch.equal(recomputed, kept)
+
+
+def test_compiled_calls_draw_anew_and_have_gradients():
+    q, k, v = dense(grad=True)
+    compiled = torch.compile(
+        lambda *qkv: flashtile.attention(*qkv, dropout_p=0.4), backend="aot_eager", fullgraph=True
+    )
+    first, second = compiled(q, k, v), compiled(q, k, v)
+    assert not torch.equal(first, second)
+    assert torch.autograd.grad(first.sum(), q)[0].isfinite().all()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_signed_probabilities_are_what_out_is_made_of(packed):
+    """FlashAttention-2's S_dmask, by which its tests know what was dropped."""
+    if packed:
+        (q, k, v), lengths = varlen()
+        out, _, signed = flashtile.flash_attn_varlen_func(
+            q, k, v, **lengths, dropout_p=0.3, return_attn_probs=True
+        )
+        bounds = lengths["cu_seqlens_q"].tolist()
+        spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    else:
+        q, k, v = dense()
+        out, _, signed = flashtile.flash_attn_func(
+            q, k, v, dropout_p=0.3, causal=True, return_attn_probs=True
+        )
+        spans = list(range(len(q)))
+    for b, span in enumerate(spans):
+        keys = slice(*(lengths["cu_seqlens_k"][b : b + 2].tolist())) if packed else span
+        own_v = v[keys].repeat_interleave(q.shape[-2] // v.shape[-2], 1).transpose(0, 1)
+        p = signed[b][:, : out[span].shape[0], : own_v.shape[1]]
+        expected = (p.clamp_min(0) / 0.7) @ own_v
+        torch.testing.assert_close(out[span].transpose(0, 1), expected, atol=1e-5, rtol=1e-4)
+        seen = p != 0
+        torch.testing.assert_close(p.abs().sum(-1), seen.any(-1).to(p.dtype))
+
+
+def test_the_mean_over_states_is_attention_without_dropout():
+    q, k, v = (testing.random_tensor((1, 4, 2, 16), torch.float32, "cpu", seed=i) for i in range(3))
+    states = range(60)
+    outs = [flashtile.attention(q, k, v, dropout_p=0.2, rng_state=torch.tensor([7, i])) for i in states]
+    difference = torch.stack(outs).mean(0) - flashtile.attention(q, k, v)
+    assert difference.abs().max() < 6 * torch.stack(outs).std(0).max() / len(states) ** 0.5

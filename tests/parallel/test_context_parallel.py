@@ -166,13 +166,13 @@ def test_a_refused_call_is_refused_on_all_ranks(ranks):
 def test_an_absent_rank_is_named_in_time_and_nothing_hangs():
     with pool(3) as few:
         away = [{}, {}, {"stays_away": True}]
-        for said in few.run(parallel_tasks.faulty, 3, by_rank=away, timeout=1.0)[:2]:
+        for said in few.run(parallel_tasks.faulty, 3, by_rank=away, timeout=6.0)[:2]:
             assert said.startswith("RuntimeError: rank "), said
-            assert "from rank 2 within 1 s" in said
+            assert "from rank 2 within 6 s" in said
     with pool(2) as few:
         dying = [{"dies": False}, {"dies": True}]
-        alive, _ = few.run(parallel_tasks.dies_between_passes, 2, by_rank=dying, timeout=5.0)
-        assert alive.startswith("rank 0 of 2 heard nothing from rank 1 within 5 s"), alive
+        alive, _ = few.run(parallel_tasks.dies_between_passes, 2, by_rank=dying, timeout=60.0)
+        assert alive.startswith("rank 0 of 2 heard nothing from rank 1 within 60 s"), alive
 
 
 def test_the_example_goes_on_from_its_checkpoint_with_other_ranks(ranks, tmp_path):

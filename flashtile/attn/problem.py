@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.masks.problem import Mods
 from flashtile.problem import UNLIMITED, Results, address_of
 
 
@@ -95,6 +96,8 @@ class Problem(Results):
     seqused_q: bool = False
     bias_grad: bool = False
     """Whether the backward pass computes the gradient of the bias."""
+    mods: Mods | None = None
+    """Functions of scores and masks."""
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
 

@@ -20,6 +20,8 @@ from flashtile.masks.tracing import Trace, trace
 from flashtile.masks.triton_functions import Pointer, in_torch
 
 _KNOWN_MODULES = ("torch", "math", "triton", "triton.language", "flashtile.masks")
+_UNCHANGING = (bool, int, float, str, Tensor, torch.dtype, types.CodeType)
+"""That they are the same object says that they are read alike; a tensor's numbers are read when a call runs."""
 _MISSING = object()
 
 Guard = tuple[Callable[[], Any], Any]
@@ -182,7 +184,7 @@ def _holds_only_read(made: Trace, guards: list[Guard]) -> bool:
 
 def _guard(value: Any, guards: list[Guard], seen: set[int]) -> bool:
     """Add a guard for everything that ``value`` can read when it is called; False if that is not possible."""
-    if value is None or isinstance(value, (bool, int, float, str, Tensor, torch.dtype)) or id(value) in seen:
+    if value is None or isinstance(value, _UNCHANGING) or id(value) in seen:
         return True
     seen.add(id(value))
     if isinstance(value, Mod):

@@ -20,7 +20,10 @@ def interpreting() -> bool:
 
 def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
-    return reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
+    reason = reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
+    if reason is None and problem.mods is not None:
+        return f"it takes no {problem.mods.given}"
+    return reason
 
 
 def reason_of_device(

@@ -236,11 +236,12 @@ def _where(recorder: _Recorder, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
-    if type(exponent) is int and 1 <= exponent <= 4:
-        result = base
-        for _ in range(exponent - 1):
-            result = recorder.arithmetic("mul", result, base)
-        return result
+    if isinstance(exponent, (int, float)) and exponent in range(1, 65):  # by squaring: negative bases, too
+        if exponent == 1:
+            return base
+        half = _pow(recorder, base, int(exponent) // 2)
+        square = recorder.arithmetic("mul", half, half)
+        return recorder.arithmetic("mul", square, base) if exponent % 2 else square
     if exponent == 0.5:
         return recorder.emit("sqrt", recorder.as_float(base))
     return recorder.emit("pow", recorder.as_float(base), recorder.as_float(exponent))

@@ -7,6 +7,7 @@ of queries (the forward pass and dq) and, transposed, for each block of keys (dk
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -88,7 +89,8 @@ def create_block_mask(
 
     Raises:
         TypeError: ``mask_mod`` does not compile.
-        ValueError: a length, a block size or a device that is not allowed.
+        ValueError: a length, a block size or a device that is not allowed; a read outside of a captured tensor
+            (on a GPU under ``FLASHTILE_DEBUG=1``).
 
     Costs a visit to each score of the mask once, some at a time, and no synchronisation.
 
@@ -122,6 +124,7 @@ def create_block_mask(
     some = torch.zeros((batch, heads, blocks_q, blocks_kv), dtype=torch.bool, device=device)
     every = torch.zeros_like(some)
     keys = torch.arange(KV_LEN, device=device)
+    debug = os.environ.get("FLASHTILE_DEBUG", "0") == "1"
     at_once = max(1, CELLS_AT_ONCE // max(size_q * KV_LEN, 1))
     for b in range(batch if KV_LEN else 0):
         for h in range(heads):
@@ -134,13 +137,10 @@ def create_block_mask(
                     "q": rows[:, None],
                     "kv": keys,
                 }
-                (seen,), outside = evaluate(program, inputs, tensors)
+                (seen,) = evaluate(program, inputs, tensors, check=debug or None)
                 seen = torch.as_tensor(seen, device=device).expand(len(rows), KV_LEN)
-                # What is read outside of a tensor is left to the kernel, which makes NaN of it.
-                hidden = ~seen if outside is None else ~seen | outside
-                seen = seen if outside is None else seen | outside
                 some[b, h, first:last] = _any(seen, last - first, blocks_kv, sizes)
-                every[b, h, first:last] = ~_any(hidden, last - first, blocks_kv, sizes)
+                every[b, h, first:last] = ~_any(~seen, last - first, blocks_kv, sizes)
     partial, full = some & ~every, some & every
     lists = (*_lists(partial), *_lists(full), *_lists(partial.mT), *_lists(full.mT))
     return BlockMask((Q_LEN, KV_LEN), *lists, BLOCK_SIZE=(size_q, size_kv), mask_mod=mask_mod)

@@ -217,7 +217,7 @@ class _Call:
         }
         by_load = []
         if self.score_program is not None:
-            results, _ = evaluate(self.score_program, inputs, self.captured, self.dtype, "score_mod")
+            results = evaluate(self.score_program, inputs, self.captured, self.dtype, "score_mod")
             scores = _spread(results[0], scores)
             if self.with_gradients:
                 factor = factor * results[1]
@@ -225,7 +225,7 @@ class _Call:
         hidden = self._hidden(distance)
         if tile.masked:
             assert self.mask_program is not None
-            (seen,), _ = evaluate(self.mask_program, inputs, self.captured, self.dtype)
+            (seen,) = evaluate(self.mask_program, inputs, self.captured, self.dtype)
             masked = ~torch.as_tensor(seen)
             hidden = masked if hidden is None else hidden | masked
         if hidden is not None:

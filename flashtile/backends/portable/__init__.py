@@ -21,8 +21,8 @@ def interpreting() -> bool:
 def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
     reason = reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
-    if reason is None and problem.mods is not None:
-        return f"it takes no {problem.mods.given}"
+    if reason is None and problem.mods is not None and problem.mods.learned and problem.deterministic:
+        return "it adds to the gradients of captured tensors in any order, not deterministically"
     return reason
 
 
@@ -65,12 +65,20 @@ configure_backward = configure_forward
 
 
 def prepare_forward(problem: Problem, config):
+    if problem.mods is not None:
+        from flashtile.backends.portable.mods.launch import ForwardLaunch as ModifiedLaunch
+
+        return ModifiedLaunch(problem, config)
     from flashtile.backends.portable.launch import ForwardLaunch
 
     return ForwardLaunch(problem, config)
 
 
 def prepare_backward(problem: Problem, config):
+    if problem.mods is not None:
+        from flashtile.backends.portable.mods.launch import BackwardLaunch as ModifiedLaunch
+
+        return ModifiedLaunch(problem, config)
     from flashtile.backends.portable.launch import BackwardLaunch
 
     return BackwardLaunch(problem, config)

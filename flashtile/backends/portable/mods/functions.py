@@ -15,12 +15,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flashtile.backends.portable import mod_steps
+from flashtile.backends.portable.mods import steps
 from flashtile.caches import BoundedCache
 from flashtile.masks.problem import Mods
 from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives
 
-_STEPS = {name: getattr(mod_steps, name) for name in ("floor_div", "floor_mod", "power", "sign", "tanh")}
+_STEPS = {name: getattr(steps, name) for name in ("element", "floor_div", "floor_mod", "power", "sign", "tanh")}
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -43,29 +43,21 @@ def score_function(mods: Mods) -> Any:
     if program is None:
         return None
     both, _ = derivatives(program)
-    writer = _Writer(both, mods, "score")
+    writer = _Writer(both, mods)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
-    if writer.reads:
-        value = f'tl.where({writer.inside}, {value}, float("nan"))'
     return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
 
 
 def mask_function(mods: Mods) -> Any:
-    """``(b, head, rows, keys, captured) -> (seen, known)`` of ``mask_mod``.
-
-    ``known`` is False where it reads outside of a captured tensor.
-    """
+    """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``."""
     program = mods.mask_program
     if program is None:
         return None
-    writer = _Writer(program, mods, "mask")
+    writer = _Writer(program, mods)
     writer.lines_of_program()
-    (seen,) = program.results
-    everywhere = "tl.full((1, 1), True, tl.int1)"
-    known = writer.inside if writer.reads else "True"
-    result = f"return {everywhere} & {writer.operand(seen)}, {everywhere} & {known}"
-    return writer.function("mask_mod", "b, h, q, kv, captured", result)
+    seen = writer.operand(program.results[0])
+    return writer.function("mask_mod", "b, h, q, kv, captured", f"return tl.full((1, 1), True, tl.int1) & {seen}")
 
 
 def gradient_function(mods: Mods) -> Any:
@@ -77,7 +69,7 @@ def gradient_function(mods: Mods) -> Any:
     both, loads = derivatives(program, frozenset(mods.learned))
     if not loads:
         return None
-    writer = _Writer(both, mods, "score")
+    writer = _Writer(both, mods)
     writer.lines_of_program()
     depends = depends_on(both)
     results = both.results[2:]
@@ -94,25 +86,18 @@ def gradient_function(mods: Mods) -> Any:
             value = f"tl.sum({value}, 0)[None, :]"
         else:
             value = f"tl.sum({value})"
-        pointer, inside = writer.pointer(f"g{number}", f"captured.gradient_{load.tensor}", load.tensor, indices)
-        writer.write(f'tl.atomic_add({pointer}, {value}, mask={inside}, sem="relaxed")')
+        pointer = writer.pointer(f"g{number}", f"captured.gradient_{load.tensor}", load.tensor, indices)
+        writer.write(f'tl.atomic_add({pointer}, {value}, sem="relaxed")')
     return writer.function("add_gradients", "ds, score, b, h, q, kv, captured", "return")
 
 
 class _Writer:
     """The body of a function."""
 
-    def __init__(self, program: Program, mods: Mods, kind: str) -> None:
-        self.program, self.kind = program, kind
+    def __init__(self, program: Program, mods: Mods) -> None:
+        self.program = program
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.body: list[str] = []
-        self.reads: list[str] = []
-        """What says of each load whether it stays inside."""
-        self.kinds = program.kinds
-
-    @property
-    def inside(self) -> str:
-        return " & ".join(self.reads)
 
     def write(self, text: str) -> None:
         self.body.append(text)
@@ -149,31 +134,20 @@ class _Writer:
 
     def _load(self, line: Line) -> str:
         tensor, *indices = line.operands
-        pointer, inside = self.pointer(line.name, f"captured.tensor_{tensor}", tensor, indices)
-        self.reads.append(inside)
-        loaded = f"tl.load({pointer}, mask={inside}, other=0)"
+        loaded = f"tl.load({self.pointer(line.name, f'captured.tensor_{tensor}', tensor, indices)})"
         return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]
 
-    def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> tuple[str, str]:
-        """(pointer to an element, whether it is inside). Negative indices count from the end."""
-        self.write(f"{name}_p = {base}")
-        inside = []
-        for i, index in enumerate(indices):
-            at, size = f"{name}_i{i}", f"captured.size_{self.first_size[tensor] + i}"
-            if isinstance(index, Name):
-                self.write(f"{at} = tl.where({index} < 0, {index} + {size}, {index})")
-            else:
-                self.write(f"{at} = {size} * {int(index < 0)} + ({index})")
-            inside.append(f"({at} >= 0) & ({at} < {size})")
-            # Strides are those of a contiguous tensor; 64 bits, but along its last dimension.
-            later = [f"captured.size_{self.first_size[tensor] + j}" for j in range(i + 1, len(indices))]
-            stride = "".join(f" * {size}" for size in later)
-            wide = f"{at}.to(tl.int64){stride}" if later else at
-            self.write(f"{name}_p = {name}_p + {wide}")
-        if not indices:
-            return f"{name}_p", "True"
-        self.write(f"{name}_in = {' & '.join(inside)}")
-        return f"{name}_p", f"{name}_in"
+    def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
+        """To an element, of the tensor whatever the indices say. Negative ones count from the end."""
+        pointer = base
+        sizes = [f"captured.size_{self.first_size[tensor] + i}" for i in range(len(indices))]
+        for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            at = f"{name}_{i}"
+            self.write(f"{at} = element({self.operand(index)}, {size})")
+            # Strides are those of a contiguous tensor: 64 bits, but along its last dimension.
+            later = " * ".join(sizes[i + 1 :])
+            pointer += f" + {at}.to(tl.int64) * ({later})" if later else f" + {at}"
+        return pointer
 
     def function(self, name: str, parameters: str, result: str) -> Any:
         body = "".join(f"    {line}\n" for line in (*self.body, result))

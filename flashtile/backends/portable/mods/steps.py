@@ -5,7 +5,14 @@ import triton.language as tl
 
 from flashtile.backends.portable.tiles import tanh
 
-__all__ = ["floor_div", "floor_mod", "power", "sign", "tanh"]
+__all__ = ["element", "floor_div", "floor_mod", "power", "sign", "tanh"]
+
+
+@triton.jit
+def element(index, size):
+    """Within a dimension whatever ``index`` says; a negative one counts from the end."""
+    index = tl.where(index < 0, index + size, index)
+    return tl.minimum(tl.maximum(index, 0), size - 1)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -27,20 +26,6 @@ _KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indic
 _Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-def fitted(problem: Problem, config: Config) -> Config:
-    """``config`` with tiles that divide the blocks of a block mask."""
-    if problem.mods is None or problem.mods.block_size is None:
-        return config
-    size_q, size_kv = problem.mods.block_size
-
-    def fit(kernel: KernelConfig) -> KernelConfig:
-        return replace(
-            kernel, BLOCK_M=math.gcd(kernel.BLOCK_M, size_q), BLOCK_N=math.gcd(kernel.BLOCK_N, size_kv)
-        )
-
-    return replace(config, forward=fit(config.forward), dkdv=fit(config.dkdv), dq=fit(config.dq))
-
-
 def variants_of(
     problem: Problem, config: KernelConfig, precision: str, wide: bool, aligned: bool, by_keys: bool
 ) -> tuple[Variant, Variant]:
@@ -54,7 +39,6 @@ def variants_of(
         SCORE_MOD=score,
         MASK_MOD=functions.mask_function(mods),
         HAS_SCORE_MOD=plain.HAS_SCORE_MOD or score is not None,
-        HIDES=bool(mods.mask_mod),
     )
     if mods.block_size is not None:
         size_q, size_kv = mods.block_size
@@ -65,7 +49,7 @@ def variants_of(
             OWN=size_kv if by_keys else size_q,
             PARTS=size_q // config.BLOCK_M if by_keys else size_kv // config.BLOCK_N,
         )
-    return variant, replace(variant, MASK_MOD=None, HIDES=False)
+    return variant, replace(variant, MASK_MOD=None)
 
 
 class _Arguments:
@@ -123,7 +107,7 @@ class ForwardLaunch:
     """``(q, k, v, extras) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
-        self._problem, self._config = problem, fitted(problem, config)
+        self._problem, self._config = problem, config
         self._kernel: KeptKernel | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> tuple[Tensor, Tensor]:
@@ -147,7 +131,7 @@ class BackwardLaunch:
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, *those of captured tensors)``."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
-        self._problem, self._config = problem, fitted(problem, config)
+        self._problem, self._config = problem, config
         self._padded_rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, False)
         self._kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
 

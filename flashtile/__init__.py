@@ -44,16 +44,19 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flash_attn_with_shared_prefix",
+    "flex_attention",
     "fp8",
     "linear",
+    "masks",
     "merge_states",
     "nn",
     "profile_scores",
     "sdpa",
 ]
 
-_LATER = ("compat", "fp8", "linear", "nn")
+_LATER = ("compat", "fp8", "linear", "masks", "nn")
 _IN_MODULES = {
+    "flex_attention": "flashtile.masks.flex",
     "LLM": "flashtile.engine",
     "SamplingParams": "flashtile.engine",
     "sdpa": "flashtile.integrations.sdpa",

@@ -16,7 +16,9 @@ from flashtile.attn import operators
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
 from flashtile.checks.attention import check_call, check_types
 from flashtile.masks.block_mask import LISTS
+from flashtile.masks.evaluate import evaluate
 from flashtile.masks.problem import MAX_CAPTURED, Mods
+from flashtile.masks.program import parse
 from flashtile.op.operation import Operation, is_plain, library
 from flashtile.op.refusals import transforming
 from flashtile.op.schema import extended
@@ -64,8 +66,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     check_call(q, k, v, *plain_part(extras, options))
     for tensor in captured_of(extras):
         if tensor is not None and tensor.device != q.device:
-            name = "score_mod or mask_mod"
-            raise ValueError(f"{name} reads a tensor on {tensor.device}, but q is on {q.device}")
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor on {tensor.device}, but q is on {q.device}"
+            )
+        if tensor is not None and tensor.numel() == 0:
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor without elements, of shape {tuple(tensor.shape)}"
+            )
     if options.block_q:
         _check_lists(q, k, extras, options)
 
@@ -96,6 +103,26 @@ def _check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) ->
     check_types(q, k, v, *plain_part(extras, options))
 
 
+def _check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Raise for reads outside of captured tensors; only GPUs ask, the CPU's launch checks as it computes."""
+    if not q.is_cuda:
+        return
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
+        if not text:
+            continue
+        for first in range(0, rows, 256):
+            inputs = {
+                "score": q.new_zeros((), dtype=torch.float32),
+                "b": torch.arange(batch, device=q.device)[:, None, None, None],
+                "h": torch.arange(heads, device=q.device)[:, None, None],
+                "q": torch.arange(first, min(first + 256, rows), device=q.device)[:, None],
+                "kv": torch.arange(keys, device=q.device),
+            }
+            evaluate(parse(text), inputs, captured, kind=kind, check=True)
+
+
 def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     mods = Mods(
@@ -110,14 +137,14 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Pro
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     q, k, v, extras, options = operators.of_forward(*arguments)
-    base = operators.BACKWARD.fake(*arguments[:7], *plain_part(extras, options))
-    return *base, *(
+    dsink = None if extras.sink is None else extras.sink.new_empty(extras.sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink, *(
         tensor.new_empty(tensor.shape) if tensor is not None and options.learned >> i & 1 else None
         for i, tensor in enumerate(captured_of(extras))
     )
 
 
-FORWARD = operators.ForwardOperation(
+FORWARD = Operation(
     "forward",
     suffix="_modified",
     tensors=operators.FORWARD.tensors,
@@ -127,6 +154,7 @@ FORWARD = operators.ForwardOperation(
     check=_check,
     describe=_describe,
     fake=operators.FORWARD.fake,
+    check_values=_check_values,
     check_traced=_check_traced,
 )
 BACKWARD = operators.BackwardOperation(
@@ -135,17 +163,15 @@ BACKWARD = operators.BackwardOperation(
     tensors=operators.BACKWARD.tensors,
     beside=_NOTHING,
     options=ModifiedOptions,
-    results=operators.BACKWARD.results + MAX_CAPTURED,
+    results=4 + MAX_CAPTURED,
     check=lambda *arguments: None,  # the forward pass checked what it saved
     describe=lambda *arguments: _describe(*operators.of_forward(*arguments)),
     fake=_fake_backward,
 )
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, functions: Functions
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call with functions."""
+def arguments_of(extras: Extras, options: Options, functions: Functions) -> tuple[Any, Any]:
+    """(extras, options) of a call with functions."""
     captured, lists = functions.captured, functions.lists
     learned = 0
     if torch.is_grad_enabled():
@@ -155,6 +181,14 @@ def forward(
     all_options = ModifiedOptions(
         *options, functions.score_mod, functions.mask_mod, learned, *functions.block_size
     )
+    return all_extras, all_options
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, functions: Functions
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with functions."""
+    all_extras, all_options = arguments_of(extras, options, functions)
     if transforming():
         raise NotImplementedError(
             "score_mod, mask_mod and block_mask must be None under transforms of torch.func: call "
@@ -163,7 +197,7 @@ def forward(
     tensors = (q, k, v)
     if not is_plain(tensors, all_extras):
         return FORWARD.traced(tensors, all_extras, all_options)
-    learns = learned or any(t.requires_grad for t in tensors) or _learns(extras.sink)
+    learns = all_options.learned or any(t.requires_grad for t in tensors) or _learns(extras.sink)
     if torch.is_grad_enabled() and learns:
         return _Attention.apply(q, k, v, *all_extras, all_options)
     return FORWARD.launch(tensors, all_extras, all_options)
@@ -203,10 +237,10 @@ def _gradients(ctx, dout, dlse) -> tuple[Tensor | None, ...]:
     saved, extras, options = tensors[:5], ModifiedExtras(*tensors[5:]), ctx.options
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     run = BACKWARD.launch if plain else BACKWARD.traced
-    dq, dk, dv, dsink, *others = run((dout, dlse, *saved), extras, options)
+    dq, dk, dv, dsink, *of_captured = run((dout, dlse, *saved), extras, options)
     if extras.sink is not None:
         of_extras[Extras._fields.index("sink")] = dsink
-    for i, gradient in enumerate(others[-MAX_CAPTURED:]):
+    for i, gradient in enumerate(of_captured):
         if options.learned >> i & 1:
             of_extras[_FIRST_CAPTURED + i] = gradient
     return dq, dk, dv, *of_extras

@@ -236,13 +236,14 @@ def _where(recorder: _Recorder, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
-    if isinstance(exponent, (int, float)) and exponent in range(1, 65):  # by squaring: negative bases, too
+    number = isinstance(exponent, (int, float))
+    if number and exponent in range(1, 65):  # by squaring: negative bases, too
         if exponent == 1:
             return base
         half = _pow(recorder, base, int(exponent) // 2)
         square = recorder.arithmetic("mul", half, half)
         return recorder.arithmetic("mul", square, base) if exponent % 2 else square
-    if exponent == 0.5:
+    if number and exponent == 0.5:
         return recorder.emit("sqrt", recorder.as_float(base))
     return recorder.emit("pow", recorder.as_float(base), recorder.as_float(exponent))
 
@@ -276,6 +277,17 @@ def _as_kind(kind: str) -> Callable[..., Any]:
     return apply
 
 
+def _new(number: int) -> Callable[..., Any]:
+    """``x.new_ones(())``, with which FlexAttention writes True."""
+
+    def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
+        if size != ():
+            raise TypeError(f"a new value must be one number, of size (), got size {size}")
+        return number == 1 if dtype == torch.bool else number
+
+    return apply
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _arithmetic(name) for name in ("add", "sub", "mul", "minimum", "maximum")},
     **{name: _arithmetic(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
@@ -297,6 +309,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "subtract": _arithmetic("sub"),
     "multiply": _arithmetic("mul"),
     "bool": _as_kind("bool"),
+    "new_ones": _new(1),
+    "new_zeros": _new(0),
     "to": _convert,
     "abs": _plain("abs"),
     "neg": _plain("neg"),
@@ -326,6 +340,9 @@ class Symbol:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recorder = next(value.recorder for value in _flat((args, *(kwargs or {}).values())) if _has_symbol(value))
         return recorder.__torch_function__(func, types, args, kwargs)
+
+    device = None
+    """That of the tensors which a kernel gets, whatever it is."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:

@@ -70,8 +70,11 @@ def in_torch(function: Any) -> Callable[..., Any]:
         for name, value in python.__globals__.items()
         if name in python.__code__.co_names
     }
+    cells = tuple(
+        types.CellType(_translated(cell.cell_contents, language)) for cell in python.__closure__ or ()
+    )
     return types.FunctionType(
-        python.__code__, {**python.__globals__, **names}, python.__name__, python.__defaults__
+        python.__code__, {**python.__globals__, **names}, python.__name__, python.__defaults__, cells
     )
 
 

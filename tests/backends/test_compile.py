@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
-
 import pytest
 
 pytest.importorskip("triton")
@@ -36,7 +34,7 @@ def is_16_bit(case: CompileCase) -> bool:
 
 
 def constants_of(case: CompileCase) -> dict:
-    return asdict(case.constants["C"]) if "C" in case.constants else {}
+    return vars(case.constants["C"]) if "C" in case.constants else {}
 
 
 def telling() -> set[tuple[str, str]]:

@@ -253,9 +253,11 @@ class _Call:
         """Add what ``ds`` (heads, rows, keys) gives to the elements at ``indices``, which broadcast to it."""
         gradient = self.gradients[load.tensor]
         assert gradient is not None
-        where = torch.broadcast_tensors(*map(torch.as_tensor, indices)) if indices else ()
-        shape = where[0].shape if where else ()
-        gradient.index_put_(where, ds.sum_to_size(shape), accumulate=True)
+        if not indices:
+            gradient.add_(ds.sum())
+            return
+        where = torch.broadcast_tensors(*map(torch.as_tensor, indices))
+        gradient.index_put_(where, ds.sum_to_size(where[0].shape), accumulate=True)
 
 
 def _spread(result: Any, like: Tensor) -> Tensor:

@@ -125,8 +125,8 @@ def attention(
         bias: float32 or of q's dtype, learnable, shaped and laid out as ``mask``: added to the scores after
             scale and softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
             along, in one order.
-        score_mod: FlexAttention's function of a score: ``score_mod(score, batch, head, q_idx, kv_idx)`` takes its
-            place, after softcap and alibi_slopes and before masks. Captured tensors get gradients.
+        score_mod: FlexAttention's function of a score: ``score_mod(score, batch, head, q_idx, kv_idx)`` takes
+            its place, after softcap and alibi_slopes and before masks. Captured tensors get gradients.
         mask_mod: FlexAttention's ``mask_mod(batch, head, q_idx, kv_idx)``, True for a key that takes part. It
             joins causal and window_size. See :mod:`flashtile.masks` for both; positions count from 0.
         block_mask: which blocks ``mask_mod`` leaves to do, from :func:`flashtile.masks.create_block_mask` or
@@ -601,7 +601,9 @@ def _attend(
     return attend(q, k, v, extras, options)
 
 
-def _check_beside_functions(q: Tensor, descales: tuple, buffers: tuple) -> None:
+def _check_beside_functions(
+    q: Tensor, descales: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple
+) -> None:
     """What a call with functions of the user's cannot have, and only the front door knows of."""
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError(
@@ -610,7 +612,9 @@ def _check_beside_functions(q: Tensor, descales: tuple, buffers: tuple) -> None:
     refuse_descales(*descales, "without score_mod, mask_mod and block_mask")
     if buffers:
         name = "lse" if buffers[0] is None else "out"
-        raise NotImplementedError(f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor")
+        raise NotImplementedError(
+            f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor"
+        )
 
 
 def _with_state(extras: Extras, options: Options, q: Tensor, rng_state: Tensor | None = None) -> Extras:

@@ -1,8 +1,8 @@
 """Which blocks of scores a mask leaves to do: none of them costs what it hides.
 
-As FlexAttention has it (Dong et al. 2024, arXiv:2412.05496, section 4.2): a block of BLOCK_SIZE queries by keys
-is empty and skipped, full and computed without the mask, or partial. Lists say which are which, for each block
-of queries (the forward pass and dq) and, transposed, for each block of keys (dk and dv).
+As FlexAttention has it (Dong et al. 2024, arXiv:2412.05496, section 4.2): a block of BLOCK_SIZE queries by
+keys is empty and skipped, full and computed without the mask, or partial. Lists say which are which, for each
+block of queries (the forward pass and dq) and, transposed, for each block of keys (dk and dv).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LISTS = (
 class BlockMask:
     """Lists of partial and full blocks, with FlexAttention's names.
 
-    Each is int32 on one device: ``*_num_blocks`` (batch or 1, heads or 1, blocks), how many blocks of the other
-    sequence; ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other), which, the first so many.
-    ``kv_*`` lists keys for each block of queries, ``q_*`` queries for each block of keys.
+    Each is int32 on one device: ``*_num_blocks`` (batch or 1, heads or 1, blocks), how many blocks of
+    the other sequence; ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other), which, the first so
+    many. ``kv_*`` lists keys for each block of queries, ``q_*`` queries for each block of keys.
     """
 
     seq_lengths: tuple[int, int]
@@ -89,8 +89,8 @@ def create_block_mask(
 
     Raises:
         TypeError: ``mask_mod`` does not compile.
-        ValueError: a length, a block size or a device that is not allowed; a read outside of a captured tensor
-            (on a GPU under ``FLASHTILE_DEBUG=1``).
+        ValueError: a length, a block size or a device that is not allowed; a read outside of a captured
+            tensor (on a GPU under ``FLASHTILE_DEBUG=1``).
 
     Costs a visit to each score of the mask once, some at a time, and no synchronisation.
 
@@ -171,8 +171,8 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
         return block_mask
     if not all(hasattr(block_mask, field.name) for field in fields(BlockMask)):
         raise TypeError(
-            "block_mask must be made by flashtile.masks.create_block_mask or be FlexAttention's BlockMask, got "
-            f"{type(block_mask).__name__}"
+            "block_mask must be made by flashtile.masks.create_block_mask or be FlexAttention's BlockMask, "
+            f"got {type(block_mask).__name__}"
         )
     if block_mask.q_indices is None:
         raise ValueError("block_mask must have lists for the backward pass (q_indices), got None")

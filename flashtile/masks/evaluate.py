@@ -27,8 +27,8 @@ def evaluate(
         tensors: the captured ones.
         dtype: of floats that are loaded.
         kind: of the function, for the error.
-        check: whether reads outside of a tensor are an error, else they are moved to its nearest element. None
-            is: on the CPU, for on a GPU the check synchronises.
+        check: whether reads outside of a tensor are an error, else they are moved to its nearest element.
+            None is: on the CPU, for on a GPU the check synchronises.
 
     Returns:
         Tensors or, where nothing depends on an input, numbers.
@@ -65,8 +65,8 @@ def _inside(
             if wrong.any():
                 bad = int(index[wrong].reshape(-1)[0])
                 raise ValueError(
-                    f"{kind} reads element {bad if bad >= 0 else bad - size} of {size}, outside of a captured "
-                    f"tensor of shape {tuple(tensor.shape)}\n  {line.where}"
+                    f"{kind} reads element {bad if bad >= 0 else bad - size} of {size}, outside of a "
+                    f"captured tensor of shape {tuple(tensor.shape)}\n  {line.where}"
                 )
         inside.append(index.clamp(0, size - 1))
     return tuple(inside)

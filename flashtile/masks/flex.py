@@ -24,8 +24,8 @@ def flex_attention(
     *,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``torch.nn.attention.flex_attention.flex_attention`` on flashtile's kernels, which need no compilation by
-    ``torch.compile``.
+    """``torch.nn.attention.flex_attention.flex_attention`` on flashtile's kernels, which need no compilation
+    by ``torch.compile``.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim), any strides.
@@ -43,8 +43,8 @@ def flex_attention(
         (batch, heads, seqlen_q, head_dim of value); with ``return_lse`` (out, lse).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; ``kernel_options`` that are
-            given; heads that differ without ``enable_gqa``.
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; ``kernel_options`` that
+            are given; heads that differ without ``enable_gqa``.
 
     Examples:
         >>> query, key, value = torch.randn(3, 1, 2, 128, 16).unbind()  # (batch, heads, seqlen, head_dim)
@@ -56,7 +56,9 @@ def flex_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dense(name, tensor)
         if tensor.dim() != 4:
-            raise ValueError(f"{name} must have shape (batch, heads, seqlen, head_dim), got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have shape (batch, heads, seqlen, head_dim), got {tuple(tensor.shape)}"
+            )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"key has {key.shape[1]} heads, but query has {query.shape[1]}: enable_gqa must be True for that"

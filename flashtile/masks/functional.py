@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Options
@@ -49,8 +48,8 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError(
-                "mask_mod must be None beside block_mask, which has its own, got a function: make the block mask "
-                "of both, create_block_mask(mask_mod(a) & b, ...)"
+                "mask_mod must be None beside block_mask, which has its own, got a function: make the "
+                "block mask of both, create_block_mask(mask_mod(a) & b, ...)"
             )
         blocks: BlockMask = of_flex_attention(block_mask)
         mask_mod, lists, block_size = blocks.mask_mod, blocks.lists, blocks.BLOCK_SIZE
@@ -68,7 +67,7 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
         captured += trace.tensors
         if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
             raise ValueError(
-                f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with the "
-                f"other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
+                f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
+                f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
             )
     return Functions(captured, lists, texts[0], texts[1], block_size)

@@ -1,8 +1,8 @@
 """Ready masks and modifications of scores, written as a user would write them.
 
 Each function returns a :class:`~flashtile.masks.MaskMod` or a :class:`~flashtile.masks.ScoreMod`, which
-FlexAttention takes, too. Positions count from 0: with ``offset`` query i stands at key ``i + offset``, so that
-``offset=seqlen_k - seqlen_q`` aligns a mask at the bottom right, as ``attention(causal=True)`` does.
+FlexAttention takes, too. Positions count from 0: with ``offset`` query i stands at key ``i + offset``, so
+that ``offset=seqlen_k - seqlen_q`` aligns a mask at the bottom right, as ``attention(causal=True)`` does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def window(left: int, right: int, offset: int = 0) -> MaskMod:
 
 
 def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
-    """A prefix that everyone sees, and causal behind it (Raffel et al. 2020, arXiv:1910.10683, section 3.2.1).
+    """A prefix that everyone sees, and causal behind it (Raffel et al. 2020, arXiv:1910.10683, section
+    3.2.1).
 
     Args:
         length: of the prefix; a tensor (batch,) of ints has one for each sequence.
@@ -116,8 +117,8 @@ def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
 def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskMod:
     """The nearest tokens of a picture: neighborhood attention (Hassani et al. 2023, arXiv:2204.07143).
 
-    Token i is the pixel (i // width, i % width). At the edges the neighborhood is moved inwards, so that every
-    query sees as many keys.
+    Token i is the pixel (i // width, i % width). At the edges the neighborhood is moved inwards, so that
+    every query sees as many keys.
 
     Args:
         height, width: of the picture, in tokens.
@@ -181,8 +182,8 @@ def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
     Examples:
         >>> from flashtile import masks
         >>> bias = torch.arange(5.0)[None]  # of the distances -2 to 2
-        >>> modified = masks.relative_position(bias)(0.0, 0, torch.tensor(0), torch.tensor(1), torch.arange(5))
-        >>> modified.tolist()
+        >>> modified = masks.relative_position(bias)(0.0, 0, torch.tensor(0), torch.tensor(1),
+        torch.arange(5)) >>> modified.tolist()
         [1.0, 2.0, 3.0, 4.0, 4.0]
     """
     if bias.dim() != 2 or bias.shape[1] % 2 == 0:

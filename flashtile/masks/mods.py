@@ -21,7 +21,7 @@ from flashtile.masks.triton_functions import Pointer, in_torch
 
 _KNOWN_MODULES = ("torch", "math", "triton", "triton.language", "flashtile.masks")
 _UNCHANGING = (bool, int, float, str, Tensor, torch.dtype, types.CodeType)
-"""That they are the same object says that they are read alike; a tensor's numbers are read when a call runs."""
+"""That they are the same object says that they are read alike; a tensor's numbers are read later."""
 _MISSING = object()
 
 Guard = tuple[Callable[[], Any], Any]
@@ -37,7 +37,7 @@ class Mod:
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
-        self.name: str = name or getattr(function, "__name__", type(function).__name__)
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
         traced(self.kind, function)  # what does not compile is an error here
 
     def __repr__(self) -> str:
@@ -63,11 +63,15 @@ class MaskMod(Mod):
 
     def __and__(self, other: Callable[..., Any]) -> MaskMod:
         other = mask_mod(other)
-        return MaskMod(lambda b, h, q, kv: self(b, h, q, kv) & other(b, h, q, kv), f"{self.name} & {other.name}")
+        return MaskMod(
+            lambda b, h, q, kv: self(b, h, q, kv) & other(b, h, q, kv), f"{self.name} & {other.name}"
+        )
 
     def __or__(self, other: Callable[..., Any]) -> MaskMod:
         other = mask_mod(other)
-        return MaskMod(lambda b, h, q, kv: self(b, h, q, kv) | other(b, h, q, kv), f"{self.name} | {other.name}")
+        return MaskMod(
+            lambda b, h, q, kv: self(b, h, q, kv) | other(b, h, q, kv), f"{self.name} | {other.name}"
+        )
 
     def __invert__(self) -> MaskMod:
         return MaskMod(lambda b, h, q, kv: ~self(b, h, q, kv), f"~({self.name})")
@@ -86,7 +90,8 @@ def mask_mod(function: Callable[..., Any]) -> MaskMod:
     """``function`` as a :class:`MaskMod`; a decorator, too.
 
     Args:
-        function: ``function(batch, head, q_idx, kv_idx)`` of four ints to a bool, in torch's operations. It is
+        function: ``function(batch, head, q_idx, kv_idx)`` of four ints to a bool, in torch's operations. It
+            is
             FlexAttention's ``mask_mod``. Positions count from 0 within a sequence; ``head`` is a query head.
 
     Raises:
@@ -128,8 +133,8 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
 
     Args:
         kind: "score_mod" or "mask_mod".
-        function: of the arguments of that kind, then a pointer for each of ``tensors``, which ``tl.load`` reads
-            as it lies in memory when contiguous. Its own operations are those of ``tl`` on one value.
+        function: of the arguments of that kind, then a pointer for each of ``tensors``, which ``tl.load``
+            reads as it lies in memory when contiguous. Its own operations are those of ``tl`` on one value.
         tensors: captured ones; a ``score_mod`` has their gradients.
 
     Raises:
@@ -192,7 +197,8 @@ def _guard(value: Any, guards: list[Guard], seen: set[int]) -> bool:
     if isinstance(value, functools.partial):
         return all(_guard(part, guards, seen) for part in (value.func, *value.args, *value.keywords.values()))
     if isinstance(value, tuple):
-        return all(_guard(part, guards, seen) for part in value) and not guards.extend(_parts(value))
+        guards.extend((_constant(part), part) for part in value if isinstance(part, Tensor))
+        return all(_guard(part, guards, seen) for part in value)
     if isinstance(value, types.ModuleType):
         return value.__name__ in _KNOWN_MODULES
     if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
@@ -205,10 +211,8 @@ def _guard(value: Any, guards: list[Guard], seen: set[int]) -> bool:
     return builtin or (getattr(value, "__module__", None) or "").startswith("torch")
 
 
-def _parts(value: tuple) -> Iterator[Guard]:
-    for part in value:
-        if isinstance(part, Tensor):
-            yield (lambda part=part: part), part
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 def _reads(function: types.FunctionType) -> Iterator[Guard]:

@@ -81,7 +81,8 @@ def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
     batch, heads = extras.kv_num_blocks.shape[:2]
     if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
         raise ValueError(
-            f"block_mask must be of batch 1 or {q.shape[0]} and of 1 or {q.shape[2]} heads, got {batch} and {heads}"
+            f"block_mask must be of batch 1 or {q.shape[0]} and of 1 or {q.shape[2]} heads, got "
+            f"{batch} and {heads}"
         )
     blocks_q, blocks_kv = -(-q.shape[1] // options.block_q), -(-k.shape[1] // options.block_kv)
     for name in LISTS:
@@ -92,8 +93,8 @@ def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
             raise TypeError(f"block_mask.{name} must be int32, got {tensor.dtype}")
         if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"block_mask.{name} must have shape {shape} for {q.shape[1]} queries and {k.shape[1]} keys, got "
-                f"{tuple(tensor.shape)}"
+                f"block_mask.{name} must have shape {shape} for {q.shape[1]} queries and {k.shape[1]} keys, "
+                f"got {tuple(tensor.shape)}"
             )
         if tensor.device != q.device:
             raise ValueError(f"block_mask is on {tensor.device}, but q is on {q.device}")
@@ -138,9 +139,15 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Pro
 def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     q, k, v, extras, options = operators.of_forward(*arguments)
     dsink = None if extras.sink is None else extras.sink.new_empty(extras.sink.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink, *(
-        tensor.new_empty(tensor.shape) if tensor is not None and options.learned >> i & 1 else None
-        for i, tensor in enumerate(captured_of(extras))
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        dsink,
+        *(
+            tensor.new_empty(tensor.shape) if tensor is not None and options.learned >> i & 1 else None
+            for i, tensor in enumerate(captured_of(extras))
+        ),
     )
 
 
@@ -248,7 +255,8 @@ def _gradients(ctx, dout, dlse) -> tuple[Tensor | None, ...]:
 
 def _setup_context(ctx, inputs, output):
     (q, k, v), extras, options = FORWARD.split(inputs)
-    _save(ctx, q, k, v, *output, extras, options)
+    out, lse = output
+    _save(ctx, q, k, v, out, lse, extras, options)
 
 
 def _operator_backward(ctx, dout, dlse):

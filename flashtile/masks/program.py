@@ -10,7 +10,8 @@ a key of a cache needs of it::
     t3: float = sub score t2
     return t3
 
-``load i ...`` reads the captured tensor ``i`` there. Operations are elementwise, so that the derivative by the
+``load i ...`` reads the captured tensor ``i`` there. Operations are elementwise, so that the derivative by
+the
 score is a factor: :func:`derivatives` adds it, and those by what was loaded, in reverse order (Griewank and
 Walther, *Evaluating Derivatives*, 2008, chapter 3).
 """
@@ -145,8 +146,8 @@ class Load(NamedTuple):
 
 
 def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tuple[Program, tuple[Load, ...]]:
-    """(program, loads). Its results are the program's own, its derivative by the score and, for each load from
-    one of these captured tensors, the derivative by the element and the element's indices."""
+    """(program, loads). Its results are the program's own, its derivative by the score and, for each load
+    from one of these captured tensors, the derivative by the element and the element's indices."""
     builder = Builder(program.lines)
     (result,) = program.results
     adjoints: dict[Operand, Operand] = {result: 1.0} if isinstance(result, Name) else {}

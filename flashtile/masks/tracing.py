@@ -27,7 +27,9 @@ SIGNATURES = {
 }
 """The arguments of each kind of function, in FlexAttention's order."""
 
-_MACHINERY = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("tracing", "triton_functions", "mods"))
+_MACHINERY = tuple(
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("tracing", "triton_functions", "mods")
+)
 _LIBRARIES = (*_MACHINERY, str(Path(torch.__file__).parent))
 """Whose lines are not the user's."""
 
@@ -65,7 +67,10 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
     return Trace(recorder.builder.finish(operand), tuple(recorder.tensors))
 
 
-_HOW = {"float": "the modified score", "bool": "True where the key takes part: comparisons joined by &, | and ~"}
+_HOW = {
+    "float": "the modified score",
+    "bool": "True where the key takes part: comparisons joined by &, | and ~",
+}
 
 
 def _said(kind: str) -> str:
@@ -126,7 +131,9 @@ class _Recorder(TorchFunctionMode):
             return self.load(*args)
         if plain in FUNCTIONS:
             return FUNCTIONS[plain](self, *args, **kwargs)
-        raise TypeError(f"torch's {name} is none of the operations that compile: {', '.join(sorted(FUNCTIONS))}")
+        raise TypeError(
+            f"torch's {name} is none of the operations that compile: {', '.join(sorted(FUNCTIONS))}"
+        )
 
     def emit(self, operation: str, *values: Any, **options: Any) -> Any:
         operands = [self.operand(value) for value in values]
@@ -145,8 +152,8 @@ class _Recorder(TorchFunctionMode):
                 known = value.device.type == "cpu" and not value.requires_grad
                 return value.item() if known else self.operand(self.load(value, ()))
             raise TypeError(
-                f"a tensor of shape {tuple(value.shape)} is not a number: index it with batch, head, q_idx or "
-                "kv_idx"
+                f"a tensor of shape {tuple(value.shape)} is not a number: index it with batch, head, q_idx "
+                "or kv_idx"
             )
         raise TypeError(f"{type(value).__name__} is no number, no tensor and nothing made of the arguments")
 
@@ -297,7 +304,20 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
     **{
         name: _of_float(name)
-        for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "floor")
+        for name in (
+            "exp",
+            "exp2",
+            "log",
+            "log2",
+            "sqrt",
+            "rsqrt",
+            "sin",
+            "cos",
+            "tanh",
+            "sigmoid",
+            "erf",
+            "floor",
+        )
     },
     **{name: _arithmetic("div") for name in ("div", "divide", "truediv", "true_divide")},
     **{name: _arithmetic("div", True) for name in ("rdiv", "rtruediv")},
@@ -338,7 +358,9 @@ class Symbol:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        recorder = next(value.recorder for value in _flat((args, *(kwargs or {}).values())) if _has_symbol(value))
+        recorder = next(
+            value.recorder for value in _flat((args, *(kwargs or {}).values())) if _has_symbol(value)
+        )
         return recorder.__torch_function__(func, types, args, kwargs)
 
     device = None
@@ -384,8 +406,8 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "radd", "rsub", "rmul",
-    "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor", "lshift", "rshift", "eq", "ne", "lt", "le",
-    "gt", "ge", "neg", "abs", "invert",
+    "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor", "lshift", "rshift", "eq", "ne", "lt",
+    "le", "gt", "ge", "neg", "abs", "invert",
 ):  # fmt: skip
     setattr(Symbol, f"__{_name}__", _operator(_name))
 

@@ -1,7 +1,8 @@
-"""A ``@triton.jit`` function as one of torch, so that it compiles, differentiates and runs anywhere as one does.
+"""A ``@triton.jit`` function as one of torch, so that it compiles, differentiates and runs anywhere as one
+does.
 
-Its Python is run with a stand-in for ``triton.language``. A captured tensor is a pointer to its first element:
-a function takes those behind its other arguments, as :func:`flashtile.masks.from_triton` says.
+Its Python is run with a stand-in for ``triton.language``. A captured tensor is a pointer to its first
+element: a function takes those behind its other arguments, as :func:`flashtile.masks.from_triton` says.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def _cast(x: Any, dtype: Any, **options: Any) -> Any:
 
 _LANGUAGE: dict[str, Any] = {
     name: getattr(torch, name)
-    for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "sigmoid", "erf",
-                 "where", "clamp", "float16", "bfloat16", "float32", "float64", "int32", "int64")
+    for name in (
+        "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "sigmoid", "erf",
+        "where", "clamp", "float16", "bfloat16", "float32", "float64", "int32", "int64",
+    )
 }  # fmt: skip
 _LANGUAGE |= {
     "load": _load,

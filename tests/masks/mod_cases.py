@@ -67,7 +67,11 @@ def _many(device: str) -> Functions:
     def modify(score, batch, head, q_idx, kv_idx):
         x = score / (1 + per_row[batch, q_idx]) + per_key[-1 - kv_idx // 2]
         x = torch.maximum(x, torch.minimum(0.5 * x, -x)) - inner(score, q_idx) ** power
-        x = x + torch.exp(-((q_idx - kv_idx) // 4).float() ** 2) * (head + 1) + torch.log(1.5 + score * score)
+        x = (
+            x
+            + torch.exp(-(((q_idx - kv_idx) // 4).float() ** 2)) * (head + 1)
+            + torch.log(1.5 + score * score)
+        )
         return x.clamp(-20, 20) + torch.sqrt((kv_idx + 1).to(torch.float32)) / 8 + torch.sin(score)
 
     return Functions({"score_mod": modify}, (per_row, per_key))

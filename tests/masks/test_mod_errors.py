@@ -113,12 +113,16 @@ NINE = [torch.ones(2) for _ in range(9)]
 BAD_CALLS = {
     "no-function": (call(score_mod=3), TypeError, "score_mod must be a function, got int"),
     "other-kind": (call(score_mod=CAUSAL), TypeError, "score_mod must not be a mask_mod"),
-    "both-masks": (call(mask_mod=CAUSAL, block_mask=BLOCKS), ValueError, "mask_mod must be None beside block_mask"),
+    "both-masks": (
+        call(mask_mod=CAUSAL, block_mask=BLOCKS),
+        ValueError,
+        "mask_mod must be None beside block_mask",
+    ),
     "no-block-mask": (call(block_mask=CAUSAL), TypeError, "block_mask must be made by .*, got MaskMod"),
     "lengths": (
         call(block_mask=masks.create_block_mask(CAUSAL, None, None, 32, 300)),
         ValueError,
-        r"block_mask\.kv_indices must have shape \(1, 1, 1, 1\) for 32 queries and 32 keys, got \(1, 1, 1, 3\)",
+        r"block_mask\.kv_indices must have shape .* for 32 queries and 32 keys, got \(1, 1, 1, 3\)",
     ),
     "heads": (
         call(block_mask=masks.create_block_mask(CAUSAL, 1, 3, 32, 32)),
@@ -135,7 +139,11 @@ BAD_CALLS = {
         NotImplementedError,
         "seqused_k must be None beside score_mod, mask_mod and block_mask",
     ),
-    "out": (call(mask_mod=CAUSAL, out=torch.empty(1, 32, 2, 8)), NotImplementedError, "out must be None beside"),
+    "out": (
+        call(mask_mod=CAUSAL, out=torch.empty(1, 32, 2, 8)),
+        NotImplementedError,
+        "out must be None beside",
+    ),
     "block-size": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=24),
         ValueError,

@@ -1,4 +1,5 @@
-"""Functions of scores and masks on every backend: against the oracle, which runs them on all indices at once."""
+"""Functions of scores and masks on every backend: against the oracle, which runs them on all indices at
+once."""
 
 from __future__ import annotations
 
@@ -6,21 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 
 import flashtile
 from cases import Case
 from flashtile import masks, reference, testing
-from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 from targets import Target
 
 CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, heads_kv=2, head_dim=24)
 SMALL = replace(CALL, batch=1, seqlen_q=20, seqlen_k=40, heads_q=2, heads_kv=1, head_dim=16)
-INTERPRETED = ("both", "many")
-"""The interpreter takes seconds for each."""
 
 
-def call_of(target: Target, name: str) -> Case:
-    if target.name == "interpreter" and name not in INTERPRETED:
+def call_of(target: Target, name: str, interpreted: str) -> Case:
+    if target.name == "interpreter" and name != interpreted:
         pytest.skip("the interpreter takes seconds")
     return SMALL if target.name == "interpreter" else CALL
 
@@ -34,7 +33,7 @@ def blocked(arguments: dict, size: int, device: str, call: Case) -> dict:
 
 @pytest.mark.parametrize("name", MODS)
 def test_mod(target: Target, name: str) -> None:
-    case = call_of(target, name)
+    case = call_of(target, name, "both")
     arguments = MODS[name](target.device).arguments
     inputs = case.inputs(target.device)
     calls = [arguments]
@@ -49,7 +48,7 @@ def test_mod(target: Target, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["alibi", "relative", "swin", "many"])
 def test_gradients_of_captured_tensors(target: Target, name: str) -> None:
-    case = call_of(target, name)
+    case = call_of(target, name, "many")
     arguments, learned = MODS[name](target.device)
     for tensor in learned:
         tensor.requires_grad_()
@@ -94,7 +93,9 @@ def test_a_block_mask_alone_decides_what_is_computed() -> None:
     block_mask.full_q_num_blocks.zero_()
     q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 64, 2, 16).unbind())
     out = flashtile.attention(q, k, v, block_mask=block_mask)
-    parts = [flashtile.attention(*(t[:, s] for t in (q, k, v)), causal=True) for s in (slice(32), slice(32, 64))]
+    parts = [
+        flashtile.attention(*(t[:, s] for t in (q, k, v)), causal=True) for s in (slice(32), slice(32, 64))
+    ]
     torch.testing.assert_close(out, torch.cat(parts, 1))
 
 

@@ -1,7 +1,7 @@
 """Attention with functions of scores and masks: FlashAttention-2 in torch, a tile of scores at a time.
 
-The functions are evaluated on the indices of a tile. Blocks that a block mask calls empty are not visited, full
-ones take no mask. Tiles are float32 (float64 for float64 inputs).
+The functions are evaluated on the indices of a tile. Blocks that a block mask calls empty are not visited,
+full ones take no mask. Tiles are float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Scores(NamedTuple):
     """What, the derivative by it, and its indices."""
 
 
-def forward(problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> tuple[Tensor, Tensor]:
+def forward(
+    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, extras: Any
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
     call = _Call(problem, config, q, k, v, extras, with_gradients=False)
     out = q.new_zeros(problem.out_shape)
@@ -115,7 +117,14 @@ class _Call:
     """What a call's tiles share."""
 
     def __init__(
-        self, problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, extras: Any, with_gradients: bool
+        self,
+        problem: Problem,
+        config: Tiled,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extras: Any,
+        with_gradients: bool,
     ) -> None:
         assert problem.mods is not None
         self.problem, self.mods, self.extras = problem, problem.mods, extras
@@ -125,9 +134,7 @@ class _Call:
         self.offset = self.seqlen_k - self.seqlen_q
         self.window = problem.effective_window(self.seqlen_q, self.seqlen_k)
         self.block_m, self.block_n = self.mods.block_size or (max(1, config.BLOCK_M), config.BLOCK_N)
-        self.captured = [
-            getattr(extras, f"captured_{i}") for i in range(len(self.mods.ranks))
-        ]
+        self.captured = [getattr(extras, f"captured_{i}") for i in range(len(self.mods.ranks))]
         self.gradients: list[Tensor | None] = [
             t.new_zeros(t.shape, dtype=self.dtype) if i in self.mods.learned and with_gradients else None
             for i, t in enumerate(self.captured)
@@ -188,7 +195,7 @@ class _Call:
         return torch.bmm(a.reshape(len(b), -1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])
 
     def times_rows(self, a: Tensor, b: Tensor) -> Tensor:
-        """(keys, heads_kv, y): a (heads, rows, keys) transposed times b (heads, rows, y), summed over groups."""
+        """(keys, heads_kv, y): a (heads, rows, keys) transposed times b (heads, rows, y), over groups."""
         heads_kv = max(1, len(a) // self.problem.group_size)
         a, b = (t.reshape(heads_kv, -1, t.shape[-1]) for t in (a, b))
         return torch.bmm(a.mT, b).transpose(0, 1)

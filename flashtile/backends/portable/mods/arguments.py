@@ -52,7 +52,8 @@ class Captured(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Of a block mask, for blocks of rows or of keys. ``batch`` and ``heads`` are its own, 1 if all share it."""
+    """Of a block mask, for blocks of rows or of keys. ``batch`` and ``heads`` are its own, 1 if all share
+    it."""
 
     num_blocks: Any
     indices: Any

@@ -62,7 +62,12 @@ _FLOAT_ROWS = ("lse", "neg_lse", "neg_delta")
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Each kernel and variant at the head sizes of most models."""
     table_family = family_of_capability(*divmod(architecture(arch).capability, 10))
-    for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("bf16", 2, 256), ("fp32", 4, 64)):
+    for dtype, element_bytes, head_dim in (
+        ("bf16", 2, 64),
+        ("bf16", 2, 128),
+        ("bf16", 2, 256),
+        ("fp32", 4, 64),
+    ):
         for variant, any_head_dim in _VARIANTS.items():
             problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
             config = of_row(problem, table_family, element_bytes, head_dim)
@@ -77,7 +82,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     **_arguments(kernel, dtype, problem, tile, config),
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
-                    spill_budget=max(tile.spill_budget, _BUDGETS.get((table_family, dtype, head_dim, name), 0)),
+                    spill_budget=max(
+                        tile.spill_budget, _BUDGETS.get((table_family, dtype, head_dim, name), 0)
+                    ),
                     tensor_cores=config.precision != "ieee",
                 )
 
@@ -86,7 +93,9 @@ _BUDGETS: dict[tuple[str, str, int, str], int] = {}
 """Bytes of spills; none of these kernels was timed."""
 
 
-def _arguments(kernel: Any, dtype: str, problem: Problem, tile: KernelConfig, config: Config) -> dict[str, Any]:
+def _arguments(
+    kernel: Any, dtype: str, problem: Problem, tile: KernelConfig, config: Config
+) -> dict[str, Any]:
     mods = problem.mods
     assert mods is not None
     constants: dict[str, Any] = {"alibi_slopes": None, "sink": None}
@@ -98,13 +107,11 @@ def _arguments(kernel: Any, dtype: str, problem: Problem, tile: KernelConfig, co
     both = variants_of(problem, tile, config.precision, wide=False, aligned=True, by_keys=by_keys)
     if kernel is kernels.dq_kernel:
         add = functions.gradient_function(mods)
-        both = tuple(replace(one, ADD_GRADIENTS=add) for one in both)
+        both = (replace(both[0], ADD_GRADIENTS=add), replace(both[1], ADD_GRADIENTS=add))
     constants["C"], constants["FULL"] = both
     types = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), f"*{dtype}")
     types |= dict.fromkeys((*_FLOAT_ROWS, *GRADIENTS), "*fp32") | dict.fromkeys(LISTS, "*i32")
-    types |= {
-        CAPTURED[i]: "*fp32" if mods.score_mod and i == 0 else "*i32" for i in range(len(mods.ranks))
-    }
+    types |= {CAPTURED[i]: "*fp32" if mods.score_mod and i == 0 else "*i32" for i in range(len(mods.ranks))}
     types |= dict.fromkeys(Numbers._fields, "fp32")
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}

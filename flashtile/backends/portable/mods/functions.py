@@ -20,7 +20,9 @@ from flashtile.caches import BoundedCache
 from flashtile.masks.problem import Mods
 from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives
 
-_STEPS = {name: getattr(steps, name) for name in ("element", "floor_div", "floor_mod", "power", "sign", "tanh")}
+_STEPS = {
+    name: getattr(steps, name) for name in ("element", "floor_div", "floor_mod", "power", "sign", "tanh")
+}
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -57,12 +59,14 @@ def mask_function(mods: Mods) -> Any:
     writer = _Writer(program, mods)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
-    return writer.function("mask_mod", "b, h, q, kv, captured", f"return tl.full((1, 1), True, tl.int1) & {seen}")
+    return writer.function(
+        "mask_mod", "b, h, q, kv, captured", f"return tl.full((1, 1), True, tl.int1) & {seen}"
+    )
 
 
 def gradient_function(mods: Mods) -> Any:
-    """``(ds, scores, b, head, rows, keys, captured)``: add to the gradients of captured tensors what ``ds``, the
-    derivative by the modified scores [rows, keys], gives to each element that ``score_mod`` read."""
+    """``(ds, scores, b, head, rows, keys, captured)``: add to the gradients of captured tensors what ``ds``,
+    the derivative by the modified scores [rows, keys], gives to each element that ``score_mod`` read."""
     program = mods.score_program
     if program is None or not mods.learned:
         return None

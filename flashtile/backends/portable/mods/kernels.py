@@ -104,9 +104,7 @@ def forward_kernel(
     lse_rows = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
     rows = tl.arange(0, C.BLOCK_M)
     start = tl.zeros([], tl.int64)
-    out_base, lse_base = result_bases(
-        out, lse, b, head, start, num_heads_q, seqlen_q, 0, C.HEAD_DIM_V, False
-    )
+    out_base, lse_base = result_bases(out, lse, b, head, start, num_heads_q, seqlen_q, 0, C.HEAD_DIM_V, False)
     store_tile(
         out_base, row_start, seqlen_q, num_heads_q * C.HEAD_DIM_V, out_tile, C.BLOCK_M, C.HEAD_DIM_V,
         C.BLOCK_DV,

@@ -80,7 +80,13 @@ class _Arguments:
         )
 
     def kernel(
-        self, kernel: Any, programs: int, config: KernelConfig, precision: str, by_keys: bool, *padded_rows: int
+        self,
+        kernel: Any,
+        programs: int,
+        config: KernelConfig,
+        precision: str,
+        by_keys: bool,
+        *padded_rows: int,
     ) -> KeptKernel:
         problem = self.problem
         block = max(config.BLOCK_M, config.BLOCK_N)
@@ -171,9 +177,7 @@ class BackwardLaunch:
                 inputs = (q, k, v, dout, neg_lse, neg_delta)
                 slopes = extras.alibi_slopes
                 compute_dkdv(q.device, *inputs, dk, dv, slopes, *captured, *_lists(extras, _Q_LISTS))
-                compute_dq(
-                    q.device, *inputs, dq, slopes, *captured, *_lists(extras, _KV_LISTS), *gradients
-                )
+                compute_dq(q.device, *inputs, dq, slopes, *captured, *_lists(extras, _KV_LISTS), *gradients)
         cast = (
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, captured, strict=True)
@@ -186,9 +190,7 @@ class BackwardLaunch:
         problem, config = self._problem, self._config
         arguments = _Arguments(problem, q, k, v, extras)
         programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
-        dkdv = arguments.kernel(
-            dkdv_kernel, programs, config.dkdv, config.precision, True, self._padded_rows
-        )
+        dkdv = arguments.kernel(dkdv_kernel, programs, config.dkdv, config.precision, True, self._padded_rows)
         programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * problem.num_heads_q * problem.batch
         dq = arguments.kernel(dq_kernel, programs, config.dq, config.precision, False, self._padded_rows)
         return preprocess_launch(problem, dlse is not None, LOG2_E), dkdv, dq

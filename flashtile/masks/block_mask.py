@@ -33,8 +33,8 @@ class BlockMask:
     """Lists of partial and full blocks, with FlexAttention's names.
 
     Each is int32 on one device: ``*_num_blocks`` (batch or 1, heads or 1, blocks), how many blocks of
-    the other sequence; ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other), which, the first so
-    many. ``kv_*`` lists keys for each block of queries, ``q_*`` queries for each block of keys.
+    the other sequence; ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other), which, the first
+    so many. ``kv_*`` lists keys for each block of queries, ``q_*`` queries for each block of keys.
     """
 
     seq_lengths: tuple[int, int]

@@ -33,6 +33,11 @@ def attend(
         ValueError: both masks, or more captured tensors than there is place for.
         NotImplementedError: beside arguments that a function says as well.
     """
+    for name in ("dropout_p", "attention_chunk"):
+        if getattr(options, name):
+            raise NotImplementedError(
+                f"{name} must be 0 beside score_mod, mask_mod and block_mask, got {getattr(options, name)}"
+            )
     for name, tensor in zip(Extras._fields, extras, strict=True):
         if tensor is not None and name not in BESIDE:
             raise NotImplementedError(

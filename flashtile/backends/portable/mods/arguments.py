@@ -2,14 +2,16 @@
 
 from typing import Any, NamedTuple
 
-from flashtile.backends.portable.arguments import Lengths
 from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES
 
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 GRADIENTS = tuple(f"gradient_{i}" for i in range(MAX_CAPTURED))
 LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices")
 SIZES = tuple(f"size_{i}" for i in range(MAX_SIZES))
-INTEGERS = ("list_batch", "list_heads", *SIZES, *Lengths._fields)
+INTEGERS = (
+    "list_batch", "list_heads", *SIZES, "alibi_stride", "num_heads_q", "group_size", "seqlen_q", "seqlen_k",
+    "window_left", "window_right",
+)  # fmt: skip
 """Arguments whose value must not lead to another compilation."""
 
 

@@ -10,7 +10,6 @@ import torch
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import Config, family_of_capability
 from flashtile.backends.portable.mods import functions, kernels
 from flashtile.backends.portable.mods.arguments import CAPTURED, GRADIENTS, LISTS
@@ -112,7 +111,7 @@ def _arguments(
     types = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), f"*{dtype}")
     types |= dict.fromkeys((*_FLOAT_ROWS, *GRADIENTS), "*fp32") | dict.fromkeys(LISTS, "*i32")
     types |= {CAPTURED[i]: "*fp32" if mods.score_mod and i == 0 else "*i32" for i in range(len(mods.ranks))}
-    types |= dict.fromkeys(Numbers._fields, "fp32")
+    types |= dict.fromkeys(("softmax_scale", "scale_log2", "softcap"), "fp32")
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     return {"signature": signature, "constants": constants, "divisible_by_16": _STRIDES}

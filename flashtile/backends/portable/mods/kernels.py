@@ -48,9 +48,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). Shapes as in the kernel without functions."""
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, 0, 0, window_left, window_right
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, 0, 0, window_left, window_right, 0, 0
     )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+    numbers = Numbers(softmax_scale, scale_log2, softcap, 1.0)
     lists = Lists(num_blocks, indices, full_num_blocks, full_indices, list_batch, list_heads)
     captured = Captured(
         captured_0, captured_1, captured_2, captured_3, captured_4, captured_5, captured_6, captured_7,
@@ -124,9 +124,9 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Grid: (blocks of keys * key/value heads * batch,). The lists are those of blocks of keys."""
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, 0, 0, window_left, window_right
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, 0, 0, window_left, window_right, 0, 0
     )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+    numbers = Numbers(softmax_scale, scale_log2, softcap, 1.0)
     lists = Lists(num_blocks, indices, full_num_blocks, full_indices, list_batch, list_heads)
     captured = Captured(
         captured_0, captured_1, captured_2, captured_3, captured_4, captured_5, captured_6, captured_7,
@@ -210,9 +210,9 @@ def dq_kernel(
 ):  # fmt: skip
     """Grid: (blocks of rows * heads * batch,). Adds to the gradients of captured tensors, fp32, as well."""
     lengths = Lengths(
-        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, 0, 0, window_left, window_right
+        alibi_stride, num_heads_q, group_size, seqlen_q, seqlen_k, 0, 0, window_left, window_right, 0, 0
     )
-    numbers = Numbers(softmax_scale, scale_log2, softcap)
+    numbers = Numbers(softmax_scale, scale_log2, softcap, 1.0)
     lists = Lists(num_blocks, indices, full_num_blocks, full_indices, list_batch, list_heads)
     captured = Captured(
         captured_0, captured_1, captured_2, captured_3, captured_4, captured_5, captured_6, captured_7,

@@ -14,7 +14,7 @@ from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
-from flashtile.backends.portable.arguments import Numbers, Variant
+from flashtile.backends.portable.arguments import Variant
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.launch import is_aligned, variant_of
 from flashtile.backends.portable.mods import functions
@@ -76,7 +76,9 @@ class _Arguments:
             problem.seqlen_k,
             left,
             right,
-            *Numbers(problem.softmax_scale, problem.softmax_scale * LOG2_E, problem.softcap),
+            problem.softmax_scale,
+            problem.softmax_scale * LOG2_E,
+            problem.softcap,
         )
 
     def kernel(

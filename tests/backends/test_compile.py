@@ -45,6 +45,8 @@ def telling() -> set[tuple[str, str]]:
     chosen, seen = set(), set()
     for arch in TENSOR_CORE:
         for case in sorted(CASES[arch], key=weight, reverse=True):
+            if case.exhaustive:
+                continue
             constants = constants_of(case)
             width = constants.get("BLOCK_D")
             if width is not None and constants.get("BLOCK_DV", width) != width:

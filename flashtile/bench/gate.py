@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flashtile import reference, testing
 from flashtile.bench.inputs import Inputs
+from flashtile.bench.mods import MODS
 from flashtile.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
@@ -100,7 +101,7 @@ class Oracle:
         for head in self.heads:
             q, dout = (self._head(t, head, 0).to(dtype) for t in (inputs.q, inputs.dout))
             k, v = (inputs.keys_of(t, head.sequence)[:, head.kv_head].to(dtype) for t in (inputs.k, inputs.v))
-            results = _attend_head(self._workload, q, k, v, dout, gradients)
+            results = _attend_head(self._workload, head, q, k, v, dout, gradients)
             for name, result in zip(names, results, strict=True):
                 parts[name].append(result.flatten())
         return {name: torch.cat(results) for name, results in parts.items()}
@@ -132,7 +133,7 @@ def sample_heads(workload: Workload, device_type: str) -> list[Head]:
 
 
 def _attend_head(
-    workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, gradients: bool
+    workload: Workload, head: Head, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, gradients: bool
 ) -> tuple[Tensor, ...]:
     """(out,) or (out, dq, dk, dv) of one key/value head.
 
@@ -146,7 +147,7 @@ def _attend_head(
     step = max(1, CHUNK_SCORES[q.device.type] // max(1, k.shape[0] * q.shape[1]))
     for start in range(0, q.shape[0], step):
         rows = q[start : start + step].detach().requires_grad_(gradients)
-        out = _attend_rows(workload, rows, k, v, start + k.shape[0] - q.shape[0])
+        out = _attend_rows(workload, head, rows, k, v, start + k.shape[0] - q.shape[0])
         outs.append(out.detach())
         if gradients:
             dq, *shares = torch.autograd.grad(out, (rows, k, v), dout[start : start + step])
@@ -157,14 +158,27 @@ def _attend_head(
     return (out, torch.cat(dqs), dk.to(k.dtype), dv.to(v.dtype)) if gradients else (out,)
 
 
-def _attend_rows(workload: Workload, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+def _attend_rows(
+    workload: Workload, head: Head, q: Tensor, k: Tensor, v: Tensor, position: int
+) -> Tensor:
     """(rows, group, head_dim) of some query rows, the first of which stands at key ``position``."""
     rows, group = q.shape[:2]
     window = (workload.window_left, workload.window_right)
     seen = reference.visible(rows, k.shape[0], *window, q.device, position)
     hidden = ~seen.repeat_interleave(group, 0)  # the heads of a group share their keys: so many more rows
+    modify = None
+    if workload.mod:  # of squares, so that a row stands at its own number
+        score_mod, mask_mod = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, q.device)
+        grids = (
+            torch.tensor(head.sequence, device=q.device),
+            (head.kv_head * group + torch.arange(group, device=q.device)).repeat(rows)[:, None],
+            torch.arange(position, position + rows, device=q.device).repeat_interleave(group)[:, None],
+            torch.arange(k.shape[0], device=q.device),
+        )
+        hidden = hidden if mask_mod is None else hidden | ~mask_mod(*grids)
+        modify = None if score_mod is None else lambda scores: score_mod(scores, *grids)
     out, _ = reference.standard(
         q.flatten(0, 1)[None], k[None], v[None], workload.head_dim**-0.5, hidden=hidden,
-        empty=hidden.all(-1, keepdim=True), softcap=workload.softcap,
+        empty=hidden.all(-1, keepdim=True), softcap=workload.softcap, modify=modify,
     )  # fmt: skip
     return out[0].unflatten(0, (rows, group))

@@ -39,6 +39,10 @@ def _picture(seqlen: int) -> tuple[int, int]:
     return seqlen // width, width
 
 
+def _first(keys: int) -> masks.MaskMod:
+    return masks.mask_mod(lambda batch, head, q_idx, kv_idx: kv_idx < keys)
+
+
 def _slopes(heads: int, device: Any) -> Tensor:
     return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
 
@@ -57,7 +61,7 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
     ),
     "dilated": lambda s, h, device: Functions(mask_mod=masks.dilated(256, 4) & masks.causal()),
     "global-window": lambda s, h, device: Functions(
-        mask_mod=(masks.window(511, 0) | masks.prefix_lm(64)) & masks.causal()
+        mask_mod=(masks.window(511, 0) | _first(64)) & masks.causal()
     ),
     "natten": lambda s, h, device: Functions(mask_mod=masks.natten(*_picture(s), 13 if s >= 1024 else 5)),
     "alibi-causal": lambda s, h, device: Functions(masks.alibi(_slopes(h, device)), masks.causal()),

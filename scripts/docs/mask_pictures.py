@@ -2,7 +2,7 @@
 
     python scripts/docs/mask_pictures.py
 
-Each picture is 64 queries by 64 keys, and behind the cells the blocks of 16 by 16 that a block mask makes of
+Each picture is 64 queries by 64 keys, with the blocks of 16 by 16 that a block mask makes of
 them: empty ones are not computed, full ones take no mask. A test holds the files to the functions.
 """
 
@@ -64,14 +64,16 @@ def area(cells: Tensor, fill: str, opacity: float, size: int = 1) -> str:
 
 def of_mask(mask: masks.MaskMod) -> Iterator[str]:
     blocks = masks.create_block_mask(mask, None, None, TOKENS, TOKENS, BLOCK_SIZE=BLOCK)
-    for kind, fill in (("", PARTIAL), ("full_", FULL)):
-        counts = getattr(blocks, f"{kind}kv_num_blocks")[0, 0]
-        listed = getattr(blocks, f"{kind}kv_indices")[0, 0]
-        there = torch.zeros(listed.shape, dtype=torch.bool)
-        for row, count in enumerate(counts.tolist()):
-            there[row, listed[row, :count].long()] = True
-        yield area(there, fill, 0.3, BLOCK)
+    yield area(listed_blocks(blocks.kv_num_blocks, blocks.kv_indices), PARTIAL, 0.3, BLOCK)
     yield area(torch.as_tensor(mask(*grids())).expand(TOKENS, TOKENS), SEEN, 0.85)
+    yield area(listed_blocks(blocks.full_kv_num_blocks, blocks.full_kv_indices), FULL, 1.0, BLOCK)
+
+
+def listed_blocks(counts: Tensor, indices: Tensor) -> Tensor:
+    there = torch.zeros(indices.shape[2:], dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        there[row, indices[0, 0, row, :count].long()] = True
+    return there
 
 
 def of_scores(modify: masks.ScoreMod) -> Iterator[str]:

@@ -1,10 +1,20 @@
-"""The engine end to end, through ``LLM``: random weights of true shapes, made on the device.
+"""The engine on a GPU, part by part, in the order in which to look; what matters is printed last.
 
-    python benchmarks/engine.py                       # every part, tables at the end
-    python benchmarks/engine.py --parts llama3-8b --limit 90 --json engine.json
+    python benchmarks/engine.py                               # all parts of one model on one GPU
+    python benchmarks/engine.py --parts kernels,waits         # some
+    python benchmarks/engine.py --model llama-2-7b --parts decode --batches 1,32
+    torchrun --nproc-per-node 2 benchmarks/engine.py --parts decode,requests   # the model over two GPUs
 
-A decode step is timed as the difference of two runs of ``LLM.generate`` that differ in their length, so that
-prompts and start-up are not in it. Each part has a time limit, and one that fails leaves the others.
+Weights are random, of true shapes. `flashtile bench -w engine` measures beside Transformers. The parts:
+
+    decode    ms a step at each batch size, beside the time of reading; how long the host waited (it should)
+    kernels   kernels a layer and a step, the GPU's idle time, and the kernels that take the most
+    waits     copies and calls in which the host waits for the device, while the batch changes: should be none
+    prompt    host and device time of a prompt's step, of shapes that were there before and of new ones
+    prefix    time to the first token with nine tenths of the prompt in the cache, and without
+    guesses   ms a step with guesses behind each token, and tokens a second on a text that repeats itself
+    requests  1,000 requests of ShareGPT-like lengths, new tokens a second
+    start     seconds from a new process to its first token
 """
 
 from __future__ import annotations
@@ -12,12 +22,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
-import random
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,34 +38,14 @@ from typing import Any
 
 import torch
 
-from flashtile import LLM, SamplingParams, machine
-from flashtile.engine.model import Matrix
-from flashtile.engine.runner import InFlight
+from flashtile import SamplingParams, machine
+from flashtile.bench.engine_bench import Workload, floor_bytes, measure
+from flashtile.bench.engine_models import CI, SHAPES, tokens, write_model
+from flashtile.bench.engine_peers import Flashtile
 
 READ = 4.47e12
 """Bytes a second that one H200 reads."""
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "llama2-7b": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "llama3-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-        "rope_parameters": LLAMA3_ROPE,
-    },
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 2048,
-    },
-}  # fmt: skip
-BATCHES = {"llama2-7b": (1, 32), "llama3-8b": (1, 64), "tiny": (1, 4)}
+Rows = list[dict[str, Any]]
 
 
 class Stopped(BaseException):
@@ -75,125 +68,234 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@contextmanager
-def waiting() -> Iterator[list[float]]:
-    """Seconds that the host waits for results inside: where it does, the device has work queued."""
-    waits: list[float] = []
-    plain = InFlight.wait
+class Bench:
+    """A model of a name, loaded as a part needs it and kept while the next one needs the same."""
 
-    def timed(self: InFlight) -> list[int]:
-        start = time.perf_counter()
-        tokens = plain(self)
-        waits.append(time.perf_counter() - start)
-        return tokens
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.device = machine.find_device(options.device)
+        self.vocab_size = 256 if options.model == CI else SHAPES[options.model]["vocab_size"]
+        self._loaded: tuple[Any, Flashtile] | None = None
 
-    InFlight.wait = timed  # type: ignore[method-assign]
-    try:
-        yield waits
-    finally:
-        InFlight.wait = plain  # type: ignore[method-assign]
-
-
-def load(name: str, options: argparse.Namespace, **more: Any) -> tuple[LLM, float]:
-    """The model, and the seconds that it took."""
-    start = time.perf_counter()
-    config = {
-        "model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16",
-        "eos_token_id": None, **MODELS[name],
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        llm = LLM(
-            folder, load_format="dummy", skip_tokenizer_init=True, device=options.device,
+    def engine(self, **more: Any) -> Flashtile:
+        key = json.dumps(more, sort_keys=True, default=str)
+        if self._loaded is not None and self._loaded[0] == key:
+            return self._loaded[1]
+        self._loaded = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        options = self.options
+        found = Flashtile(
+            max_num_seqs=options.seqs, max_num_batched_tokens=8192, enforce_eager=options.eager,
             kv_cache_dtype=options.kv_cache_dtype, quantization=options.quantization,
-            enforce_eager=options.eager, **more,
+            tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")), **more,
         )  # fmt: skip
-    return llm, time.perf_counter() - start
+        with tempfile.TemporaryDirectory() as place:
+            found.load(write_model(options.model, Path(place)), options.model, self.device, 0)
+        self._loaded = key, found
+        return found
+
+    def prompts(self, count: int, length: int, first: int = 0) -> list[list[int]]:
+        return [tokens(length, self.vocab_size, first + seed) for seed in range(count)]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
-def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(vocab_size) for _ in range(count)]
+def greedy(length: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
 
 
-def floor_bytes(llm: LLM, batch: int, context: int) -> float:
-    """Bytes that a step must read: all weights but the embedding, and the keys and values."""
-    c, model = llm.model_config, llm.engine.runner.model
-    parts = [part for layer in model.layers for part in (layer.attention, layer.mlp)]
-    matrices = [matrix for part in parts for matrix in vars(part).values() if isinstance(matrix, Matrix)]
-    weights = sum(m.weight.numel() * m.weight.element_size() for m in (*matrices, model.head))
-    item = llm.engine.runner.k_cache.element_size()
-    return weights + batch * context * 2 * c.num_layers * c.num_kv_heads * c.head_dim * item
+def decode(bench: Bench) -> Rows:
+    rows = []
+    for batch in bench.options.batches:
+        workload = Workload(bench.options.model, batch, bench.options.context, bench.options.steps)
+        found = measure(bench.engine(), workload, bench.device, 2)
+        graphs = bench.engine().llm.engine.runner.graphs
+        graph = next((run for form, run in graphs.items() if form.tokens == batch), None)
+        graph_ms = None
+        if graph is not None:
+            bench.synchronize()
+            begun = time.perf_counter()
+            for _ in range(50):
+                graph()
+            bench.synchronize()
+            graph_ms = (time.perf_counter() - begun) / 50 * 1e3
+        floor = floor_bytes(workload) / READ * 1e3 / int(os.environ.get("WORLD_SIZE", "1"))
+        rows.append(
+            {"batch": batch, "ms": found["ms"], "graph_ms": graph_ms, "floor_ms": floor,
+             "tokens_per_second": found["tokens_per_second"], "host_waits": found["host_waits"]}
+        )  # fmt: skip
+    return rows
 
 
-def decode(llm: LLM, name: str, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step at a batch size, of the whole path and of the bare CUDA graph."""
-    c = llm.model_config
-    prompts = [tokens(context - steps, c.vocab_size, seed) for seed in range(batch)]
+def kernels(bench: Bench) -> Rows:
+    """In 20 steps of the largest batch."""
+    from torch.profiler import ProfilerActivity, profile
 
-    def run(length: int) -> tuple[float, float]:
-        with waiting() as waits:
+    batch, steps = max(bench.options.batches), 20
+    engine = bench.engine().llm.engine
+    for i, prompt in enumerate(bench.prompts(batch, bench.options.context)):
+        engine.add_request(f"k{i}", prompt, greedy(200))
+    while any(sequence.wanted > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    bench.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        begun = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        bench.synchronize()
+        seconds = time.perf_counter() - begun
+    engine.abort(list(engine.requests))
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in events:
+        names[event.name] += event.device_time
+        counts[event.name] += 1
+    layers = len(engine.runner.model.layers)
+    busy = sum(names.values()) * 1e-6
+    rows: Rows = [
+        {"kernel": "all", "a_step": len(events) / steps, "a_layer": len(events) / steps / layers,
+         "us_a_step": busy / steps * 1e6, "idle": 1 - busy / seconds}
+    ]  # fmt: skip
+    for name, time_of in names.most_common(14):
+        rows.append(
+            {"kernel": name[:70], "a_step": counts[name] / steps, "us_a_step": time_of / steps}
+        )
+    return rows
+
+
+def waits(bench: Bench) -> Rows:
+    """Requests of all lengths come and go, so that the batch changes at nearly every step."""
+    llm = bench.engine().llm
+    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=3 + i % 17) for i in range(48)]
+    prompts = [prompt[: 20 + 13 * i % 300] for i, prompt in enumerate(bench.prompts(48, 320))]
+    llm.generate(prompts, params)  # compiles and captures
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            llm.generate(prompts, params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{one.filename}:{one.lineno}" for one in caught if "synchron" in str(one.message))
+    return [{"place": place, "times": count} for place, count in places.most_common()] or [
+        {"place": "none", "times": 0}
+    ]
+
+
+def prompt(bench: Bench) -> Rows:
+    """A step with a whole prompt, until the host has launched it and until it is done."""
+    engine, rows = bench.engine().llm.engine, []
+    most = 32 if bench.options.model == CI else 4096
+    shapes = ((most, "new"), (most, "known"), (most - 5, "new"), (most // 8, "new"), (most // 8, "known"))
+    for length, kind in shapes:
+        engine.add_request("p", bench.prompts(1, length)[0], greedy(1))
+        bench.synchronize()
+        begun = time.perf_counter()
+        engine.overlap = True
+        engine.step()
+        launched = time.perf_counter() - begun
+        bench.synchronize()
+        seconds = time.perf_counter() - begun
+        while engine.has_unfinished:
+            engine.step()
+        times = {"launched_ms": launched * 1e3, "done_ms": seconds * 1e3}
+        rows.append({"tokens": length, "shape": kind, **times})
+    return rows
+
+
+def prefix(bench: Bench) -> Rows:
+    most = 60 if bench.options.model == CI else 4000
+    found, rows = bench.engine(), []
+    llm = found.llm
+    llm.engine.scheduler.prefix_caching = True
+    (common,) = bench.prompts(1, most * 9 // 10, 900)
+    for round_ in range(3):
+        times = []
+        for seed, begin in ((0, None), (1, common), (2, common)):
+            (own,) = bench.prompts(1, most, 10 * round_ + seed + 1000)
+            given = own if begin is None else [*begin, *own[len(begin) :]]
+            bench.synchronize()
             start = time.perf_counter()
-            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
-            return time.perf_counter() - start, sum(waits)
-
-    run(8)  # compiles and captures
-    short, long = run(8), run(8 + 2 * steps)
-    step = (long[0] - short[0]) / (2 * steps) * 1e3
-    found = {
-        "model": name, "batch": batch, "context": context, "ms": step,
-        "floor_ms": floor_bytes(llm, batch, context) / READ * 1e3,
-        "tokens_per_second": batch / step * 1e3, "prefill_s": short[0],
-        "host_waits": (long[1] - short[1]) / (long[0] - short[0]),
-    }  # fmt: skip
-    graphs = llm.engine.runner.graphs
-    if batch in graphs:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(50):
-            graphs[batch]()
-        torch.cuda.synchronize()
-        found["graph_ms"] = (time.perf_counter() - start) / 50 * 1e3
-    return found
+            (output,) = llm.generate([given], greedy(1))
+            times.append((time.perf_counter() - start, output.num_cached_tokens))
+        rows.append({"without_ms": times[0][0] * 1e3, "with_ms": times[2][0] * 1e3, "found": times[2][1]})
+    llm.engine.scheduler.prefix_caching = False
+    return rows
 
 
-def lengths(count: int, mean: float, most: int, draw: random.Random) -> list[int]:
-    """Log-normal, with a deviation of 1 of the logarithm."""
-    return [
-        min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)
-    ]
+def guesses(bench: Bench) -> Rows:
+    """Random weights repeat nothing of the prompt: allowed tokens make a text that repeats itself."""
+    rows: Rows = []
+    length = 24 if bench.options.model == CI else 256
+    only = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, allowed_token_ids=[7])
+    ways: list[tuple[str, Any, SamplingParams]] = [
+        ("none", None, only), ("look-up, all right", {"method": "ngram", "num_speculative_tokens": 4}, only)
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        if bench.options.draft:
+            folder = write_model(bench.options.draft, Path(place))
+            draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
+            ways += [
+                ("draft, all wrong", draft, greedy(length)),
+                ("draft, a tree of 12, all wrong", {**draft, "tree_width": 3}, greedy(length)),
+            ]
+        for name, config, params in ways:
+            llm = bench.engine(**({} if config is None else {"speculative_config": config})).llm
+            for batch in sorted({1, min(16, max(bench.options.batches))}):
+                given = bench.prompts(batch, min(length, 64))
+                llm.generate(given, params)
+                before, begun = llm.engine.num_guessed_tokens, time.perf_counter()
+                llm.generate(given, params)
+                seconds = time.perf_counter() - begun
+                guessed = llm.engine.num_guessed_tokens - before
+                steps = length - guessed / batch
+                rows.append(
+                    {"guesses": name, "batch": batch, "tokens_per_second": batch * length / seconds,
+                     "ms_a_step": seconds / steps * 1e3, "tokens_a_step": length / steps}
+                )  # fmt: skip
+    return rows
 
 
-def throughput(llm: LLM, name: str, count: int, temperature: float) -> dict[str, Any]:
-    """Requests of ShareGPT-like lengths (means 161 and 338), all there at the start."""
-    c, draw = llm.model_config, random.Random(1)
-    scale = 1.0 if name != "tiny" else 0.1
-    prompts = [
-        tokens(length, c.vocab_size, seed)
-        for seed, length in enumerate(lengths(count, 161 * scale, 2048, draw))
-    ]
-    answers = lengths(count, 338 * scale, 2048, draw)
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=1)
-        for length in answers
-    ]
-    llm.generate(prompts[:4], SamplingParams(temperature=temperature, max_tokens=4))
-    with waiting() as waits:
-        start = time.perf_counter()
-        llm.generate(prompts, params)
-        seconds = time.perf_counter() - start
-    return {
-        "model": name, "requests": count, "prompt_tokens": sum(map(len, prompts)),
-        "new_tokens": sum(answers), "seconds": seconds, "new_tokens_per_second": sum(answers) / seconds,
-        "host_waits": sum(waits) / seconds, "steps": len(waits), "temperature": temperature,
-        "preemptions": llm.get_metrics().num_preemptions,
-    }  # fmt: skip
+def requests(bench: Bench) -> Rows:
+    workload = Workload(bench.options.model, bench.options.requests, 0, 0)
+    return [measure(bench.engine(), workload, bench.device, 1)]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def start(bench: Bench) -> Rows:
+    code = (
+        "import sys, flashtile; llm = flashtile.LLM(sys.argv[1], load_format='dummy', "
+        "skip_tokenizer_init=True, device=sys.argv[2]); "
+        "llm.generate([[1, 2, 3]], flashtile.SamplingParams(max_tokens=1))"
+    )
+    bench._loaded = None
+    gc.collect()
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    rows = []
+    for run in ("first", "second"):
+        with tempfile.TemporaryDirectory() as place:
+            folder = write_model(bench.options.model, Path(place))
+            begun = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code, str(folder), str(bench.device)], check=True)
+            rows.append({"run": run, "seconds": time.perf_counter() - begun})
+    return rows
+
+
+PARTS: dict[str, Callable[[Bench], Rows]] = {
+    part.__name__: part for part in (decode, kernels, waits, prompt, prefix, guesses, requests, start)
+}
+ON_A_GPU = ("kernels", "waits")
+
+
+def table(rows: Rows) -> str:
     """Columns aligned, numbers with four digits."""
-    if not rows:
-        return ""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names] + [[shown(row.get(name)) for name in names] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
@@ -206,67 +308,48 @@ def shown(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default="llama2-7b,llama3-8b", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join((*SHAPES, CI))}")
+    parser.add_argument("--draft", default="llama-3-1b", help="a model that guesses, '' for none")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--limit", type=float, default=60, help="seconds of each measurement")
+    parser.add_argument("--limit", type=float, default=90, help="seconds of each part")
+    parser.add_argument("--batches", default="1,64", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=1000, help="0 leaves the throughput out")
+    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seqs", type=int, default=256, help="sequences computed at a time")
-    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--quantization", default=None, help="fp8")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-
-    decoded: list[dict[str, Any]] = []
-    served: list[dict[str, Any]] = []
-    loaded: list[dict[str, Any]] = []
-
-    def part(what: str, into: list[dict[str, Any]], measure: Callable[[], dict[str, Any]]) -> None:
-        print(f"{what} ...", flush=True)
+    chosen = options.parts.split(",")
+    unknown = set(chosen) - set(PARTS)
+    if unknown:
+        parser.error(f"--parts must be of {', '.join(PARTS)}, got {sorted(unknown)}")
+    if "LOCAL_RANK" in os.environ and options.device is None and torch.cuda.is_available():
+        options.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    speaks = os.environ.get("RANK", "0") == "0"
+    bench = Bench(options)
+    found: dict[str, Rows] = {}
+    for name in chosen:
+        if name in ON_A_GPU and bench.device.type != "cuda":
+            continue
+        if speaks:
+            print(f"{name} ...", flush=True)
         try:
             with limited(options.limit):
-                into.append(measure())
+                found[name] = PARTS[name](bench)
         except (Exception, Stopped):
             traceback.print_exc()
-
-    for name in options.parts.split(","):
-        try:
-            with limited(2 * options.limit):
-                llm, seconds = load(
-                    name, options, max_num_seqs=options.seqs, max_num_batched_tokens=8192,
-                    enable_prefix_caching=False,
-                )  # fmt: skip
-        except (Exception, Stopped):
-            traceback.print_exc()
-            continue
-        blocks = llm.engine.scheduler.manager.pool.num_blocks
-        loaded.append({"model": name, "load_s": seconds, "blocks": blocks})
-        for batch in BATCHES[name]:
-            part(
-                f"{name} batch {batch}", decoded,
-                lambda llm=llm, name=name, batch=batch: decode(
-                    llm, name, batch, options.context, options.steps
-                ),
-            )  # fmt: skip
-            llm.engine.abort(list(llm.engine.requests))
-        if options.requests and name != "llama2-7b":
-            part(
-                f"{name} throughput", served,
-                lambda llm=llm, name=name: throughput(llm, name, options.requests, options.temperature),
-            )  # fmt: skip
-        del llm
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            bench._loaded = None
+    if not speaks:
+        return
     if options.json is not None:
-        document = {"versions": machine.versions(), "devices": machine.devices(), "loaded": loaded,
-                    "decode": decoded, "throughput": served}  # fmt: skip
+        document = {"versions": machine.versions(), "devices": machine.devices(), "parts": found}
         options.json.write_text(json.dumps(document, indent=1))
-    for rows in (loaded, decoded, served):
-        print(f"\n{table(rows)}")
+    for name, rows in reversed(found.items()):
+        print(f"\n{options.model}: {name}\n{table(rows)}")
 
 
 if __name__ == "__main__":

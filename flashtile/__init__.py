@@ -50,11 +50,12 @@ __all__ = [
     "masks",
     "merge_states",
     "nn",
+    "parallel",
     "profile_scores",
     "sdpa",
 ]
 
-_LATER = ("compat", "fp8", "linear", "masks", "nn")
+_LATER = ("compat", "fp8", "linear", "masks", "nn", "parallel")
 _IN_MODULES = {
     "flex_attention": "flashtile.masks.flex",
     "LLM": "flashtile.engine",

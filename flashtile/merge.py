@@ -94,3 +94,13 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
                 "they must be equal"
             )
         check_same_dtype(name, tensor, first_name, first)
+
+
+def merge_into(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Let attention over more keys join ``out`` and ``lse`` in place, as :func:`merge_states` would.
+
+    All are float32 (float64), with -inf for rows without keys. One pass over out, and no memory of its size.
+    """
+    share = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # -inf - -inf: neither has keys
+    out.lerp_(more_out, _over_heads(share))
+    torch.logaddexp(lse, more_lse, out=lse)

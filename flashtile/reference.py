@@ -155,7 +155,8 @@ def standard(
         bias: added to the scores after the soft-cap.
         modify: a function of all scores, after the bias.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0 turns it off.
-        sink: (heads_q,), a score that every row sees and that has no value.
+        sink: (heads_q,), a score that every row sees and that has no value; or broadcast to (..., heads_q,
+            seqlen_q, 1).
         round_p: what becomes of the probabilities before they meet v; lse does not see it.
         factors: of the probabilities before they meet v, as dropout has them.
         lse_dtype: that of lse; None: no lse.
@@ -175,7 +176,8 @@ def standard(
     if modify is not None:  # which may hide whatever is left of a row
         empty = (scores == -torch.inf).all(-1, keepdim=True)
     if sink is not None:  # one more key
-        column = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
+        column = column.expand(*scores.shape[:-1], 1)
         if empty is not None:
             empty = empty & (column == -torch.inf)
             column = column.masked_fill(empty, 0.0)

@@ -384,14 +384,11 @@ def tiny() -> Iterator[Case]:
     }
     yield from cross(batches, some(mask, "full", "causal", "window", "everything"))
     two = replace(dense, batch=2, head_dim=16)
-    yield from cross({"": two}, CELLS)
-    yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
-    packed = replace(ragged, slack=2)
-    chosen = some(CELLS, "mask-used", "bias-own-causal", "dropout", "used-everything")
-    yield from cross({"varlen": packed}, chosen)
+    yield from cross({"": two}, some(CELLS, "padding-mask", "bias-own-causal", "dropout-bias"))
     yield from cross({"more-queries": replace(two, seqlen_q=35, seqlen_k=19)}, some(CELLS, "chunk"))
-    no_keys = replace(two, seqlen_k=0)
-    yield from cross({"no-keys": no_keys, "fp64": replace(two, dtype=FP64)}, some(CELLS, "bias"))
+    yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
+    yield from cross({"varlen": replace(ragged, slack=2)}, some(CELLS, "used-everything"))
+    yield from cross({"cells-no-keys": replace(two, seqlen_k=0)}, some(CELLS, "bias"))
     corners = replace(dense, lengths=diagonals(34, 32), heads_q=1, heads_kv=1, head_dim=16)
     yield from cross({"diagonals": corners}, some(EDGES, "causal", "window-narrow", "window-tile"))
 
@@ -425,6 +422,18 @@ def medium() -> Iterator[Case]:
     yield from cross({"varlen-tail": tail}, some(mask, "full", "causal", "window", "everything"))
 
 
+def cells() -> Iterator[Case]:
+    """Small ones of what differs from score to score; each cell costs plain PyTorch a lot."""
+    two = Case(size="medium", seqlen_q=40, seqlen_k=67, head_dim=16, dtype=FP32)
+    yield from cross({"cells": two}, CELLS)
+    ragged = replace(two, lengths=((20, 33), (0, 5), (40, 31), (7, 0)), unused_tail=3, slack=2)
+    chosen = some(CELLS, "mask-used", "bias-own-causal", "dropout", "used-everything", "chunk-causal")
+    yield from cross({"cells-varlen": ragged}, chosen)
+    for dtype, name in ((BF16, "bf16"), (FP16, "fp16"), (FP64, "fp64")):
+        typed = replace(two, dtype=dtype)
+        yield from cross({f"cells-{name}": typed}, some(CELLS, "bias-own-causal", "dropout-bias"))
+
+
 def large() -> Iterator[Case]:
     mask = masks(512, 100)
     dense = Case(
@@ -449,7 +458,7 @@ def large() -> Iterator[Case]:
 
 
 def _all() -> tuple[Case, ...]:
-    cases = (*tiny(), *medium(), *large())
+    cases = (*tiny(), *medium(), *cells(), *large())
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), "two cases share a name"
     return cases

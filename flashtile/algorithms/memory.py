@@ -262,7 +262,13 @@ class Sram:
         return tile
 
     def compute(
-        self, name: str, value: Tensor, rows: range | None = None, cols: range | None = None, op: str = ""
+        self,
+        name: str,
+        value: Tensor,
+        rows: range | None = None,
+        cols: range | None = None,
+        op: str = "",
+        element_bytes: int | None = None,
     ) -> Tensor:
         """Keep a computed value as the tile ``name``.
 
@@ -271,8 +277,9 @@ class Sram:
             value: what was computed, (rows, cols).
             rows, cols: where in the whole matrix the tile lies, for the trace.
             op: how it was computed, for the trace.
+            element_bytes: of a number, where it differs from the memory's.
         """
-        size = value.numel() * self.memory.element_bytes
+        size = value.numel() * (element_bytes or self.memory.element_bytes)
         self._hold(name, size, rows, cols)
         self.memory.record("compute", name, rows, cols, size, op, value)
         return value

@@ -1,8 +1,9 @@
-"""Softmax of rows that are longer than SRAM, in three ways and their reads.
+"""Softmax of rows that are longer than SRAM, in four ways and their reads.
 
 naive    sum of exp(x), then exp(x) / sum                     2 reads, 1 write; exp overflows above 88
 safe     maximum, then sum of exp(x - max), then the result   3 reads, 1 write
 online   maximum and sum together, then the result            2 reads, 1 write
+average  maximum, sum and the result's product with V         1 read
 
 The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3) takes the sum before the
 maximum is known, relative to the maximum so far, and corrects it when that grows: if l is the sum of
@@ -11,7 +12,8 @@ of two pieces of a row give the pair of both, in any order:
 
     m = max(m1, m2)        l = l1 exp(m1 - m) + l2 exp(m2 - m)
 
-FlashAttention is this identity with one more passenger: the output row, which is a sum over the same terms.
+FlashAttention is this identity with one more passenger: the output row, which is a sum over the same terms
+(:func:`average`). The probabilities themselves are then never written, and one pass is enough.
 """
 
 from __future__ import annotations
@@ -87,6 +89,37 @@ def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) 
             for cols in blocks(X.cols, block_n):
                 sram.store(Y, torch.exp(sram.load(X, rows, cols) - m) / nonzero(l), rows, cols)
     return Y.tensor
+
+
+def average(x: Tensor, v: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
+    """softmax(x) v for x (rows, cols) and v (cols, d) in one pass: the weights are never all there at once.
+
+    Raises:
+        ValueError: v has not a row for each column of x.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x, v = torch.randn(4, 1000), torch.randn(1000, 8)
+        >>> out = online_softmax.average(x, v, Memory(), block_n=128)
+        >>> torch.testing.assert_close(out, x.softmax(-1) @ v)
+    """
+    if v.dim() != 2 or v.shape[0] != x.shape[-1]:
+        raise ValueError(f"v must have {x.shape[-1]} rows, the columns of x, got shape {tuple(v.shape)}")
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
+    X, V = memory.place("X", x), memory.place("V", v)
+    O = memory.empty("O", x.shape[0], v.shape[1], like=x)
+    for rows in blocks(X.rows, block_m):
+        with memory.sram(kernel="online softmax") as sram:
+            m = sram.compute("m", lowest(len(rows), x), rows)
+            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+            acc = sram.compute("O", zeros(len(rows), V.cols, x), rows)
+            for cols in blocks(X.cols, block_n):
+                x_j, v_j, m_old = sram.load(X, rows, cols), sram.load(V, cols), m
+                m, l = update(sram, m, l, x_j, rows)
+                acc = torch.exp(m_old - m) * acc + torch.exp(x_j - m) @ v_j
+                acc = sram.compute("O", acc, rows, op="O = O exp(m - m') + exp(x - m') V")
+            sram.store(O, acc / nonzero(l), rows)
+    return O.tensor
 
 
 def update(sram: Sram, m: Tensor, l: Tensor, x: Tensor, rows: range) -> tuple[Tensor, Tensor]:

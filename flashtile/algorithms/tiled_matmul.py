@@ -10,10 +10,14 @@ stream by:
 The width of the strips does not appear: they may be narrow, and SRAM belongs to C. With square tiles of
 sqrt(M) numbers a side the traffic is about 2 m n k / sqrt(M), which no order of operations can beat by more
 than a constant factor (Hong and Kung, "I/O complexity: the red-blue pebble game", 1981).
+
+The same step is taken once more within a thread block (:func:`two_levels`): its tile of C is cut into tiles
+of warps, which stay in registers while the strips are read from shared memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -21,6 +25,8 @@ from torch import Tensor
 
 from flashtile.algorithms.call import blocks, chosen_blocks, zeros
 from flashtile.algorithms.memory import Array, Memory, SramExceededError
+from flashtile.algorithms.warps import Warps
+from flashtile.backends.cpu.blocks import split
 
 MAX_BLOCK_K = 16
 
@@ -93,3 +99,85 @@ def product(
                     b = sram.load(B, cols, strip).T if transpose_b else sram.load(B, strip, cols)
                     c = sram.compute(C.name, c + a @ b, rows, cols, op=op)
                 sram.store(C, finish(c, rows, cols), rows, cols)
+
+
+def two_levels(
+    a: Tensor,
+    b: Tensor,
+    memory: Memory,
+    *,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    block_m: int = 64,
+    block_n: int = 64,
+    block_k: int = 16,
+    warp_m: int = 32,
+    warp_n: int = 32,
+) -> tuple[Tensor, Warps]:
+    """(alpha a b + beta c, what crossed shared memory), by thread blocks and by warps within them.
+
+    A thread block owns block_m x block_n numbers of C and streams strips of A and B through shared memory, a
+    warp owns warp_m x warp_n of them in its registers and reads its part of each strip from there:
+
+        from HBM             m n k (1 / block_n + 1 / block_m)
+        from shared memory   m n k (1 / warp_n + 1 / warp_m)
+
+    alpha is applied once to each finished number: m n multiplications instead of m n k. C is read, once, only
+    where beta is not 0.
+
+    Args:
+        a, b: (m, k) and (k, n).
+        memory: where HBM's traffic is counted.
+        c: (m, n), required where beta is not 0.
+        alpha, beta: factors of a b and of c.
+        block_m, block_n, block_k: the tile of a thread block, and the width of a strip.
+        warp_m, warp_n: the tile of a warp; they divide block_m and block_n.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or tiles that do not divide each other.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, tiled_matmul
+        >>> a, b, c = torch.randn(64, 32), torch.randn(32, 64), torch.randn(64, 64)
+        >>> memory = Memory(element_bytes=1)
+        >>> out, warps = tiled_matmul.two_levels(a, b, memory, c=c, alpha=2.0, beta=0.5)
+        >>> torch.testing.assert_close(out, 2 * a @ b + 0.5 * c)
+        >>> memory.traffic["A"].read, warps.read_bytes  # one block of 64 x 64, four warps of 32 x 32
+        (2048, 8192)
+    """
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(f"b must have {a.shape[-1]} rows, the columns of a, got {b.shape[0]}")
+    shape = (a.shape[0], b.shape[1])
+    if beta != 0 and (c is None or tuple(c.shape) != shape):
+        got = None if c is None else tuple(c.shape)
+        raise ValueError(f"c must have shape {shape} where beta is not 0, got {got}")
+    for block, warp, axis in ((block_m, warp_m, "m"), (block_n, warp_n, "n")):
+        if warp < 1 or block % warp:
+            raise ValueError(f"warp_{axis} must divide block_{axis} ({block}), got {warp}")
+    if block_k < 1:
+        raise ValueError(f"block_k must be at least 1, got {block_k}")
+    A, B = memory.place("A", a), memory.place("B", b)
+    C = memory.empty("C", *shape, like=a) if c is None else memory.place("C", c.clone())
+    warps = Warps(memory, (block_m // warp_m) * (block_n // warp_n))
+    for rows in blocks(C.rows, block_m):
+        for cols in blocks(C.cols, block_n):
+            tiles = list(itertools.product(split(rows, warp_m), split(cols, warp_n)))
+            with memory.sram(kernel="C = alpha A B + beta C") as sram:
+                sums = [zeros(len(r), len(s), a) for r, s in tiles]
+                for strip in blocks(A.cols, block_k):
+                    a_k, b_k = sram.load(A, rows, strip), sram.load(B, strip, cols)
+                    warps.barrier("the strips are there")
+                    for warp, (r, s) in enumerate(tiles):
+                        a_w = a_k[r.start - rows.start : r.stop - rows.start]
+                        b_w = b_k[:, s.start - cols.start : s.stop - cols.start]
+                        a_w = warps.read("A", a_w, warp, r, strip)
+                        b_w = warps.read("B", b_w, warp, strip, s)
+                        sums[warp] = warps.compute("C", sums[warp] + a_w @ b_w, warp, r, s, op="C += A B")
+                    warps.barrier("the strips are used")
+                for (r, s), total in zip(tiles, sums, strict=True):
+                    out = alpha * total
+                    if beta != 0:
+                        out = out + beta * sram.load(C, r, s)
+                    sram.store(C, out, r, s)
+    return C.tensor, warps

@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 
-KINDS = ("place", "empty", "release", "load", "store", "compute", "free", "skip", "page")
+KINDS = (
+    "place", "empty", "release", "load", "store", "compute", "free", "skip", "page",
+    "shared_load", "shared_store", "register", "barrier",
+)  # fmt: skip
 """What an event may be.
 
 place, empty: an input, or room for a result, appears in HBM; release: it goes.
 load: HBM to a tile in SRAM; store: a tile or an expression to HBM; compute: a value becomes a tile in SRAM
 (both replace the tile that had that name); free: a tile leaves SRAM. skip: a tile of the score matrix that
 is never computed. page: a change of block tables, in ``data``.
+shared_load: a warp reads from shared memory into its registers; shared_store: it writes there; register: it
+computes; barrier: all warps of the thread block wait for each other. "K.2" is K in warp 2.
 """
 
 

@@ -27,7 +27,8 @@ def _forward_results(
     *rows, heads, _ = q.shape
     lse_shape = (heads, *rows) if extras.cu_seqlens_q is not None else (rows[0], heads, rows[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return ((*rows, heads, v.shape[-1]), q.dtype), (lse_shape, lse_dtype)
+    out_dtype = lse_dtype if options.partial else q.dtype
+    return ((*rows, heads, v.shape[-1]), out_dtype), (lse_shape, lse_dtype)
 
 
 def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,8 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     sink, bias = extras.sink, extras.bias
     dsink = None if sink is None else sink.new_empty(sink.shape)
     dbias = bias.new_empty(bias.shape) if options.bias_grad else None
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink, dbias
+    (_, dtype), _ = _forward_results(q, k, v, extras, options)
+    return *(t.new_empty(t.shape, dtype=dtype) for t in (q, k, v)), dsink, dbias
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> int:

@@ -31,6 +31,8 @@ class Options(NamedTuple):
     attention_chunk: int = 0
     bias_grad: bool = False
     """Of the backward pass alone: whether the bias gets a gradient."""
+    partial: bool = False
+    """out and the gradients in float32: parts of sums over devices, added up before they are rounded."""
 
 
 class Extras(NamedTuple):
@@ -98,6 +100,7 @@ class Problem(Results):
     """Whether the backward pass computes the gradient of the bias."""
     mods: Mods | None = None
     """Functions of scores and masks."""
+    partial: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
 
@@ -106,6 +109,11 @@ class Problem(Results):
         """The first argument, if any, that hides or changes scores or probabilities otherwise than by the
         distance of row and key and the lengths of sequences."""
         return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of out and of the gradients of q, k and v."""
+        return self.lse_dtype if self.partial else self.dtype
 
     @property
     def causal(self) -> bool:
@@ -169,6 +177,7 @@ class Problem(Results):
             "attention_chunk": int(options.attention_chunk),
             "seqused_q": extras.seqused_q is not None,
             "bias_grad": options.bias_grad,
+            "partial": bool(options.partial),
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
         }
         return cls(**fields | others)

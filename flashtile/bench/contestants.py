@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from flashtile.bench import decode_peers, fp8_peers
-from flashtile.bench.peers import FlashAttention, Flashtile, FlexAttention, Peer, Sdpa, Standard, TorchVarlen
+from flashtile.bench.peers import (
+    FlashAttention,
+    Flashtile,
+    FlexAttention,
+    LoopsOfFlash1,
+    Peer,
+    Sdpa,
+    Standard,
+    TorchVarlen,
+)
 from flashtile.bench.workloads import Workload
 from flashtile.problem import PREFERENCE, UNLIMITED
 
@@ -35,9 +44,10 @@ def peers(kind: str) -> tuple[Peer, ...]:
         Sdpa("sdpa-cpu", "FLASH_ATTENTION", "cpu"),
         FlexAttention(),
         TorchVarlen(),
-        FlashAttention("fa2", "flash_attn", UNLIMITED),
+        FlashAttention("fa2", "flash_attn", UNLIMITED, alibi="alibi_slopes"),
         FlashAttention("fa3", "flash_attn_interface", UNLIMITED),
-        FlashAttention("fa4", "flash_attn.cute", None),
+        FlashAttention("fa4", "flash_attn.cute", None, sink="learnable_sink"),
+        LoopsOfFlash1(),
         Standard(),
     )
 

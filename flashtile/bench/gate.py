@@ -101,7 +101,12 @@ class Oracle:
         for head in self.heads:
             q, dout = (self._head(t, head, 0).to(dtype) for t in (inputs.q, inputs.dout))
             k, v = (inputs.keys_of(t, head.sequence)[:, head.kv_head].to(dtype) for t in (inputs.k, inputs.v))
-            results = _attend_head(self._workload, head, q, k, v, dout, gradients)
+            by_head = {
+                name: t[head.kv_head * q.shape[1] : (head.kv_head + 1) * q.shape[1]].to(dtype)
+                for name in ("alibi_slopes", "sink")
+                if (t := getattr(inputs, name)) is not None
+            }
+            results = _attend_head(self._workload, head, q, k, v, dout, by_head, gradients)
             for name, result in zip(names, results, strict=True):
                 parts[name].append(result.flatten())
         return {name: torch.cat(results) for name, results in parts.items()}
@@ -133,21 +138,29 @@ def sample_heads(workload: Workload, device_type: str) -> list[Head]:
 
 
 def _attend_head(
-    workload: Workload, head: Head, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, gradients: bool
+    workload: Workload,
+    head: Head,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    by_head: dict[str, Tensor],
+    gradients: bool,
 ) -> tuple[Tensor, ...]:
     """(out,) or (out, dq, dk, dv) of one key/value head.
 
-    q and dout are (seqlen_q, group, head_dim), k and v (seqlen_k, head_dim). The gradients of k and v are
-    summed over chunks in float32 at least.
+    q and dout are (seqlen_q, group, head_dim), k and v (seqlen_k, head_dim), tensors ``by_head`` (group,).
+    The gradients of k and v are summed over chunks in float32 at least.
     """
     k, v = (t.detach().requires_grad_(gradients) for t in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (torch.zeros_like(t, dtype=wide) for t in (k, v))
-    outs, dqs = [torch.empty_like(q[:0])], [torch.empty_like(q[:0])]
+    outs, dqs = [torch.empty_like(dout[:0])], [torch.empty_like(q[:0])]
     step = max(1, CHUNK_SCORES[q.device.type] // max(1, k.shape[0] * q.shape[1]))
     for start in range(0, q.shape[0], step):
         rows = q[start : start + step].detach().requires_grad_(gradients)
-        out = _attend_rows(workload, head, rows, k, v, start + k.shape[0] - q.shape[0])
+        position = start + k.shape[0] - q.shape[0]
+        out = _attend_rows(workload, head, rows, k, v, position, **by_head)
         outs.append(out.detach())
         if gradients:
             dq, *shares = torch.autograd.grad(out, (rows, k, v), dout[start : start + step])
@@ -159,13 +172,28 @@ def _attend_head(
 
 
 def _attend_rows(
-    workload: Workload, head: Head, q: Tensor, k: Tensor, v: Tensor, position: int
+    workload: Workload,
+    head: Head,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """(rows, group, head_dim) of some query rows, the first of which stands at key ``position``."""
     rows, group = q.shape[:2]
     window = (workload.window_left, workload.window_right)
     seen = reference.visible(rows, k.shape[0], *window, q.device, position)
-    hidden = ~seen.repeat_interleave(group, 0)  # the heads of a group share their keys: so many more rows
+    # The heads of a group share their keys: so many more rows of one head.
+    hidden = ~seen.repeat_interleave(group, 0)
+    bias = column = None
+    if alibi_slopes is not None:
+        own = torch.arange(position, position + rows, device=q.device)
+        distance = (own[:, None] - torch.arange(k.shape[0], device=q.device)).abs()
+        bias = (-alibi_slopes[:, None] * distance[:, None]).flatten(0, 1)
+    if sink is not None:
+        column = sink.repeat(rows)[None, :, None]
     modify = None
     if workload.mod:  # of squares, so that a row stands at its own number
         score_mod, mask_mod = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, q.device)
@@ -179,6 +207,6 @@ def _attend_rows(
         modify = None if score_mod is None else lambda scores: score_mod(scores, *grids)
     out, _ = reference.standard(
         q.flatten(0, 1)[None], k[None], v[None], workload.head_dim**-0.5, hidden=hidden,
-        empty=hidden.all(-1, keepdim=True), softcap=workload.softcap, modify=modify,
+        empty=hidden.all(-1, keepdim=True), bias=bias, softcap=workload.softcap, modify=modify, sink=column,
     )  # fmt: skip
     return out[0].unflatten(0, (rows, group))

@@ -30,6 +30,8 @@ class Inputs:
     cache_seqlens: Tensor | None = None
     block_tables: tuple[Tensor, ...] = ()
     descales: dict[str, Tensor] = field(default_factory=dict)
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
 
     def rows_of(self, tensor: Tensor, b: int) -> Tensor:
         """(seqlen_q, heads, head_dim): sequence b of q, or of what has the tokens of q."""
@@ -52,17 +54,29 @@ def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -
     def normal(side: int, number: int) -> Tensor:
         heads = (workload.num_heads_q, workload.num_heads_kv)[side]
         rows = (tokens[side],) if workload.varlen else (workload.batch, tokens[side] // workload.batch)
-        shape = (*rows, heads, workload.head_dim)
+        width = workload.head_dim if number in (0, 1) else workload.width_v
+        shape = (*rows, heads, width)
         return random_tensor(shape, workload.source_dtype, device, seed=4 * seed + number)
 
     q, dout = normal(0, 0), normal(0, 3)
     if workload.cache is not None:
         return _with_cache(workload, q, dout)
-    inputs = Inputs(q, normal(1, 1), normal(1, 2), dout)
+    slopes, sink = _by_head(workload, device)
+    inputs = Inputs(q, normal(1, 1), normal(1, 2), dout, alibi_slopes=slopes, sink=sink)
     if not workload.varlen:
         return inputs
     offsets_q, offsets_k = (cu_seqlens(lengths, device) for lengths in zip(*workload.sequences, strict=True))
     return replace(inputs, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+
+
+def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
+    """ALiBi's slopes (Press et al. 2022, section 3) and sinks, (heads_q,) each, or None."""
+    heads, slopes, sink = workload.num_heads_q, None, None
+    if workload.alibi:
+        slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
+    if workload.sink:
+        sink = random_tensor((heads,), torch.float32, device, seed=5)
+    return slopes, sink
 
 
 def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:

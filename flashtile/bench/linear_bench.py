@@ -18,12 +18,12 @@ from torch import Tensor
 
 from flashtile import machine
 from flashtile.bench.timing import capture, copy_ceiling, release_memory, replay_time, time_call
+from flashtile.io_model import find_model
 from flashtile.linear import linear
 
 NAME = "linear"
 SHAPES = {
-    "llama-2-7b": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
-    "llama-3-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    **{name: find_model(name).products for name in ("llama-2-7b", "llama-3-8b")},
     "ci": ((96, 64), (64, 64), (172, 64), (64, 86)),
 }
 """(N, K) of a layer's products: queries, keys and values; output; gate and up; down."""
@@ -103,7 +103,7 @@ def run(
         "versions": machine.versions(),
         "device": machine.describe_device(device),
         "source": machine.source_commit(),
-        "read_tbps": _read_tbps(device, rounds, rep),
+        "read_tbps": read_tbps(device, rounds, rep),
         "cells": [],
     }
     for workload in chosen:
@@ -113,7 +113,8 @@ def run(
     return document
 
 
-def _read_tbps(device: torch.device, rounds: int, rep: float) -> float:
+def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
+    """10^12 bytes a second of reading; of copying on the CPU."""
     if device.type != "cuda":
         return copy_ceiling(device, rounds, rep) * 1e-3
     from flashtile.bench.linear_profile import read_bandwidth

@@ -124,7 +124,7 @@ class Standard(Peer):
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         attends = {
-            pair: _standard(workload, *pair, device=inputs.q.device) for pair in set(workload.sequences)
+            pair: _standard(workload, *pair, inputs) for pair in set(workload.sequences)
         }
         if workload.lengths is None:
             return Call(attends[workload.seqlen_q, workload.seqlen_k], heads_first=True)
@@ -137,6 +137,33 @@ class Standard(Peer):
             return torch.cat([attends[pair](*piece) for pair, piece in found], 2)
 
         return Call(attend, heads_first=True)
+
+
+class LoopsOfFlash1(Peer):
+    """FlashAttention's first loop order, keys outside and queries inside, as a Triton kernel: what the second
+    is said to be twice as fast as. Forward alone."""
+
+    name, device_type = "flash1-loops", "cuda"
+    needs = ("triton", "jit")
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        changed = workload.softcap or workload.alibi or workload.sink
+        if workload.varlen or workload.window_left != UNLIMITED or changed:
+            return "takes dense calls without window, soft-cap, ALiBi and sink"
+        if max(workload.head_dim, workload.head_dim_v or 0) > 128 or workload.torch_dtype.itemsize > 4:
+            return "takes head sizes up to 128 and no float64"
+        return None
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Call:
+        flash1 = importlib.import_module("flashtile.backends.portable.flash1")
+        launch = flash1.Flash1Launch(workload.causal, workload.head_dim**-0.5)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if q.requires_grad:
+                raise NotImplementedError("has no backward pass")
+            return launch(q, k, v)
+
+        return Call(attend)
 
 
 class Sdpa(Peer):
@@ -154,8 +181,8 @@ class Sdpa(Peer):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen:
             return "takes no variable-length batch"
-        if workload.window_left != UNLIMITED or workload.softcap:
-            return "takes no window or soft-cap without a stored mask or scores"
+        if workload.window_left != UNLIMITED or workload.softcap or workload.alibi or workload.sink:
+            return "takes no window, soft-cap, ALiBi or sink without a stored mask or scores"
         if workload.causal and workload.seqlen_q != workload.seqlen_k:
             return "its causal mask is aligned to the upper left"
         return None
@@ -180,7 +207,8 @@ class TorchVarlen(Peer):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if not workload.varlen:
             return "takes variable-length batches only"
-        return "takes no soft-cap" if workload.softcap else None
+        extras = workload.softcap or workload.alibi or workload.sink
+        return "takes no soft-cap, ALiBi or sink" if extras else None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -209,6 +237,9 @@ class FlexAttention(Peer):
         self._compiled = compiled
         self.device_type = "cuda" if compiled else None
 
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        return "takes no sink" if workload.sink else None
+
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         from torch.nn.attention import flex_attention as flex
 
@@ -227,6 +258,10 @@ class FlexAttention(Peer):
         if workload.softcap:
             softcap = workload.softcap
             options["score_mod"] = lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+        slopes = inputs.alibi_slopes
+        if slopes is not None:
+            shift = workload.seqlen_k - workload.seqlen_q
+            options["score_mod"] = lambda score, b, h, i, j: score - slopes[h] * (i + shift - j).abs()
         if mask is not None:
             rows, keys = (tensor.shape[0 if workload.varlen else 1] for tensor in (inputs.q, inputs.k))
             options["block_mask"] = flex.create_block_mask(
@@ -241,9 +276,18 @@ class FlashAttention(Peer):
 
     device_type = "cuda"
 
-    def __init__(self, name: str, module: str, unlimited: int | None) -> None:
+    def __init__(
+        self, name: str, module: str, unlimited: int | None, alibi: str | None = None, sink: str | None = None
+    ) -> None:
+        """``alibi`` and ``sink`` are its names for ALiBi's slopes and sinks, if it takes them."""
         self.name, self.needs = name, (module, "flash_attn_func")
         self._module, self._unlimited = module, unlimited
+        self._alibi, self._sink = alibi, sink
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        if workload.alibi and self._alibi is None:
+            return "takes no ALiBi"
+        return "takes no sink" if workload.sink and self._sink is None else None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         attend = self.function(workload, inputs)
@@ -253,6 +297,10 @@ class FlashAttention(Peer):
         """The package's function with the workload's options."""
         module = importlib.import_module(self._module)
         given = options(workload, inputs)
+        if workload.alibi:
+            given[str(self._alibi)] = given.pop("alibi_slopes")
+        if workload.sink:
+            given[str(self._sink)] = given.pop("sink").to(workload.torch_dtype)
         if workload.window_left == UNLIMITED:
             del given["window_size"]
         else:
@@ -266,6 +314,10 @@ def options(workload: Workload, inputs: Inputs) -> dict[str, Any]:
     """The arguments that flashtile's functions have from FlashAttention-2."""
     window_size = (workload.window_left, UNLIMITED)
     given = {"causal": workload.causal, "window_size": window_size, "softcap": workload.softcap}
+    if workload.alibi:
+        given["alibi_slopes"] = inputs.alibi_slopes
+    if workload.sink:
+        given["sink"] = inputs.sink
     if not workload.varlen:
         return given
     return given | {
@@ -294,9 +346,14 @@ def _sees_all(workload: Workload) -> bool:
     return not workload.causal and workload.window_left == UNLIMITED
 
 
-def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, device: torch.device) -> Attend:
-    """On (batch, heads, seqlen, head_dim), its mask made before."""
-    hidden = empty = None
+def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) -> Attend:
+    """On (batch, heads, seqlen, head_dim), its mask and bias made before."""
+    hidden = empty = bias = None
+    device, dtype = inputs.q.device, inputs.q.dtype
+    if inputs.alibi_slopes is not None:
+        own = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
+        distance = (own[:, None] - torch.arange(seqlen_k, device=device)).abs()
+        bias = (-inputs.alibi_slopes[:, None, None] * distance).to(dtype)
     if not _sees_all(workload):
         seen = reference.visible(seqlen_q, seqlen_k, workload.window_left, workload.window_right, device)
         hidden = ~seen
@@ -304,7 +361,7 @@ def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, device: torch.de
             empty = hidden.all(-1, keepdim=True)
     attend = partial(
         reference.standard, softmax_scale=workload.head_dim**-0.5, hidden=hidden, empty=empty,
-        softcap=workload.softcap,
+        bias=bias, softcap=workload.softcap, sink=inputs.sink,
     )  # fmt: skip
     return lambda q, k, v: attend(q, k, v)[0]
 

@@ -20,6 +20,9 @@ def print_report(document: dict[str, Any], console: Console, unit: str | None = 
     """Every table; the geometric means come last."""
     print_head(document, console)
     console.print(*(cells_table(document, cells, unit) for cells in by_pass(document).values()))
+    apart = taken_apart(document)
+    if apart:
+        console.print(operations_table(apart, summary.names(document, ours=True)[0]))
     print_notes(document, console)
     if any(row["peer"] == summary.BEST_PEER for row in document["summary"]):
         console.print(summary_table(document))
@@ -90,6 +93,38 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
     return table
 
 
+def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells in which standard attention's operations were timed one by one."""
+    return [cell for cell in document["cells"] if cell.get("operations", {}).get("status") == "ok"]
+
+
+def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
+    """Milliseconds of standard attention's operations, a column for each cell, and of the fused call."""
+    table = Table(
+        "forward, milliseconds",
+        *(Column(escape(cell["workload"]), justify="right") for cell in cells),
+        title="standard attention by operation, beside the fused call", title_justify="left",
+    )  # fmt: skip
+    columns = [_operation_times(cell, ours) for cell in cells]
+    for name in columns[0]:
+        values = (column[name] for column in columns)
+        table.add_row(escape(name), *("–" if value is None else f"{value:.3g}" for value in values))
+    dropout = cells[0]["operations"]["dropout_p"]
+    table.caption = f"dropout of {dropout:g} in standard attention, none in the fused call"
+    return table
+
+
+def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]:
+    found, fused = cell["operations"], summary.timed(cell, [ours]).get(ours)
+    exact = found["together_ms"] - found["ms"]["dropout"]
+    return found["ms"] | {
+        "together": found["together_ms"],
+        "without dropout": exact,
+        ours: None if fused is None else fused["ms"],
+        f"without dropout / {ours}": None if fused is None else exact / fused["ms"],
+    }
+
+
 def summary_table(document: dict[str, Any]) -> Table:
     """Geometric means of flashtile's speed over each peer's, over the cells that both ran."""
     table = Table(
@@ -137,7 +172,8 @@ def _print_refusals(document: dict[str, Any], console: Console) -> None:
     """Each reason once, with the number of cells."""
     reasons: Counter[tuple[str, str, str]] = Counter()
     for cell in document["cells"]:
-        for name, result in cell["results"].items():
+        apart = {"standard, by operation": cell["operations"]} if "operations" in cell else {}
+        for name, result in (cell["results"] | apart).items():
             if result["status"] != "ok":
                 # How much memory was missing differs from cell to cell.
                 reason = "" if result["status"] == "out of memory" else f": {result['reason']}"

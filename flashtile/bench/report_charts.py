@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from flashtile.bench import summary
-from flashtile.bench.report import by_pass, headline, scale
+from flashtile.bench.report import by_pass, headline, scale, taken_apart
 from flashtile.io_model.tables import format_bytes, format_tokens
 
 INK = "#010203"
@@ -43,7 +43,8 @@ class Chart:
 
 
 def charts(document: dict[str, Any]) -> Iterator[Chart]:
-    """For each series: speed of each pass; then speed-up and memory where there are several lengths.
+    """For each series: speed of each pass, and time by operation where it was taken; then speed-up and memory
+    where there are several lengths.
 
     Raises:
         ValueError: nothing was measured.
@@ -52,6 +53,9 @@ def charts(document: dict[str, Any]) -> Iterator[Chart]:
         what = _what(cells)
         for which, measured in passes.items():
             yield _chart(document, series, f"{which} speed", what, _speed_bars, measured)
+        for cell in taken_apart({"cells": cells}):
+            kind = f"operations {cell['seqlen_k']}"
+            yield _chart(document, series, kind, cell["shape"], _operation_bars, [cell])
         if len({cell["seqlen_k"] for cell in cells}) > 1:
             for which, measured in passes.items():
                 if _curves(document, measured, _speed_up):
@@ -174,6 +178,34 @@ def _speed_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell], uni
         names = [cell["workload"] for cell in ordered]
         axes.set_xticks(range(len(ordered)), names, rotation=20, ha="right")
     axes.set_ylabel(label, fontsize=8)
+    axes.margins(y=0.14)
+
+
+def _operation_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell]) -> None:
+    operation_bars(axes, cells[0], _ours(document))
+
+
+def operation_bars(axes: Axes, cell: Cell, ours: str) -> None:
+    """Two stacks of milliseconds: standard attention by operation, and the fused call."""
+    height = 0.0
+    for index, (name, milliseconds) in enumerate(cell["operations"]["ms"].items()):
+        axes.bar([0], [milliseconds], 0.6, bottom=height, label=name, color=f"C{index + 1}")
+        if milliseconds > 0.04 * cell["operations"]["together_ms"]:
+            label = f"{name} {milliseconds:.3g}"
+            axes.text(
+                0, height + milliseconds / 2, label, ha="center", va="center", fontsize=8, color="black"
+            )
+        height += milliseconds
+    fused = cell["results"][ours].get("ms", 0.0)
+    axes.bar([1], [fused], 0.6, label=ours, color="C0")
+    for place, whole in enumerate((height, fused)):
+        label = f"{whole:.3g}" if whole else "not timed"
+        axes.text(place, whole, label, ha="center", va="bottom", fontsize=8, color=INK)
+    axes.set_xticks(
+        [0, 1], [f"standard attention,\ndropout {cell['operations']['dropout_p']:g}", f"{ours},\nno dropout"]
+    )
+    axes.set_xlim(-0.6, 1.6)
+    axes.set_ylabel("milliseconds, forward", fontsize=8)
     axes.margins(y=0.14)
 
 

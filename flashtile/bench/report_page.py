@@ -13,6 +13,7 @@ from rich.text import Text
 
 from flashtile.bench import report
 from flashtile.bench.report_charts import charts
+from flashtile.bench.summary import names
 from flashtile.io_model.tables import format_bytes
 
 
@@ -25,6 +26,7 @@ def render_page(document: dict[str, Any]) -> str:
     sections: dict[str, list[Any]] = {}
     for chart in charts(document):
         sections.setdefault(chart.series, []).append(chart)
+    apart = report.taken_apart(document)
     return render(
         "flashtile.bench",
         "report_page.html.jinja",
@@ -33,6 +35,7 @@ def render_page(document: dict[str, Any]) -> str:
         notes=_text(report.print_notes, document),
         sections=sections,
         means=report.summary_table(document) if document["summary"] else None,
+        operations=report.operations_table(apart, names(document, ours=True)[0]) if apart else None,
         tables=[report.cells_table(document, cells) for cells in report.by_pass(document).values()],
     )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashtile import machine, testing
-from flashtile.bench import timing
+from flashtile.bench import operations, timing
 from flashtile.bench.contestants import kind_of
 from flashtile.bench.gate import Oracle
 from flashtile.bench.inputs import Inputs, make_inputs
@@ -36,6 +36,8 @@ OK, WRONG, REFUSED, NO_MEMORY, FAILED = "ok", "wrong", "refused", "out of memory
 class Settings:
     """How to measure: ``rep`` milliseconds a measurement, ``rounds`` turns of each contestant.
 
+    With ``operations``, standard attention's operations are timed one by one beside forward calls.
+
     Raises:
         ValueError: a pass that there is not, or not on this device.
     """
@@ -45,6 +47,7 @@ class Settings:
     rounds: int = 3
     rep: float = 25.0
     host_time: bool = True
+    operations: bool = False
 
     def __post_init__(self) -> None:
         for which in self.passes:
@@ -134,11 +137,45 @@ def measure_workload(
         for entry in entries:
             with _contained(entry, settings.device):
                 _admit(entry, workload, which, inputs, oracle)
+        apart = None
+        if settings.operations and which == "forward":
+            apart = Apart(workload, inputs, oracle, settings)
         for turn in range(settings.rounds):
             for entry in _rotated([entry for entry in entries if entry.call is not None], turn):
                 with _contained(entry, settings.device):
                     _measure(entry, inputs, which, settings)
-        yield _cell(workload, which, entries, oracle)
+            if apart is not None:
+                apart.measure()
+        cell = _cell(workload, which, entries, oracle)
+        yield cell if apart is None else {**cell, "operations": apart.result()}
+
+
+class Apart:
+    """Standard attention's operations in one cell, timed one by one after the gate."""
+
+    def __init__(self, workload: Workload, inputs: Inputs, oracle: Oracle, settings: Settings) -> None:
+        self._peer, self._settings = operations.Operations(), settings
+        self._entry = Entry(self._peer)
+        self._functions: dict[str, Callable[[], Tensor]] = {}
+        with _contained(self._entry, settings.device), torch.no_grad():
+            _admit(self._entry, workload, "forward", inputs, oracle)
+            if self._entry.call is not None:
+                self._functions = self._peer.functions(workload, inputs)
+        self._times: dict[str, list[float]] = {name: [] for name in self._functions}
+
+    def measure(self) -> None:
+        """One turn of each operation."""
+        if self._entry.call is None:
+            return
+        with _contained(self._entry, self._settings.device), torch.no_grad():
+            for name, function in self._functions.items():
+                took = timing.median_time(function, self._settings.rep, self._settings.device)
+                self._times[name].append(took)
+
+    def result(self) -> dict[str, Any]:
+        entry = self._entry
+        found = {"status": entry.status, "reason": entry.reason, "gate": entry.gate}
+        return found | (operations.summarized(self._times) if entry.status == OK else {})
 
 
 def _admit(entry: Entry, workload: Workload, which: str, inputs: Inputs, oracle: Oracle) -> None:

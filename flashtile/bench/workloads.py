@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashtile.bench import mods
+from flashtile.bench.shapes import SHAPES
 from flashtile.io_model.calls import Call
 from flashtile.problem import UNLIMITED
 
@@ -63,6 +64,8 @@ class Workload:
             sequences are as long.
         mod: a function of scores or masks, by its name in :data:`flashtile.bench.mods.MODS`.
         cache: for decoding, attention of ``seqlen_q`` new tokens of each sequence over a cache.
+        head_dim_v: of v and out; None is ``head_dim``.
+        alibi, sink: with ALiBi's slopes for the number of heads; with a learned sink a head.
         tags: names of the sets that it belongs to.
     """
 
@@ -81,6 +84,9 @@ class Workload:
     lengths: tuple[tuple[int, int], ...] | None = None
     cache: Cache | None = None
     mod: str = ""
+    head_dim_v: int | None = None
+    alibi: bool = False
+    sink: bool = False
     tags: tuple[str, ...] = ()
 
     @property
@@ -108,6 +114,11 @@ class Workload:
         return torch.bfloat16 if self.fp8 else self.torch_dtype
 
     @property
+    def width_v(self) -> int:
+        """Of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
     def group_size(self) -> int:
         return self.num_heads_q // self.num_heads_kv
 
@@ -125,7 +136,9 @@ class Workload:
         """The same call for the I/O model."""
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
-            None, self.dtype, self.window_left, self.window_right, self.lengths,
+            self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
+            None if self.cache is None else self.cache.page_size,
+            None if self.cache is None else self.cache.dtype,
         )  # fmt: skip
 
     @property
@@ -139,6 +152,8 @@ class Workload:
         words = [self.mod] if self.mod else ["causal" if self.causal else "full"]
         words += [f"window {self.window_left + 1}"] if self.window_left != UNLIMITED else []
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
+        words += ["ALiBi"] if self.alibi else []
+        words += ["sink"] if self.sink else []
         words += ["varlen"] if self.varlen else []
         if self.cache is not None:
             words.append(f"pages of {self.cache.page_size}" if self.cache.page_size else "dense cache")
@@ -151,8 +166,9 @@ class Workload:
         """The shape in words: batch, lengths, heads, head size, dtype."""
         lengths = str(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}/{self.seqlen_k}"
         heads = str(self.num_heads_q) if self.group_size == 1 else f"{self.num_heads_q}/{self.num_heads_kv}"
+        width = str(self.head_dim) if self.head_dim_v is None else f"({self.head_dim}, {self.head_dim_v})"
         longest = "up to " if len(set(self.sequences)) > 1 else ""
-        return f"B {self.batch}, S {longest}{lengths}, H {heads}, D {self.head_dim}, {self.dtype}"
+        return f"B {self.batch}, S {longest}{lengths}, H {heads}, D {width}, {self.dtype}"
 
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head over the batch; seqlen^2 / 2 each for a dense causal square."""
@@ -165,14 +181,17 @@ class Workload:
 
     def flops(self, which: str = "forward") -> float:
         """Floating-point operations of a pass."""
-        forward = 4.0 * self.visible_pairs() * self.num_heads_q * self.head_dim
-        return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5, "graph": 1.0}[which]
+        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # of each product, an element of head_dim
+        forward = pair * (self.head_dim + self.width_v)
+        backward = pair * (3 * self.head_dim + 2 * self.width_v)
+        both = forward + backward
+        return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
 
     def bytes(self, which: str = "forward") -> int:
         """The least HBM traffic of a pass: every input read once (a shared prefix once for all sequences) and
         every result written once."""
         call = self.call
-        out = call.rows_q * self.head_dim * self.source_dtype.itemsize
+        out = call.rows_q * self.width_v * self.source_dtype.itemsize
         forward = call.q_bytes + out + self.kv_bytes() + call.lse_bytes
         # q, k, v, out, dout, lse in; dq, dk, dv out
         backward = 2 * (call.q_bytes + out + self.kv_bytes()) + call.lse_bytes
@@ -183,7 +202,7 @@ class Workload:
         """Keys and values, each read once."""
         prefix = self.cache.prefix if self.cache is not None else 0
         tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
-        return 2 * tokens * self.num_heads_kv * self.head_dim * self.cache_dtype.itemsize
+        return tokens * self.num_heads_kv * (self.head_dim + self.width_v) * self.cache_dtype.itemsize
 
     def resident_bytes(self) -> int:
         """q, k, v, out, their gradients and lse: what forward and backward together cannot do without."""
@@ -280,6 +299,19 @@ def _decode(
     )  # fmt: skip
 
 
+def _shapes() -> list[Workload]:
+    """The cells of :mod:`flashtile.bench.shapes`."""
+    return [
+        Workload(
+            shape.name, shape.name, shape.batch, shape.seqlen_q, shape.seqlen_k, *shape.heads, shape.head_dim,
+            causal=shape.causal, window_left=shape.window - 1 if shape.window else UNLIMITED,
+            softcap=shape.softcap, head_dim_v=shape.head_dim_v, alibi=shape.alibi, sink=shape.sink,
+            tags=("shapes",),
+        )
+        for shape in SHAPES
+    ]  # fmt: skip
+
+
 def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
     """Lengths between ``shortest`` and ``longest``, evenly many in each octave, of ``total`` together; the
     last may be shorter."""
@@ -346,6 +378,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("window-1024", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True, window_left=1023),
     *_dense("batch16-causal", (8192,), 16 * 8192, "batch16", WIDE_HEADS, causal=True),
     *_ragged(),
+    *_shapes(),
     *_paper_grid("bfloat16", (2048, 8192), "dtypes"),
     *_paper_grid("float16", (2048, 8192), "dtypes", dtype="float16"),
     *_paper_grid("fp8", (4096, 8192, 16384), "fp8", dtype=FP8),
@@ -374,6 +407,38 @@ WORKLOADS: tuple[Workload, ...] = (
         _decode(f"32x4096-d{d}", CONTEXTS, "decode decode-head-dims", (32, 8, d), series="head-dims")
         for d in (64, 256, 512)
     ),
+    # Verified guesses and chunks of prompts over pages
+    *(
+        _decode(
+            f"{b}x{s}-chunk{n}", (s,) * b, "decode decode-chunks", series=f"{b}x{s}-chunk", seqlen_q=n
+        )
+        for b, s in ((8, 8192), (32, 4096), (1, 32768), (128, 512), (1, 131072))
+        for n in (1, 2, 4, 8, 16, 64, 256, 1024, 2048)
+        if n <= s // 2 and b * n <= 16384
+    ),
+    *(
+        _decode(
+            f"8x8192-chunk{n}-page-{size}", (8192,) * 8, "decode decode-chunks",
+            series=f"chunk{n}-pages", seqlen_q=n, page_size=size,
+        )
+        for n in (8, 64, 1024)
+        for size in (1, 8, 64, 256)
+    ),
+    *(
+        _decode(
+            f"8x8192-chunk{n}-{q}/{kv}-d{d}", (8192,) * 8, "decode decode-chunks", (q, kv, d),
+            series=f"chunk{n}-heads", seqlen_q=n,
+        )
+        for n in (8, 64, 1024)
+        for q, kv, d in ((32, 32, 128), (64, 8, 128), (32, 8, 64), (16, 4, 256))
+    ),
+    *(
+        _decode(
+            f"{b}x{s}-chunk{n}-fp8", (s,) * b, "decode decode-chunks", series="chunks-fp8", seqlen_q=n,
+            cache_dtype=FP8,
+        )
+        for b, s, n in ((8, 8192, 8), (32, 4096, 8), (8, 8192, 64), (32, 4096, 64), (1, 32768, 256))
+    ),
     _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
     # Functions of scores and masks, as FlexAttention's users write them
     *(
@@ -387,6 +452,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
     *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
     *_dense("cpu-d128-gqa-causal", (1024,), 0, "cpu", (8, 2, 128), causal=True, **FLOAT32),
+    *_dense("cpu-gpt2", (1024,), 0, "cpu-gpt2", (12, 12, 64), causal=True, **FLOAT32),
     *_dense("cpu-window-causal", (2048,), 0, "cpu", (8, 8, 64), causal=True, window_left=255, **FLOAT32),
     # Seconds on two cores; every kind of call once, lengths that are no powers of two
     *_dense("ci-full", (96, 160), 192, "ci", (2, 2, 32), **FLOAT32),
@@ -394,6 +460,8 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("ci-gqa", (113,), 226, "ci", (4, 2, 40), causal=True, **FLOAT32),
     *_dense("ci-window", (150,), 0, "ci", (2, 1, 16), causal=True, window_left=31, **FLOAT32),
     *_dense("ci-softcap", (100,), 0, "ci", (2, 2, 64), softcap=5.0, **FLOAT32),
+    *_dense("ci-alibi", (90,), 180, "ci", (4, 2, 16), causal=True, alibi=True, **FLOAT32),
+    *_dense("ci-sink", (70,), 0, "ci", (4, 2, 48), head_dim_v=32, sink=True, **FLOAT32),
     Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
     _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
     *_dense(

@@ -15,6 +15,7 @@ from rich.table import Table
 from flashtile.bench import (
     contestants,
     documents,
+    engine_bench,
     linear_bench,
     report,
     report_charts,
@@ -65,6 +66,13 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 3,
     rep: Annotated[float, typer.Option(min=1.0, callback=finite, help="Milliseconds a measurement.")] = 25.0,
     host_time: Annotated[bool, typer.Option(help="Measure the host time of a call.")] = True,
+    operations: Annotated[
+        bool,
+        typer.Option(
+            "--operations",
+            help="Time standard attention's operations one by one, too: products, mask, softmax, dropout.",
+        ),
+    ] = False,
     unit: Annotated[
         str | None,
         typer.Option(help="Of the tables and the plot: tflops or gbps. Default: gbps for decoding."),
@@ -110,17 +118,20 @@ def bench(
         out.print(_workload_table(), *(_peer_table(kind, chosen_device) for kind in contestants.OURS))
         return
     with bad_parameters():
-        products = linear_bench.select(_split(workload_names))
-        if products and (
-            refused := [o for o in (passes, backends, head_dims, dtype, plot_path, report_path) if o]
-        ):
-            raise ValueError(
-                f"{linear_bench.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
-                f"got {refused[0]}"
-            )
-    if products:
-        _bench_products(products, chosen_device, _split(peer_names), rounds, rep, json_path, out)
-        return
+        for kind_of_bench in (linear_bench, engine_bench):
+            others: Any = kind_of_bench.select(_split(workload_names))
+            given = (passes, backends, head_dims, dtype, operations, plot_path, report_path)
+            refused = [option for option in given if option]
+            if others and refused:
+                raise ValueError(
+                    f"{kind_of_bench.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
+                    f"got {refused[0]}"
+                )
+            if others:
+                _bench_others(
+                    kind_of_bench, others, chosen_device, _split(peer_names), rounds, rep, json_path, out
+                )
+                return
     with bad_parameters():
         chosen = workloads.select(
             _split(workload_names) or ["paper" if chosen_device.type == "cuda" else "cpu"],
@@ -129,8 +140,10 @@ def bench(
         )
         kind = contestants.kind_of(chosen)
         settings = runner.Settings(
-            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time
+            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time, operations
         )
+        if operations and (kind != "attention" or "forward" not in settings.passes):
+            raise ValueError("--operations takes attention workloads with pass forward")
         entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
 
     with progress_bar(Console(stderr=True)) as progress:
@@ -151,8 +164,9 @@ def bench(
         raise typer.Exit(1)
 
 
-def _bench_products(
-    chosen: tuple[linear_bench.Workload, ...],
+def _bench_others(
+    kind: Any,
+    chosen: tuple[Any, ...],
     device: torch.device,
     peer_names: list[str],
     rounds: int,
@@ -160,14 +174,16 @@ def _bench_products(
     json_path: Path | None,
     out: Console,
 ) -> None:
+    """Of a module with workloads of its own: products with a weight, engines."""
+
     def after_cell(document: dict[str, Any]) -> None:
         if json_path is not None:
             json_path.write_text(json.dumps(document, indent=1) + "\n")
 
     with bad_parameters():
-        document = linear_bench.run(chosen, device, rounds, rep, peer_names, after_cell)
-    out.print(linear_bench.table(document))
-    ours = [cell["results"][linear_bench.OURS]["status"] for cell in document["cells"]]
+        document = kind.run(chosen, device, rounds, rep, peer_names, after_cell)
+    out.print(kind.table(document))
+    ours = [cell["results"].get(kind.OURS, {}).get("status") for cell in document["cells"]]
     if "wrong" in ours:
         raise typer.Exit(1)
 

@@ -6,15 +6,17 @@ import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from flashtile.bench.report import operations_table
+from flashtile.bench.workloads import Workload
 from flashtile.commands.options import finite, output_folder, parse_device, progress_bar
-from flashtile.demo import exactness, scaling
+from flashtile.demo import exactness, operations, scaling
 from flashtile.demo.agreement import agreement
 from flashtile.demo.corpus import Corpus, python_library
 from flashtile.demo.llama import Llama, sized
@@ -79,10 +81,12 @@ def demo(
     errors = measure_exactness(console, chosen, quick)
     workload = scaling.workload_for(chosen, dtype, quick)
     rows = measure_scaling(console, workload)
+    apart = measure_operations(console, operations.workload_for(chosen, dtype, quick), chosen)
     config = replace(QUICK, device=str(chosen)) if quick else default_config(chosen)
     training = run_training(console, config, corpus, seconds, out)
 
-    results = Results(started, time.perf_counter() - clock, quick, setting, errors, workload, rows, training)
+    seconds = time.perf_counter() - clock
+    results = Results(started, seconds, quick, setting, errors, workload, rows, apart, training)
     page = None if quick else write_visualization(console, out / PAGE)
     written = write(results, out, page) + ([out / page] if page else [])
     console.rule("checks", align="left")
@@ -131,6 +135,16 @@ def measure_scaling(console: Console, workload: scaling.Workload) -> list[scalin
         if row.obstacle is not None:
             console.print(f"{row.seqlen}: standard attention {escape(row.obstacle)}")
     return rows
+
+
+def measure_operations(console: Console, workload: Workload, device: torch.device) -> dict[str, Any]:
+    console.rule("where the time of GPT-2's attention goes: standard attention by operation", align="left")
+    cell = operations.measure(workload, device)
+    if cell["operations"]["status"] == "ok":
+        console.print(operations_table([cell], "flashtile"))
+    else:
+        console.print(f"left out: {cell['operations']['reason']}", markup=False)
+    return cell
 
 
 def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:

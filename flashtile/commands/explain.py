@@ -14,17 +14,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashtile import explanations
 from flashtile.bench.workloads import DTYPES
 from flashtile.commands.options import bad_parameters, console, parse_device
-from flashtile.io_model import CARDS, Call, Card, card_of_device, estimates, find_card, measured_card
+from flashtile.io_model import (
+    CARDS,
+    MODELS,
+    Call,
+    Card,
+    card_of_device,
+    estimates,
+    find_card,
+    find_model,
+    measured_card,
+)
 from flashtile.io_model.estimate import DECODE_ROWS, PASSES
+from flashtile.io_model.model_tables import model_table
 from flashtile.io_model.tables import card_table, estimate_table, kv_cache_table, memory_table
 from flashtile.problem import UNLIMITED
 
 HERE = "here"
 MOST, MOST_TOKENS, MOST_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
 """At most: sequences, heads and columns; tokens of a sequence; tokens of one whose cost is counted."""
+MODEL_SEQLENS = (2048, 8192, 32768, 131072)
+OF_MODEL = ("model_name", "seqlens", "batch", "dtype", "card_name", "device")
+"""Options that ``--model`` takes."""
 
 
 def explain(
+    context: typer.Context,
     batch: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
     seqlen_q: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 1024,
     seqlen_k: Annotated[int | None, typer.Option(min=0, max=MOST_TOKENS, help="Default: that of q.")] = None,
@@ -60,6 +75,17 @@ def explain(
     kv_cache: Annotated[
         bool, typer.Option("--kv-cache", help="Key/value caches of known models, and what fits on cards.")
     ] = False,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Memory of a model that reads --batch prompts of --seqlen tokens on --card: "
+            f"{', '.join(model.name.lower() for model in MODELS)}.",
+        ),
+    ] = None,
+    seqlens: Annotated[
+        str | None, typer.Option("--seqlen", help="With --model: lengths of prompts, by commas.")
+    ] = None,
 ) -> None:
     """Say which backend and configuration a call would get here or on a named card, each other backend's
     reason against, and what the call costs: bytes, FLOPs, memory and time floors.
@@ -67,6 +93,9 @@ def explain(
     Nothing is launched (but for --card here), and the tensors take no memory.
     """
     place = parse_device(device)
+    if model_name is not None or seqlens is not None:
+        _explain_model(context, model_name, seqlens, batch, dtype, card_name, place)
+        return
     card = _card(card_name, place)
     if dtype is None:
         on_gpu = place.type == "cuda" or (card_name is not None and card_name != HERE)
@@ -130,6 +159,47 @@ def explain(
         out.print(kv_cache_table(dtype))
     if explanation.backend is None:
         raise typer.Exit(1)
+
+
+def _explain_model(
+    context: typer.Context,
+    name: str | None,
+    seqlens: str | None,
+    batch: int,
+    dtype: str | None,
+    card_name: str | None,
+    place: torch.device,
+) -> None:
+    """The table of ``--model``, which takes no options of a call."""
+    if name is None:
+        raise typer.BadParameter("--seqlen is for --model; a call takes --seqlen-q and --seqlen-k")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in OF_MODEL:
+            allowed = "--seqlen, --batch, --dtype, --card and --device"
+            raise typer.BadParameter(f"--model takes {allowed}, got {parameter.opts[0]}")
+    if batch < 1:
+        raise typer.BadParameter(f"--batch must be at least 1 with --model, got {batch}")
+    if card_name == HERE:
+        raise typer.BadParameter(f"card must be one of {', '.join(CARDS)} with --model, got {HERE!r}")
+    lengths = _lengths(seqlens) if seqlens is not None else MODEL_SEQLENS
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    with bad_parameters():
+        model, card = find_model(name), _card(card_name, place) or find_card("a100")
+        console().print(model_table(model, lengths, batch, dtype or "float16", card))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or not all(1 <= length <= MOST_COSTED_TOKENS for length in lengths):
+        raise typer.BadParameter(
+            f"--seqlen must be numbers from 1 to {MOST_COSTED_TOKENS} by commas, got {text!r}"
+        )
+    return lengths
 
 
 def _card(name: str | None, place: torch.device) -> Card | None:

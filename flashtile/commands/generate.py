@@ -27,13 +27,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Of so many of the likeliest tokens; 0 is all.")] = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
     n: Annotated[int, typer.Option("-n", help="Answers to each prompt.")] = 1,
-    beams: Annotated[
-        int, typer.Option(help="Search with so many beams; 0 draws instead.")
-    ] = 0,
+    beams: Annotated[int, typer.Option(help="Search with so many beams; 0 draws instead.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are a user's messages.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,

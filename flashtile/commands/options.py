@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -26,6 +27,23 @@ def bad_parameters() -> Iterator[None]:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
+    """The arguments and options of a command as its command line would have them, some of them changed."""
+    values, found = {**context.params, **changed}, []
+    for parameter in context.command.params:
+        value = values.get(parameter.name or "")
+        if value is None:
+            continue
+        if parameter.param_type_name == "argument":
+            found.append(str(value))
+        elif isinstance(value, bool):
+            found += parameter.opts[:1] if value else parameter.secondary_opts[:1]
+        else:
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                found += [parameter.opts[0], str(one)]
+    return found
 
 
 def parse_device(name: str | None) -> torch.device:

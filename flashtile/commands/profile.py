@@ -9,18 +9,22 @@ from typing import Annotated
 import torch
 import typer
 
-from flashtile.bench.linear_bench import SHAPES
 from flashtile.commands.options import bad_parameters, output_file
+from flashtile.io_model import MODELS, find_model
 from flashtile.linear.table import Row, cache_file, merged, read_table, write_table
 
-MODELS = tuple(name for name in SHAPES if name != "ci")
+DEFAULT_MODEL = "llama-2-7b"
 LARGEST = 2**20
 MOST_ROWS = 128
 
 
 def profile(
     model: Annotated[
-        list[str] | None, typer.Option(help=f"Products of a layer, repeatable: {', '.join(MODELS)}.")
+        list[str] | None,
+        typer.Option(
+            help=f"Products of a layer, repeatable: {', '.join(m.name.lower() for m in MODELS)}. "
+            f"Default: {DEFAULT_MODEL}."
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None, typer.Option(help="A weight's rows and columns, N,K, repeatable.")
@@ -48,9 +52,8 @@ def profile(
     shapes = [_shape(text) for text in shape or ()]
     x_dtype = _dtype("--dtype", dtype, ("bfloat16", "float16"))
     w_dtype = _dtype("--weight-dtype", weight_dtype or dtype, (dtype, "float8_e4m3fn"))
-    for name in model or (() if shapes else MODELS[:1]):
-        if name not in MODELS:
-            raise typer.BadParameter(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    with bad_parameters():
+        models = [find_model(name) for name in model or (() if shapes else (DEFAULT_MODEL,))]
     path = out or cache_file()
     old: tuple[Row, ...] = ()
     if path.exists():
@@ -61,8 +64,8 @@ def profile(
 
     from flashtile.bench import linear_profile
 
-    for name in model or (() if shapes else MODELS[:1]):
-        shapes += SHAPES[name]
+    for one in models:
+        shapes += one.products
     shapes = list(dict.fromkeys(shapes))
     numbers = tuple(sorted(set(rows or linear_profile.ROWS)))
     if jobs > 1:

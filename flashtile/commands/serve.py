@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 
-from flashtile.commands.options import bad_parameters
+from flashtile.commands.options import as_arguments, bad_parameters, parse_device
 
 KEY = "FLASHTILE_API_KEY"
+TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A folder in Hugging Face's format.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
@@ -38,6 +46,11 @@ def serve(
     swap_space: Annotated[float, typer.Option(help="GiB of host memory for preempted sequences.")] = 0.0,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Find equal beginnings again.")] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    speculative_config: Annotated[
+        str | None, typer.Option(help='JSON: {"method": "ngram"}, or a draft "model": several tokens a step.')
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
+    data_parallel_size: Annotated[int, typer.Option(min=1, help="Replicas, each with GPUs of its own.")] = 1,
     max_concurrent_requests: Annotated[int, typer.Option(help="Calls at a time; others get 429.")] = 1024,
     max_prompts: Annotated[int, typer.Option(help="Prompts in one call.")] = 256,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt.")] = None,
@@ -50,6 +63,7 @@ def serve(
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
     try:
         from flashtile.engine import LLM
+        from flashtile.engine.parallel import dismiss, follow, lead, start_others
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
     except ModuleNotFoundError as error:
@@ -65,6 +79,25 @@ def serve(
         )  # fmt: skip
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
+        speculation = _json_object("speculative_config", speculative_config)
+    shown = f"[{host}]" if ":" in host else host
+
+    def announce(number: int) -> None:
+        typer.echo(f"serving {served_model_name or model} at http://{shown}:{number}", err=True)
+
+    if data_parallel_size > 1:
+        with bad_parameters():
+            environments = environments_of(data_parallel_size, tensor_parallel_size, device)
+        own = as_arguments(context, data_parallel_size=1, host="127.0.0.1", port=0)
+        _serve_replicas(own, environments, limits, host, port, announce)
+    others: list[Any] = []
+    if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
+        command, own_device = command_of(as_arguments(context)), parse_device(device)
+        others, _store = start_others(command, tensor_parallel_size, own_device)
+    elif os.environ.get("RANK", "0") != "0":
+        for number in (signal.SIGTERM, signal.SIGINT):  # the first process says when it is over
+            signal.signal(number, signal.SIG_IGN)
+    with bad_parameters():
         try:
             llm = LLM(
                 model, tokenizer=tokenizer, dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=device,
@@ -72,16 +105,82 @@ def serve(
                 max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
                 enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
+                speculative_config=speculation, tensor_parallel_size=tensor_parallel_size,
             )  # fmt: skip
         except (OSError, ModuleNotFoundError) as error:
             raise ValueError(str(error)) from None
 
-    def started(server: Any) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        typer.echo(f"serving {server.service.model_name} at http://{shown}:{server.port}", err=True)
-
+    engine = llm.engine
+    if engine.runner.ranks.rank:
+        try:
+            follow(engine)
+        except EOFError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+        raise typer.Exit
+    if tensor_parallel_size > 1:
+        lead(engine)
     try:
-        code = run(llm, served_model_name or str(model), limits, host, port, shutdown_timeout, started)
+        code = run(
+            llm, served_model_name or str(model), limits, host, port, shutdown_timeout,
+            lambda server: announce(server.port),
+        )  # fmt: skip
     except OSError as error:
-        raise typer.BadParameter(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
+        raise _taken(host, port, error) from None
+    if tensor_parallel_size > 1 and code == 0:
+        dismiss(engine)
+        for process in others:
+            process.wait()
     raise typer.Exit(code)
+
+
+def _serve_replicas(
+    arguments: list[str], environments: list[dict[str, str]], limits: Any, host: str, port: int,
+    announce: Callable[[int], None],
+) -> NoReturn:  # fmt: skip
+    from flashtile.engine.server.replicas.front import serve_replicas
+    from flashtile.engine.server.replicas.process import Replica
+
+    replicas = [Replica(i, command_of(arguments), environment) for i, environment in enumerate(environments)]
+    try:
+        code = serve_replicas(replicas, limits, host, port, announce)
+    except OSError as error:
+        raise _taken(host, port, error) from None
+    raise typer.Exit(code)
+
+
+def command_of(arguments: list[str]) -> list[str]:
+    """``flashtile serve`` in a process of its own."""
+    return [sys.executable, "-m", "flashtile", "serve", *arguments]
+
+
+def environments_of(replicas: int, processes: int, device: str | None) -> list[dict[str, str]]:
+    """Of each replica's process: the GPUs that it sees are its own, unless ``device`` says where all run."""
+    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    if device is not None or not torch.cuda.is_available():
+        return [environment] * replicas
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(i) for i in range(torch.cuda.device_count())] if seen is None else seen.split(",")
+    if replicas * processes > len(gpus):
+        raise ValueError(
+            f"data_parallel_size * tensor_parallel_size must be at most the {len(gpus)} GPUs here, "
+            f"got {replicas} * {processes}"
+        )
+    return [
+        {**environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * processes : (i + 1) * processes])}
+        for i in range(replicas)
+    ]
+
+
+def _taken(host: str, port: int, error: OSError) -> typer.BadParameter:
+    return typer.BadParameter(f"cannot listen at {host}:{port}: {error.strerror or error}")
+
+
+def _json_object(name: str, text: str | None) -> dict[str, Any] | None:
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON: {error}") from None
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{name} must be a JSON object, got {text:.60}")
+    return found

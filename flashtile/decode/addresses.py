@@ -65,9 +65,15 @@ def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Te
     before = tensors.cache_seqlens.long()
     if tensors.cu_seqlens_k_new is None:  # what every step of decoding does: without a look-up by token
         batch, seqlen = k.shape[:2]
-        sequence, number = (torch.arange(size, device=k.device) for size in (batch, seqlen))
-        position = before.unsqueeze(1) + number  # (batch, seqlen)
-        row, offset = locate(sequence.unsqueeze(1), position, k_cache, tensors)
-        return slice(batch * seqlen), row.expand_as(position).flatten(), offset.flatten()
+        position = before.unsqueeze(1)  # (batch, seqlen)
+        if seqlen != 1:
+            position = position + torch.arange(seqlen, device=k.device)
+        if tensors.block_table is not None:
+            page_size = k_cache.shape[1]
+            page = tensors.block_table.gather(1, position // page_size).long()
+            return slice(batch * seqlen), page.flatten(), (position % page_size).flatten()
+        row = tensors.cache_batch_idx
+        row = torch.arange(batch, device=k.device) if row is None else row.long()
+        return slice(batch * seqlen), row.unsqueeze(1).expand_as(position).flatten(), position.flatten()
     sequence, number = new_tokens(k, tensors.cu_seqlens_k_new)
     return slice(len(sequence)), *locate(sequence, before[sequence] + number, k_cache, tensors)

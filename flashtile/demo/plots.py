@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from flashtile.bench.report_charts import INK, figure_of, length_axis
+from flashtile.bench.report_charts import INK, figure_of, length_axis, operation_bars
 from flashtile.demo.scaling import Cost, Row
 from flashtile.io_model.tables import format_bytes
 
@@ -36,6 +37,12 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
 
     return figure_of(draw, "Peak memory of a forward and backward pass, beyond q, k, v")
+
+
+def operations_figure(cell: dict[str, Any]) -> Figure:
+    """Milliseconds of standard attention by operation, and of flashtile's call."""
+    title = f"Forward pass of GPT-2's attention: {cell['shape']}"
+    return figure_of(lambda axes: operation_bars(axes, cell, "flashtile"), title)
 
 
 def loss_figure(losses: Sequence[float], twin: Sequence[float], validation: float) -> Figure:

@@ -9,9 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flashtile.bench.operations import DROPOUT
 from flashtile.bench.report_charts import as_svg
 from flashtile.bench.report_page import render
-from flashtile.demo import exactness, plots, scaling
+from flashtile.demo import exactness, operations, plots, scaling
 from flashtile.demo.agreement import Agreement
 from flashtile.demo.check import Check
 from flashtile.demo.setting import Setting
@@ -66,10 +67,13 @@ class Results:
     exactness: list[exactness.Exactness]
     workload: scaling.Workload
     scaling: list[scaling.Row]
+    operations: dict[str, Any]
+    """The cell of ``demo.operations``."""
     training: Training
 
     def checks(self) -> list[Check]:
-        return [exactness.check(self.exactness), *scaling.checks(self.scaling), *self.training.checks()]
+        timed = [*scaling.checks(self.scaling), *operations.checks(self.operations)]
+        return [exactness.check(self.exactness), *timed, *self.training.checks()]
 
     def as_json(self) -> str:
         """Every number, and the numbers that follow from them."""
@@ -98,6 +102,8 @@ def write(results: Results, folder: Path, page: str | None = None) -> list[Path]
         "memory": plots.memory_figure(results.scaling),
         "loss": plots.loss_figure(*losses),
     }
+    if results.operations["operations"]["status"] == "ok":
+        figures["operations"] = plots.operations_figure(results.operations)
     html = render(
         "flashtile.demo",
         "report.html.jinja",
@@ -110,6 +116,7 @@ def write(results: Results, folder: Path, page: str | None = None) -> list[Path]
         exactness=exactness.table(results.exactness),
         scaling=scaling.table(results.scaling),
         score_matrices=scaling.SCORE_MATRICES,
+        dropout=DROPOUT,
         pictures={name: as_svg(figure) for name, figure in figures.items()},
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from flashtile.engine.runner import InFlight, Runner, TokenScores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Schedule, Scheduler
-from flashtile.engine.speculation import Speculator
+from flashtile.engine.speculation import DraftSpeculator, Speculator, way
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -65,6 +65,10 @@ class Engine:
         seed: decides the draws of requests without a seed of their own.
         overlap: launch a step before the results of the one before it are read.
         speculator: guesses tokens; the engine then waits for the results of each step.
+
+    Attributes:
+        on_change: called with the name and arguments of every call that has changed something, or is about
+            to step: what a process must do that follows this one.
     """
 
     def __init__(
@@ -77,13 +81,14 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         overlap: bool = True,
-        speculator: Speculator | None = None,
+        speculator: Speculator | DraftSpeculator | None = None,
     ):
         self.config, self.runner, self.scheduler, self.tokenizer = config, runner, scheduler, tokenizer
         self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
         self.speculator, self.num_guessed_tokens = speculator, 0
         self.requests: dict[str, Request] = {}
         self.last_schedule = Schedule()
+        self.on_change: Callable[[str, tuple[Any, ...], dict[str, Any]], None] = lambda *change: None
         self._in_flight: InFlight | None = None
         self._numbers = 0
         self._beams: dict[Request, BeamSearch] = {}
@@ -148,6 +153,8 @@ class Engine:
         self.requests[request_id] = request
         if isinstance(params, BeamSearchParams):
             self._beams[request] = BeamSearch(request, params)
+        options = {"priority": priority, "cache_salt": cache_salt}
+        self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
         return request
 
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -185,6 +192,7 @@ class Engine:
         Returns:
             Requests that have something new, as their ``output_kind`` says.
         """
+        self.on_change("step", (), {})
         touched: dict[Request, None] = {}
         waits = not self.overlap or self.speculator is not None
         if waits or any(request.reads_tokens for request in self.requests.values()):
@@ -192,7 +200,7 @@ class Engine:
         if self.speculator is not None:
             for sequence in self.scheduler.running:
                 sequence.guesses = []
-                sequence.guesses = self.speculator.guess(sequence)
+                sequence.guesses, sequence.parents = self.speculator.guess(sequence)
         schedule = self.scheduler.schedule()
         if not schedule.entries and self._in_flight is not None:
             self._read(touched)
@@ -206,7 +214,9 @@ class Engine:
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now; those that are not there are left out. What they have so far."""
         outputs = []
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.on_change("abort", (ids,), {})
+        for request_id in ids:
             request = self.requests.get(request_id)
             if request is not None:
                 request.aborted = True
@@ -215,6 +225,11 @@ class Engine:
                 assert output is not None
                 outputs.append(output)
         return outputs
+
+    def reset_prefix_cache(self) -> int:
+        """Forget the blocks that could be found again; how many there were."""
+        self.on_change("reset_prefix_cache", (), {})
+        return self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """The numbers that a server shows."""
@@ -257,6 +272,8 @@ class Engine:
         try:
             return self.runner.launch(schedule)
         except Exception as error:
+            if self.runner.ranks.world > 1:
+                raise  # the other processes may have gone on
             # What the step computed, and who shares it, is unknown: nobody may find it again.
             logger.exception("a step failed; its requests end with an error")
             self.scheduler.reset_prefix_cache()
@@ -274,31 +291,40 @@ class Engine:
         tokens = in_flight.wait()
         for sequence, first, scores in in_flight.scores_of_prompts():
             self._take_prompt_scores(sequence, first, scores)
-        guessed = {sequence for sequence in in_flight.samples if sequence.guesses}
-        seen: dict[Sequence, int] = {}
-        for i, (sequence, token) in enumerate(zip(in_flight.samples, tokens, strict=True)):
-            at = seen[sequence] = seen.get(sequence, -1) + 1
-            sequence.pending -= at == 0
-            if sequence in guessed and sequence.state is not State.FINISHED:
-                if at and sequence.guesses[at - 1 : at] != sequence.tokens[-1:]:
-                    sequence.guesses = []  # what was computed behind a wrong guess means nothing
-                    continue
-                sequence.num_computed = len(sequence.tokens)
-                self.num_guessed_tokens += at > 0
+        i = 0
+        while i < len(tokens):
+            sequence = in_flight.samples[i]
+            nodes = way(sequence.guesses, sequence.parents, tokens[i : i + 1 + len(sequence.guesses)])
+            sequence.pending -= 1
+            self._take_way(sequence, nodes, i, tokens, in_flight, touched)
+            i += 1 + len(sequence.guesses)
+            if sequence.guesses:
+                self.scheduler.settle(sequence)
+
+    def _take_way(
+        self, sequence: Sequence, nodes: list[int], first: int, tokens: list[int], in_flight: InFlight,
+        touched: dict[Request, None],
+    ) -> None:  # fmt: skip
+        """Take the tokens that were drawn after these nodes of a sequence's guesses."""
+        request, begin, computed = sequence.request, len(sequence.tokens), 0
+        for place, node in enumerate(nodes):
             if sequence.state is State.FINISHED:
-                continue  # its end was seen while this step ran
-            request = sequence.request
+                return  # or its end was seen while this step ran
+            if sequence.guesses:
+                # A sibling lies in the wrong place of the cache: it is computed again.
+                computed += node == place == computed + 1
+                sequence.num_computed = begin + computed
+                self.num_guessed_tokens += place > 0
             touched[request] = None
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
+            i = first + node
             if i in in_flight.failed:
                 self._end(request, "error", in_flight.failed[i])
             elif request.is_beam_search:
                 self._take_beam(sequence, in_flight.scores_of(i))
             else:
-                self._take_token(sequence, token, in_flight.scores_of(i))
-        for sequence in guessed:
-            self.scheduler.settle(sequence)
+                self._take_token(sequence, tokens[i], in_flight.scores_of(i))
 
     def _take_beam(self, sequence: Sequence, scores: TokenScores | None) -> None:
         assert scores is not None

@@ -15,12 +15,13 @@ from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.model import Model, StepInput
 from flashtile.engine.outputs import RequestOutput
+from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
-from flashtile.engine.speculation import PromptLookup, Speculator
+from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import open_weights, random_weights
+from flashtile.engine.weights import Shard, open_weights, random_weights
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
 DTYPES = {
@@ -60,10 +61,13 @@ class LLM:
         enforce_eager: no CUDA graphs.
         quantization: None, or "fp8": the layers' matrices are rounded to e4m3 as they are loaded, with a
             factor for each row.
-        speculative_config: ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1}``: guess where the text repeats itself, and check several at a time.
-            The answers stay the same.
-        tensor_parallel_size: not served yet: only 1 is taken.
+        speculative_config: guess several tokens and check them in one step; the answers stay the same.
+            ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1}`` guesses where the text repeats itself, ``{"method": "draft_model",
+            "model": folder, "num_speculative_tokens": 4, "tree_width": 1}`` by a small model of the same
+            vocabulary, at each place its ``tree_width`` likeliest tokens.
+        tensor_parallel_size: processes that compute the model together, one a GPU. ``torchrun`` starts them,
+            and each runs the same program.
 
     Raises:
         FileNotFoundError: the folder lacks a file.
@@ -109,16 +113,18 @@ class LLM:
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
     ):
-        if as_int("tensor_parallel_size", tensor_parallel_size) != 1:
-            raise NotImplementedError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}")
+        processes = _between("tensor_parallel_size", tensor_parallel_size, None, 1, 2**10)
         if quantization not in (None, "fp8"):
             raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
-        speculation = None if speculative_config is None else PromptLookup.from_config(speculative_config)
+        speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         if load_format not in ("auto", "safetensors", "dummy"):
             raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
         folder = Path(model)
         config = read_config(folder)
         self.model_config = config
+        check_divides(config, processes)
+        if processes > 1 and device is None:
+            device = local_device()
         self.device = machine.find_device(None if device is None else str(device))
         self.dtype = _weight_dtype(dtype, config, self.device)
         if quantization is not None and self.dtype == torch.float32:
@@ -141,24 +147,35 @@ class LLM:
             raise ValueError(
                 f"the tokenizer has {text.vocab_size} tokens, more than the model's {config.vocab_size}"
             )
-        make = random_weights if load_format == "dummy" else None
-        with torch.inference_mode():
-            if make is not None:
-                weights = make(config, self.device, self.dtype, seed)
+        draft_config = _draft_config(speculation, config) if isinstance(speculation, DraftModel) else None
+        ranks = ProcessRanks(processes, self.device) if processes > 1 else ALONE
+
+        def load(folder: Path, config: ModelConfig, ranks: Ranks) -> Model:
+            shard = Shard(ranks.rank, ranks.world)
+            if load_format == "dummy":
+                weights = random_weights(config, self.device, self.dtype, seed, shard)
             else:
-                weights = open_weights(folder, config, self.device, self.dtype)
-            network = Model(config, weights, length, fp8=quantization == "fp8")
+                weights = open_weights(folder, config, self.device, self.dtype, shard)
+            return Model(config, weights, length, ranks, quantization == "fp8")
+
+        with torch.inference_mode():
+            network, draft = load(folder, config, ranks), None
+            if isinstance(speculation, DraftModel) and draft_config is not None:
+                draft = load(speculation.model, draft_config, ALONE)
         size = _between("block_size", block_size, None, 1, 1024)
-        heads, dim = config.num_kv_heads, config.head_dim
-        block_bytes = PagedKVCache.block_bytes(config.num_layers, size, heads, dim, dtype=cache_dtype)
+        block_bytes = sum(
+            PagedKVCache.block_bytes(c.num_layers, size, one.kv_heads, c.head_dim, dtype=kind)
+            for c, one, kind in ((config, network, cache_dtype), (draft_config, draft, self.dtype))
+            if c is not None and one is not None
+        )
         if num_gpu_blocks_override is not None:
-            blocks = _between("num_gpu_blocks_override", num_gpu_blocks_override, None, 1, 2**30)
+            blocks = ranks.least(_between("num_gpu_blocks_override", num_gpu_blocks_override, None, 1, 2**30))
         else:
             memory = kv_cache_memory_bytes
             if memory is None:
                 memory = _memory_left(network, budget, size, gpu_memory_utilization)
             most = seqs * -(-length // size) + 1
-            blocks = min(most, memory // block_bytes)
+            blocks = ranks.least(min(most, memory // block_bytes))
         if blocks < 2:
             raise ValueError(
                 f"kv_cache_memory_bytes must be at least two blocks of {block_bytes}, got room for {blocks}"
@@ -167,17 +184,21 @@ class LLM:
             raise ValueError(f"swap_space must be at least 0, got {swap_space}")
         manager = BlockManager(
             blocks, size, max_sequences=seqs, max_seqlen=length,
-            num_host_blocks=int(swap_space * 2**30) // block_bytes, window_left=config.common_window,
+            num_host_blocks=int(swap_space * 2**30) // block_bytes,
+            window_left=_common_window(config, draft_config),
         )  # fmt: skip
         scheduler = Scheduler(
             manager, max_num_seqs=seqs, max_num_batched_tokens=budget,
             prefix_caching=enable_prefix_caching, swap=manager.host_pool.num_blocks > 0,
         )  # fmt: skip
-        runner = Runner(network, manager, cache_dtype, budget, capture=not enforce_eager)
+        runner = Runner(
+            network, manager, cache_dtype, budget, capture=not enforce_eager,
+            parents=() if speculation is None else speculation.parents, draft=draft, ranks=ranks,
+        )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(
             config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap,
-            speculator=None if speculation is None else Speculator(speculation),
+            speculator=None if speculation is None else make_speculator(speculation),
         )  # fmt: skip
         self._ids = itertools.count()
 
@@ -280,7 +301,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget what could be found again."""
-        self.engine.scheduler.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         return True
 
     def _run(
@@ -368,6 +389,26 @@ def _between(name: str, value: Any, default: int | None, least: int, most: int) 
     if not least <= number <= most:
         raise ValueError(f"{name} must be from {least} to {most}, got {number}")
     return number
+
+
+def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
+    """The draft model's config; errors say what in it does not fit."""
+    draft = read_config(settings.model)
+    if draft.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"the draft model must have the model's vocab_size={config.vocab_size}, got {draft.vocab_size}"
+        )
+    if settings.tree_width > 1 and max(*config.windows, *draft.windows) >= 0:
+        raise NotImplementedError(
+            f"tree_width must be 1 where a layer has a sliding window, got {settings.tree_width}"
+        )
+    return draft
+
+
+def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
+    """Keys before it can be dropped, -1 if all are needed."""
+    windows = [one.common_window for one in (config, draft) if one is not None]
+    return max(windows) if min(windows) >= 0 else -1
 
 
 def _memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:

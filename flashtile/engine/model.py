@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.decode.functional import append_kvcache, flash_attn_with_kvcache
+from flashtile.decode.rotary import rotate
 from flashtile.engine.config import ModelConfig
+from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
-from flashtile.engine.weights import WHOLE, Shard, Weights, quantized
+from flashtile.engine.weights import Shard, Weights, quantized
 from flashtile.linear import linear, linear_qkv
 
 SWIGLU = "silu_and_mul"
@@ -30,7 +32,12 @@ class StepInput(NamedTuple):
         block_table: (batch, max_blocks) int32.
         cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start; None: each has one.
         max_seqlen_q: the most new tokens of a sequence.
-        seqused_k: (batch,) int32, tokens of each sequence with the new one, where each has one.
+        positions: (total_new,) int32, of each token in its text, and
+        slots: (total_new,) int64, where it goes in the cache, negative for nowhere: needed where sequences
+            have a few tokens, but not one each.
+        tree_mask: (batch, max_seqlen_q, max_seqlen_q) bool, which of its sequence's new tokens each one sees,
+            if not all before it.
+        seqused_k: (batch,) int32, tokens of each sequence with the new ones, where they are few.
     """
 
     tokens: Tensor
@@ -38,6 +45,9 @@ class StepInput(NamedTuple):
     block_table: Tensor
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int
+    positions: Tensor | None = None
+    slots: Tensor | None = None
+    tree_mask: Tensor | None = None
     seqused_k: Tensor | None = None
 
 
@@ -99,17 +109,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class Attention:
     """Products and attention of one layer."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard, fp8: bool):
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         c, name = config, f"model.layers.{layer}.self_attn"
         self.head_dim, self.eps = c.head_dim, c.norm_eps
-        self.heads, self.kv_heads = c.num_heads // shard.world, c.num_kv_heads // shard.world
+        self.heads, self.kv_heads = c.num_heads // ranks.world, c.num_kv_heads // ranks.world
         self.window, self.scale, self.softcap = c.windows[layer], c.softmax_scale, c.attn_softcap
         self.qkv = Matrix(torch.cat([weights(f"{name}.{part}_proj.weight") for part in "qkv"]), fp8)
         self.qkv_bias = self.o_bias = self.q_norm = self.k_norm = self.sink = None
         if c.qkv_bias:
             self.qkv_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in "qkv"])
         self.o = Matrix(weights(f"{name}.o_proj.weight"), fp8)
-        if c.o_bias and shard.rank == 0:  # the ranks' results are added
+        if c.o_bias and ranks.rank == 0:  # the ranks' results are added
             self.o_bias = weights(f"{name}.o_proj.bias")
         if c.family.qk_norm:
             self.q_norm, self.k_norm = (weights(f"{name}.{part}_norm.weight") for part in "qk")
@@ -120,28 +130,36 @@ class Attention:
         self, x: Tensor, norm: Norm, step: StepInput, cache: Cache, residual: Tensor | None
     ) -> Tensor:
         """Of the normalised x (total_new, hidden_size), plus ``residual``."""
-        out = self._attend_to_one(x, norm, step, cache)
+        out = self._attend_to_few(x, norm, step, cache)
         if out is None:
             out = self._attend(x, norm, step, cache)
         out = out.reshape(len(x), -1)
         return self.o(out, self.o_bias, residual=residual)
 
-    def _attend_to_one(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
-        """(batch, 1, heads, head_dim) where each sequence has one new token and the product's kernel can
-        rotate it and write it into the cache; else None."""
+    def _attend_to_few(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
+        """Where each sequence has few new tokens and the product's kernel can rotate them and write them into
+        the cache; else None."""
         if step.seqused_k is None or self.q_norm is not None or not norm.fused or cache.k.dtype != x.dtype:
             return None
+        one, placed = step.cu_seqlens_q is None, step.slots is not None
         q = linear_qkv(
-            x, self.qkv.weight, cache.k, cache.v, self.qkv_bias, positions=step.cache_seqlens,
-            block_table=step.block_table, rotary_cos=cache.cos, rotary_sin=cache.sin,
-            weight_scale=self.qkv.scale,
+            x, self.qkv.weight, cache.k, cache.v, self.qkv_bias,
+            positions=step.positions if placed else step.cache_seqlens,
+            block_table=None if placed else step.block_table, slot_mapping=step.slots,
+            rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale,
             norm_weight=norm.weight, norm_eps=norm.eps, prefetch=True,
         )  # fmt: skip
         return flash_attn_with_kvcache(
-            q.unsqueeze(1), cache.k, cache.v, cache_seqlens=step.seqused_k, block_table=step.block_table,
-            softmax_scale=self.scale, causal=True, window_size=(self.window, -1), softcap=self.softcap,
-            sink=self.sink,
+            q.unsqueeze(1) if one else q, cache.k, cache.v, cache_seqlens=step.seqused_k,
+            block_table=step.block_table, softmax_scale=self.scale, softcap=self.softcap, sink=self.sink,
+            cu_seqlens_q=step.cu_seqlens_q, max_seqlen_q=None if one else step.max_seqlen_q,
+            **self._masking(step),
         )  # fmt: skip
+
+    def _masking(self, step: StepInput) -> dict[str, Any]:
+        if step.tree_mask is not None:
+            return {"tree_mask": step.tree_mask}
+        return {"causal": True, "window_size": (self.window, -1)}
 
     def _attend(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor:
         heads = (self.heads, self.kv_heads, self.kv_heads)
@@ -149,26 +167,33 @@ class Attention:
         q, k, v = qkv.split(heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        offsets: dict[str, Any] = {}
-        if step.cu_seqlens_q is None:
-            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+        ragged = step.cu_seqlens_q is not None
+        common: dict[str, Any] = {
+            "block_table": step.block_table, "softmax_scale": self.scale, "softcap": self.softcap,
+            "sink": self.sink, **self._masking(step),
+        }  # fmt: skip
+        if ragged:
+            common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
+        if step.slots is not None:  # which say more than the lengths: of a tree, of what pads a batch
+            assert step.positions is not None
+            q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
+            append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
+            q = q if ragged else q.unsqueeze(1)
+            return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **common)
+        if ragged:
+            common |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
         else:
-            offsets = {
-                "cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q,
-                "cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q,
-            }  # fmt: skip
+            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         return flash_attn_with_kvcache(
-            q, cache.k, cache.v, k, v, cache.cos, cache.sin,
-            cache_seqlens=step.cache_seqlens, block_table=step.block_table, softmax_scale=self.scale,
-            causal=True, window_size=(self.window, -1), softcap=self.softcap, rotary_interleaved=False,
-            sink=self.sink, **offsets,
+            q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
+            rotary_interleaved=False, **common,
         )  # fmt: skip
 
 
 class MLP:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard, fp8: bool):
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
         gate_up = torch.cat([weights(f"{name}.{part}_proj.weight") for part in ("gate", "up")])
         self.gate_up = Matrix(gate_up, fp8)
@@ -176,7 +201,7 @@ class MLP:
         self.gate_up_bias = self.down_bias = None
         if config.mlp_bias:
             self.gate_up_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in ("gate", "up")])
-            self.down_bias = weights(f"{name}.down_proj.bias") if shard.rank == 0 else None
+            self.down_bias = weights(f"{name}.down_proj.bias") if ranks.rank == 0 else None
 
     def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
         """Of the normalised x (total_new, hidden_size), plus ``residual``."""
@@ -191,7 +216,7 @@ class MLP:
 class Experts:
     """gpt-oss's mixture: each token goes through its likeliest few experts, in a loop over those in use."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard):
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks):
         name = f"model.layers.{layer}.mlp"
         self.per_token, self.alpha, self.limit = (
             config.experts_per_token, config.swiglu_alpha, config.swiglu_limit,
@@ -201,7 +226,7 @@ class Experts:
         self.gate_up_bias = weights(f"{name}.experts.gate_up_proj_bias")
         self.down = weights(f"{name}.experts.down_proj").transpose(1, 2).contiguous()
         self.down_bias = weights(f"{name}.experts.down_proj_bias")
-        if shard.rank:
+        if ranks.rank:
             self.down_bias = torch.zeros_like(self.down_bias)
 
     def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
@@ -224,30 +249,32 @@ class Experts:
 class Layer:
     """x + attention(norm(x)), then the same with the MLP; Gemma 2 normalises what is added, too."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, shard: Shard, fp8: bool):
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name = f"model.layers.{layer}"
 
         def norm(part: str) -> Norm:
             return Norm(config, weights(f"{name}.{part}_layernorm.weight"))
 
-        self.attention = Attention(config, weights, layer, shard, fp8)
+        self.attention = Attention(config, weights, layer, ranks, fp8)
         self.mlp: MLP | Experts
         if config.num_experts:
-            self.mlp = Experts(config, weights, layer, shard)
+            self.mlp = Experts(config, weights, layer, ranks)
         else:
-            self.mlp = MLP(config, weights, layer, shard, fp8)
+            self.mlp = MLP(config, weights, layer, ranks, fp8)
         self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
-        self.sandwich = config.family.sandwich_norm
+        self.sandwich, self.ranks = config.family.sandwich_norm, ranks
         if self.sandwich:
             self.after_attention = self.before_mlp
             self.before_mlp, self.after_mlp = norm("pre_feedforward"), norm("post_feedforward")
 
     def __call__(self, x: Tensor, step: StepInput, cache: Cache) -> Tensor:
+        add = self.ranks.sum
         if self.sandwich:
-            x = x + self.after_attention(self.attention(x, self.before_attention, step, cache, None))
-            return x + self.after_mlp(self.mlp(x, self.before_mlp, None))
-        x = self.attention(x, self.before_attention, step, cache, x)
-        return self.mlp(x, self.before_mlp, x)
+            x = x + self.after_attention(add(self.attention(x, self.before_attention, step, cache, None)))
+            return x + self.after_mlp(add(self.mlp(x, self.before_mlp, None)))
+        first = self.ranks.rank == 0  # x enters the sum once
+        x = add(self.attention(x, self.before_attention, step, cache, x if first else None))
+        return add(self.mlp(x, self.before_mlp, x if first else None))
 
 
 class Model:
@@ -257,7 +284,7 @@ class Model:
         config: sizes and switches.
         weights: each weight by its name.
         max_positions: the longest sequence, for the rotary tables.
-        shard: this process's part, if several compute one model.
+        ranks: the processes that compute it together; ``weights`` are this one's part.
         fp8: whether the layers' matrices, but those of experts, are rounded to e4m3.
     """
 
@@ -266,14 +293,17 @@ class Model:
         config: ModelConfig,
         weights: Weights,
         max_positions: int,
-        shard: Shard = WHOLE,
+        ranks: Ranks = ALONE,
         fp8: bool = False,
     ):
-        self.config, self.kv_heads = config, config.num_kv_heads // shard.world
+        self.config, self.kv_heads, self.ranks = config, config.num_kv_heads // ranks.world, ranks
         self.embedding = weights("model.embed_tokens.weight")
-        self.layers = [Layer(config, weights, layer, shard, fp8) for layer in range(config.num_layers)]
+        self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]
         self.norm = Norm(config, weights("model.norm.weight"))
-        head = self.embedding if config.tie_word_embeddings else weights("lm_head.weight")
+        if config.tie_word_embeddings:
+            head = self.embedding[Shard(ranks.rank, ranks.world).slice(config.vocab_size)]
+        else:
+            head = weights("lm_head.weight")
         self.head = Matrix(head, False)
         tables = rotary_tables(config.rope, config.head_dim, max_positions)
         self.rotary = tables[0].to(self.embedding.device), tables[1].to(self.embedding.device)
@@ -283,6 +313,8 @@ class Model:
         (num_layers, num_blocks, block_size, kv_heads, head_dim)."""
         if step.cu_seqlens_q is None:
             step = step._replace(seqused_k=step.cache_seqlens + 1)
+        elif step.slots is not None:
+            step = step._replace(seqused_k=step.cache_seqlens + step.cu_seqlens_q.diff())
         x = F.embedding(step.tokens, self.embedding)
         if self.config.family.unit_norm:
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
@@ -292,6 +324,6 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) in the dtype of the weights."""
-        logits = self.head(hidden, norm=self.norm)
+        logits = self.ranks.join(self.head(hidden, norm=self.norm))
         cap = self.config.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

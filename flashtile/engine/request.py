@@ -31,13 +31,15 @@ class Sequence:
         state, finish_reason, stop_reason: where it stands.
         forked: the request's other answers have been made from it, or it is one of them.
         guesses: tokens that the next step computes behind the others, to see whether they are right.
+        parents: what each of them stands behind (:class:`flashtile.engine.speculation.Guesses`).
         held: it takes part in no step until the request says so (a beam that waits for the others).
         logprobs, cumulative_logprob: of the answer's tokens, where they were asked for.
     """
 
     __slots__ = (
         "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "num_computed", "order", "pending", "request", "state", "stop_reason", "tokens",
+        "logprobs", "num_computed", "order", "parents", "pending", "request", "state", "stop_reason",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
@@ -47,6 +49,7 @@ class Sequence:
         self.block_sequence: int | None = None
         self.state, self.forked, self.held = State.WAITING, False, False
         self.guesses: list[int] = []
+        self.parents: tuple[int, ...] = ()
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.logprobs: list[TokenLogprobs] = []

@@ -1,43 +1,37 @@
 """Runs steps on the device: memory for keys and values, one transfer a step, CUDA graphs, the draw.
 
-What the host says of a step goes to the device in one copy of int32 numbers, from pinned memory. The chosen
-tokens stay there, one place a row of the block table, so that the next step can be launched before the host
-has seen them. Steps of single tokens are captured in CUDA graphs, one for each padded batch size, when they
-are first needed.
+What the host says of a step goes to the device in one copy of int32 numbers. The chosen tokens stay there,
+one place a row of the block table, so that the next step can be launched before the host has seen them. Steps
+of single tokens, and of tokens with guesses behind them, are captured in CUDA graphs, one for each padded
+batch size, when they are first needed.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.decode.functional import copy_blocks
+from flashtile.engine.drafter import Drafter
+from flashtile.engine.draws import Draws, is_special, shape
+from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch
 from flashtile.engine.model import Model, StepInput
+from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
-from flashtile.engine.sampler import Choice, choose, log_probabilities, penalise, stream_seed
-from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
-from flashtile.engine.scheduler import COPY, SWAP_OUT, Schedule
+from flashtile.engine.sampler import choose, log_probabilities
+from flashtile.engine.sampling_params import BeamSearchParams
+from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, Schedule
+from flashtile.engine.speculation import UNKNOWN, depths, visible
+from flashtile.engine.transfer import RING, Transfer, on_device
 from flashtile.kv_cache import BlockManager
 
 LOGITS_ROWS = 512
 """Rows of logits that exist at a time where every token of a prompt needs them."""
-MAX_GRAPH_BATCH = 512
-RING = 3
-"""Steps of which the host's numbers are kept: one runs, one waits, one is written."""
-
-
-def graph_batch(batch: int) -> int:
-    """The batch size that a step of single tokens is padded to: 1, 2, 4, 8, then by 8, then by 32."""
-    if batch <= 8:
-        return 1 << (batch - 1).bit_length()
-    step = 8 if batch <= 64 else 32
-    return -(-batch // step) * step
 
 
 @dataclass
@@ -57,6 +51,7 @@ class InFlight:
         schedule: what was launched.
         samples: the sequences that got a token, in the order of ``tokens``.
         failed: by sample, the error of a function of its request's.
+        drafted: sequences, and the guesses of a draft model for them.
     """
 
     schedule: Schedule
@@ -65,12 +60,17 @@ class InFlight:
     scores: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[Sequence, int, tuple[Tensor, ...]]] = field(default_factory=list)
+    drafted: tuple[list[Sequence], Tensor] | None = None
     event: Any = None
 
     def wait(self) -> list[int]:
-        """The tokens, when they have come."""
+        """The tokens, when they have come; the sequences then know what was guessed for them."""
         if self.event is not None:
             self.event.synchronize()
+        if self.drafted is not None:
+            sequences, guesses = self.drafted
+            for sequence, found in zip(sequences, guesses.tolist(), strict=False):
+                sequence.guesses = found[: len(sequence.guesses)]
         return self.tokens.tolist()
 
     def scores_of(self, i: int) -> TokenScores | None:
@@ -91,6 +91,45 @@ def _scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
     ]
 
 
+class Form(NamedTuple):
+    """The sizes of a step, padded where a CUDA graph computes it, and what is sent for it.
+
+    Attributes:
+        batch, tokens, width: sequences, new tokens in all, and of one sequence at most.
+        places: each token's position and slot are sent, for some tokens of every sequence.
+        tree: so is what each of them sees of the newest tokens.
+        shadow: the draft model computes the step, too: some tokens of it have no guesses behind them.
+    """
+
+    batch: int
+    tokens: int
+    width: int
+    places: bool = False
+    tree: bool = False
+    shadow: bool = False
+
+
+@dataclass
+class Memory:
+    """Keys and values of a model, (num_layers, num_blocks, block_size, kv_heads, head_dim), on the device
+    and, of sequences that are swapped out, on the host."""
+
+    k: Tensor
+    v: Tensor
+    host: list[Tensor]
+
+    @classmethod
+    def of(cls, model: Model, manager: BlockManager, dtype: torch.dtype) -> Memory:
+        """For the blocks of a manager, and one more: what pads a batch writes there."""
+        config, device = model.config, model.embedding.device
+        blocks, host_blocks = manager.pool.num_blocks + 1, manager.host_pool.num_blocks
+        block = (manager.block_size, model.kv_heads, config.head_dim)
+        k, v = (torch.zeros(config.num_layers, blocks, *block, dtype=dtype, device=device) for _ in "kv")
+        pinned = device.type == "cuda" and host_blocks > 0
+        host = (config.num_layers, host_blocks, *block)
+        return cls(k, v, [torch.zeros(host, dtype=dtype, pin_memory=pinned) for _ in "kv"])
+
+
 class Runner:
     """The model with its memory.
 
@@ -100,6 +139,9 @@ class Runner:
         cache_dtype: of keys and values.
         max_num_batched_tokens: the most that a step computes.
         capture: use CUDA graphs where there is a GPU.
+        parents: of the guesses that a sequence has at most (:mod:`flashtile.engine.speculation`).
+        draft: a model that makes these guesses.
+        ranks: the processes that compute the model together.
     """
 
     def __init__(
@@ -109,37 +151,45 @@ class Runner:
         cache_dtype: torch.dtype,
         max_num_batched_tokens: int,
         capture: bool = True,
+        parents: tuple[int, ...] = (),
+        draft: Model | None = None,
+        ranks: Ranks = ALONE,
     ):
         config = model.config
-        self.model, self.manager = model, manager
+        self.model, self.manager, self.ranks = model, manager, ranks
         self.device = model.embedding.device
-        pool, rows = manager.pool, manager.table.max_sequences
-        # One block and one row more than are given out: what pads a batch writes there.
-        shape = (config.num_layers, pool.num_blocks + 1, manager.block_size, model.kv_heads, config.head_dim)
-        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=cache_dtype, device=self.device) for _ in "kv")
-        host = (config.num_layers, manager.host_pool.num_blocks, *shape[2:])
+        self.memory = Memory.of(model, manager, cache_dtype)
+        rows = manager.table.max_sequences
         on_gpu = self.device.type == "cuda"
-        pinned = on_gpu and manager.host_pool.num_blocks > 0
-        self.host_caches = [torch.zeros(host, dtype=cache_dtype, pin_memory=pinned) for _ in "kv"]
         self.spare_row = rows
         self.block_table = torch.zeros(
             rows + 1, manager.table.max_blocks, dtype=torch.int32, device=self.device
         )
-        self.block_table[rows] = pool.num_blocks
-        self.last_tokens = torch.zeros(rows + 1, dtype=torch.int32, device=self.device)
+        self.block_table[rows] = manager.pool.num_blocks
+        self.branches = parents != tuple(range(len(parents)))
+        # Behind a right sibling two tokens are to be computed before the guesses.
+        self.verified = len(parents) + 1 + self.branches if parents else 1
+        self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
         # The experts in use are known on the host only.
         self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
-        self.graphs: dict[int, Callable[[], None]] = {}
+        self.graphs: dict[Form, Callable[[], None]] = {}
         # Room for the largest step, whose every row of the block table is new. Graphs read from this place.
-        count = max_num_batched_tokens + 8 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel()
-        self._numbers = torch.zeros(count, dtype=torch.int32, device=self.device)
-        self._pinned = [torch.empty(count, dtype=torch.int32, pin_memory=on_gpu) for _ in range(RING)]
-        self._result = [torch.empty(rows, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
-        batch = graph_batch(min(rows, MAX_GRAPH_BATCH)) if self.capture is not None else 0
+        padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.verified)
+        samples = max_num_batched_tokens + rows
+        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel()
+        self._transfer = Transfer(numbers, self.device)
+        results = samples + rows * len(parents)
+        self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
+        batch = graph_batch(min(rows * self.verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # What all graphs write; each one of its own would take gigabytes.
         self._logits = model.embedding.new_zeros(batch, config.vocab_size)
         self._turn = 0
-        self._draw: Draw | None = None
+        self._draws = Draws(self.device)
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            memory = Memory.of(draft, manager, draft.embedding.dtype)
+            self.drafter = Drafter(draft, memory.k, memory.v, self.block_table, self.known, parents)
+            self.draft_memory = memory
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> InFlight:
@@ -156,22 +206,29 @@ class Runner:
         if not schedule.entries:
             return InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
         samples = [sample for entry in schedule.entries for sample in entry.samples]
-        single = all(entry.num_tokens == 1 for entry in schedule.entries)
-        batch = len(schedule.entries)
-        padded = graph_batch(batch)
-        if single and padded <= len(self._logits) and all(entry.samples for entry in schedule.entries):
-            _, positions = self._send(schedule, samples, padded, single)
-            logits = self._replay(padded)
-            if padded != batch or len(samples) != batch:
-                logits = logits.index_select(0, positions.logits_rows)
-            return self._choose(schedule, samples, logits, positions)
-        step, positions = self._send(schedule, samples, batch, single)
-        hidden = self.model.hidden(self._resolve(step), self.k_cache, self.v_cache)
+        form, captured = self._form(schedule.entries)
+        step, positions = self._send(schedule, samples, form)
+        guessed = [entry for entry in schedule.entries if entry.sequence.guesses[:1] == [UNKNOWN]]
+        if guessed:
+            assert self.drafter is not None
+            self.drafter.draft(guessed, self.capture)
+            self.known.copy_(self.ranks.agree(self.known))
         in_flight = InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
-        if samples:
-            logits = self.model.logits(hidden.index_select(0, positions.logits_rows))
-            in_flight = self._choose(schedule, samples, logits, positions)
-        self._score_prompts(schedule, hidden, in_flight)
+        if captured:
+            logits = self._replay(form)
+            if not len(samples) == len(schedule.entries) == form.tokens:
+                logits = logits.index_select(0, positions.logits_rows)
+            self._choose(in_flight, samples, logits, positions)
+        else:
+            hidden = self._compute(step, form)
+            if samples:
+                logits = self.model.logits(hidden.index_select(0, positions.logits_rows))
+                self._choose(in_flight, samples, logits, positions)
+            self._score_prompts(schedule, hidden, in_flight)
+        if guessed:
+            rows = on_device([entry.row for entry in guessed], torch.int64, self.device)
+            in_flight.drafted = [entry.sequence for entry in guessed], self.known[:, 1:].index_select(0, rows)
+        self._send_back(in_flight)
         return in_flight
 
     def synchronize(self) -> None:
@@ -179,104 +236,149 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _send(
-        self, schedule: Schedule, samples: list[Sequence], padded: int, single: bool
-    ) -> tuple[StepInput, Positions]:
-        """The step's numbers to the device, in one copy. In place of the block table stand its rows, and
-        ``~row`` of it in place of a token that only the device knows."""
-        entries, spare = schedule.entries, padded - len(schedule.entries)
+    def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
+        """The sizes of a step, and whether a CUDA graph computes it."""
+        total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
+        # A token of each sequence, or also guesses behind it, of which all get a token.
+        few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
+        shadow = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
+        places = few and most > 1
+        tree = places and self.branches
+        if few and self.capture is not None:
+            batch, width = graph_batch(len(entries)), self.verified if places else 1
+            if batch * width <= len(self._logits):
+                return Form(batch, batch * width, width, places, tree, shadow), True
+        return Form(len(entries), total, most, places, tree, shadow), False
+
+    def _send(self, schedule: Schedule, samples: list[Sequence], form: Form) -> tuple[StepInput, Positions]:
+        """The step's numbers to the device. In place of the block table stand its rows, and ``~place`` in
+        ``known`` in place of a token that only the device knows."""
+        entries, spare = schedule.entries, form.batch - len(schedule.entries)
+        table, size = self.manager.table, self.manager.block_size
         # What pads the batch writes to the spare block, each to a place of its own.
-        starts = [entry.start for entry in entries] + [i % self.manager.block_size for i in range(spare)]
+        starts = [entry.start for entry in entries] + [i % size for i in range(spare)]
         rows = [entry.row for entry in entries] + [self.spare_row] * spare
         tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        masks: list[int] = []
         offsets, logits_rows, sample_positions = [0], [], []
         for entry in entries:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
-            known = [*sequence.tokens[entry.start : end], *sequence.guesses][: entry.num_tokens]
-            tokens += known
-            if len(known) < entry.num_tokens:  # the last one is on the device only: the row says where
-                tokens.append(~entry.row)
-            offsets.append(len(tokens))
+            place = entry.row * self.known.shape[1]
+            new = [*sequence.tokens[entry.start : end], *sequence.guesses][: entry.num_tokens]
+            if len(new) < entry.num_tokens:  # the last one is on the device only
+                new.append(~place)
+            guesses = sequence.guesses
+            if guesses[:1] == [UNKNOWN]:
+                new[-len(guesses) :] = (~(place + 1 + i) for i in range(len(guesses)))
+            tokens += new
             # A sequence and its forks draw from the last token's logits, one with guesses from each.
-            last = len(sequence.guesses) if entry.samples else 0
-            back = range(last, -1, -1) if last else [0] * len(entry.samples)
-            logits_rows += [len(tokens) - 1 - i for i in back]
-            sample_positions += [end - i for i in back]
-        tokens += [0] * spare
-        table_rows = self.manager.table
-        sample_rows = [table_rows.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
-        changed, values = self.manager.table.take_changes()
-        parts = [starts, rows, tokens, logits_rows, sample_rows, sample_positions]
-        if not single:
-            parts.append(offsets)
-        sizes = [len(part) for part in parts] + [len(changed)] * 2
-        numbers = self._transfer(parts, (changed, values))
-        views = numbers.split(sizes)
+            last = len(guesses) if entry.samples else 0
+            first = end - last  # of the guesses
+            depth = depths(sequence.parents[:last]) if last else [0]
+            if last and not form.places:
+                sequence.parents = tuple(range(max(depth)))  # beside a chunk the guesses are a row
+            times = 1 if last else len(entry.samples)
+            logits_rows += [len(tokens) - 1 - last + i for i in range(1 + last)] * times
+            sample_positions += [first + d for d in depth] * times
+            offsets.append(len(tokens))
+            if form.places:
+                positions += range(entry.start, first - 1)
+                positions += [first - 1 + d for d in depth]
+                begin = entry.row * table.max_blocks
+                slots += [
+                    table.entries[begin + i // size] * size + i % size for i in range(entry.start, end)
+                ]
+            if form.tree:
+                lead = first - 1 - entry.start
+                below = (1 << lead) - 1
+                seen = [(2 << i) - 1 for i in range(lead)]
+                seen += [bits << lead | below for bits in visible(sequence.parents[:last])]
+                masks += seen + [0] * (form.width - len(seen))
+        if form.places:
+            masks += [0] * (form.width * spare) if form.tree else []
+            positions += [0] * (form.tokens - len(positions))
+            slots += [-1] * (form.tokens - len(slots))
+        offsets += [len(tokens)] * spare if form.places else []
+        tokens += [0] * (form.tokens - len(tokens))
+        sample_rows = [table.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
+        changed, values = table.take_changes()
+        parts: list[list[int]] = [starts, rows, tokens]
+        if form.width > 1:
+            parts += [offsets, positions, slots, *_words(masks)]
+        views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
             self.block_table.view(-1).index_copy_(0, views[-2].long(), views[-1])
-        step = StepInput(
-            views[2], views[0], views[1],
-            None if single else views[6].clone(),  # aligned, or kernels are compiled once more
-            1 if single else max(entry.num_tokens for entry in entries),
-        )  # fmt: skip
-        return step, Positions(views[3], views[4].long(), views[5])
+        return self._step(views, form), Positions(views[-5], views[-4].long(), views[-3])
 
-    def _resolve(self, step: StepInput) -> StepInput:
-        """With tokens that are on the device only, and rows of the block table, in their places."""
-        waiting = step.tokens < 0
-        own = self.last_tokens.index_select(0, torch.where(waiting, ~step.tokens, 0))
-        tokens = torch.where(waiting, own, step.tokens)
-        return step._replace(tokens=tokens, block_table=self.block_table.index_select(0, step.block_table))
+    def _step(self, views: list[Tensor], form: Form) -> StepInput:
+        """The step that :meth:`_send` has sent."""
+        starts, rows, tokens = views[:3]
+        if form.width == 1:
+            return StepInput(tokens, starts, rows, None, 1)
+        offsets = views[3].clone()  # aligned, or kernels are compiled once more
+        step = StepInput(tokens, starts, rows, offsets, form.width)
+        if form.places:
+            step = step._replace(positions=views[4].clone(), slots=views[5].long())
+        if form.tree:
+            bits = torch.arange(form.width, device=self.device)
+            words = torch.where(bits < 32, views[6].unsqueeze(1), views[7].unsqueeze(1))
+            seen = (words >> bits % 32) & 1
+            step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
+        return step
 
-    def _transfer(self, parts: Listing[Listing[int]], tensors: tuple[Tensor, ...]) -> Tensor:
-        """All numbers, one after another, on the device. The first ones always lie at the same addresses."""
-        flat = array("i", [number for part in parts for number in part])
-        count = len(flat) + sum(len(tensor) for tensor in tensors)
-        pinned = self._pinned[self._turn]
-        pinned[: len(flat)] = torch.frombuffer(flat, dtype=torch.int32)
-        at = len(flat)
-        for tensor in tensors:
-            pinned[at : at + len(tensor)] = tensor
-            at += len(tensor)
-        self._numbers[:count].copy_(pinned[:count], non_blocking=True)
-        return self._numbers[:count]
+    def _compute(self, step: StepInput, form: Form) -> Tensor:
+        """(tokens, hidden_size) of the model; the draft model fills its memory, too, if it has to."""
+        missing = step.tokens < 0
+        known = self.known.view(-1).index_select(0, torch.where(missing, ~step.tokens, 0))
+        step = step._replace(
+            tokens=torch.where(missing, known, step.tokens),
+            block_table=self.block_table.index_select(0, step.block_table),
+        )
+        if form.shadow:
+            assert self.drafter is not None
+            self.drafter.follow(step)
+        return self.model.hidden(step, self.memory.k, self.memory.v)
 
-    def _replay(self, padded: int) -> Tensor:
-        """(padded, vocab_size) logits of a step of single tokens, by its CUDA graph."""
-        if padded not in self.graphs:
+    def _replay(self, form: Form) -> Tensor:
+        """(form.tokens, vocab_size) logits of a step, by its CUDA graph."""
+        if form not in self.graphs:
             assert self.capture is not None
-            self.graphs[padded] = self.capture(self._step_of(padded))
-        self.graphs[padded]()
-        return self._logits[:padded]
+            self.graphs[form] = self.capture(self._step_of(form))
+        self.graphs[form]()
+        return self._logits[: form.tokens]
 
-    def _step_of(self, padded: int) -> Callable[[], None]:
-        """A step of single tokens that reads its numbers from where :meth:`_send` puts them."""
-        place = [self._numbers[i * padded : (i + 1) * padded] for i in range(3)]
+    def _step_of(self, form: Form) -> Callable[[], None]:
+        """A step that reads its numbers from where :meth:`_send` puts them."""
+        sizes = [form.batch, form.batch, form.tokens]
+        if form.width > 1:
+            masks = form.batch * form.width * form.tree
+            sizes += [form.batch + 1, form.tokens, form.tokens, masks, masks]
+        views = list(self._transfer.numbers[: sum(sizes)].split(sizes))
 
         def run() -> None:
-            step = self._resolve(StepInput(place[2], place[0], place[1], None, 1))
-            hidden = self.model.hidden(step, self.k_cache, self.v_cache)
-            self._logits[:padded] = self.model.logits(hidden)
+            hidden = self._compute(self._step(views, form), form)
+            self._logits[: form.tokens] = self.model.logits(hidden)
 
         return run
 
     def _choose(
-        self, schedule: Schedule, samples: list[Sequence], logits: Tensor, positions: Positions
-    ) -> InFlight:
-        """Choose a token for each sample, keep it on the device, and send it to the host."""
-        raw, failed = logits, {}
-        draw = self._draw_of(samples)
-        shaped = [i for i in draw.shaped if _is_special(samples[i])]
+        self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, positions: Positions
+    ) -> None:
+        """Choose a token for each sample and keep it on the device."""
+        raw, draw = logits, self._draws.of(samples)
+        shaped = [i for i in draw.shaped if is_special(samples[i])]
         if shaped:
             logits = logits.float().clone()
         for i in shaped:
             try:
-                self._shape(logits[i], samples[i])
+                shape(logits[i], samples[i])
             except Exception as error:  # of a logits processor: the others go on
-                failed[i] = f"{type(error).__name__}: {error}"
-        tokens = choose(logits, draw.choice, positions.positions)
-        self.last_tokens.index_copy_(0, positions.rows, tokens.int())
-        in_flight = InFlight(schedule, samples, tokens, failed=failed)
+                in_flight.failed[i] = f"{type(error).__name__}: {error}"
+        tokens = self.ranks.agree(choose(logits, draw.choice, positions.positions))
+        self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
+        in_flight.samples, in_flight.tokens = samples, tokens
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             params = samples[i].request.params
@@ -284,70 +386,22 @@ class Runner:
                 scored = scored / params.temperature
             count = scored.shape[1] if count < 0 else count
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
-        self._send_back(in_flight)
-        return in_flight
 
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":
             return
-        place = self._result[self._turn][: len(in_flight.tokens)]
-        in_flight.tokens = place.copy_(in_flight.tokens, non_blocking=True)
-        in_flight.scores = {
-            i: tuple(tensor.to("cpu", non_blocking=True) for tensor in found)
-            for i, found in in_flight.scores.items()
-        }
+        tokens, place = in_flight.tokens, self._result[self._turn]
+        in_flight.tokens = place[: len(tokens)].copy_(tokens, non_blocking=True)
+        if in_flight.drafted is not None:
+            sequences, guesses = in_flight.drafted
+            place = place[len(tokens) :][: guesses.numel()].view(guesses.shape)
+            in_flight.drafted = sequences, place.copy_(guesses, non_blocking=True)
+        in_flight.scores = {i: _to_host(found) for i, found in in_flight.scores.items()}
+        in_flight.prompt_scores = [
+            (sequence, first, _to_host(found)) for sequence, first, found in in_flight.prompt_scores
+        ]
         in_flight.event = torch.cuda.Event()
         in_flight.event.record()
-
-    def _draw_of(self, samples: list[Sequence]) -> Draw:
-        """The parameters of the draw on the device, kept while the batch stays the same."""
-        key = tuple(samples)
-        if self._draw is not None and self._draw.samples == key:
-            return self._draw
-        rows = [_parameters(sample) for sample in samples]
-        temperature, top_k, top_p, min_p, seed = (list(column) for column in zip(*rows, strict=True))
-        floats = torch.tensor([temperature, top_p, min_p], dtype=torch.float32).to(self.device)
-        integers = torch.tensor([top_k, seed], dtype=torch.int64).to(self.device)
-        choice = Choice(
-            floats[0], integers[0], floats[1], floats[2], integers[1],
-            greedy=not any(temperature), any_top_k=any(top_k), any_top_p=any(p < 1 for p in top_p),
-            any_min_p=any(min_p),
-        )  # fmt: skip
-        counts = [(i, _num_logprobs(sample)) for i, sample in enumerate(samples)]
-        self._draw = Draw(
-            key,
-            choice,
-            [i for i, sample in enumerate(samples) if _is_special(sample)],
-            [(i, count) for i, count in counts if count is not None],
-        )
-        return self._draw
-
-    def _shape(self, logits: Tensor, sample: Sequence) -> None:
-        """What a request asks for beyond the draw, on its row of logits (vocab_size,) float32, in place."""
-        request = sample.request
-        params = request.params
-        if isinstance(params, BeamSearchParams):
-            return
-        if params.allowed_token_ids:
-            allowed = logits[params.allowed_token_ids]
-            logits.fill_(-torch.inf)[params.allowed_token_ids] = allowed
-        if params.penalises:
-            tokens = torch.tensor(sample.tokens, dtype=torch.int64, device=self.device)
-            split = request.num_prompt
-            penalise(
-                logits, tokens[:split], tokens[split:], params.repetition_penalty, params.presence_penalty,
-                params.frequency_penalty,
-            )  # fmt: skip
-        if params.logit_bias:
-            tokens = torch.tensor(list(params.logit_bias), device=self.device)
-            logits[tokens] += torch.tensor(list(params.logit_bias.values()), device=self.device)
-        for process in params.logits_processors or ():
-            changed = process(sample.outputs, logits)
-            if not isinstance(changed, Tensor) or changed.shape != logits.shape:
-                raise ValueError("logits_processors must return logits of the shape that they got")
-            logits.copy_(changed)
-        if sample.num_outputs - 1 < params.min_tokens and request.ends:
-            logits[list(request.ends)] = -torch.inf
 
     def _score_prompts(self, schedule: Schedule, hidden: Tensor, in_flight: InFlight) -> None:
         """Log-probabilities of the prompts' own tokens, where they were asked for, in pieces."""
@@ -366,43 +420,25 @@ class Runner:
                 rows = hidden[first + piece - 1 - entry.start :][: len(targets)]
                 logits = self.model.logits(rows)
                 count = params.prompt_logprobs if params.prompt_logprobs >= 0 else logits.shape[1]
-                wanted = torch.tensor(targets, device=self.device)
+                wanted = on_device(targets, torch.int64, self.device)
                 found = log_probabilities(logits, wanted, count)
-                in_flight.prompt_scores.append((sequence, piece, tuple(tensor.cpu() for tensor in found)))
+                in_flight.prompt_scores.append((sequence, piece, found))
 
     def _move(self, what: str, pairs: Listing[tuple[int, int]]) -> None:
         """Copy blocks, in the order in which they were said."""
-        numbers = torch.tensor(list(pairs), dtype=torch.int64)
-        if what == COPY:
-            copy_blocks(self.k_cache, self.v_cache, numbers.to(self.device))
-            return
-        for cache, host in zip((self.k_cache, self.v_cache), self.host_caches, strict=True):
-            old, new = (cache, host) if what == SWAP_OUT else (host, cache)
-            here, there = numbers[:, 0].to(old.device), numbers[:, 1].to(new.device)
-            for layer in range(len(old)):
-                source, target = (_bytes(memory[layer]) for memory in (old, new))
-                target.index_copy_(0, there, source.index_select(0, here).to(target.device))
-
-
-class Capture:
-    """Makes CUDA graphs that share their memory: only one runs at a time."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._pool: Any = None
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that replays what ``run`` does, which is run once to compile its kernels."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
-        self._pool = self._pool or graph.pool()
-        return graph.replay
+        memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
+        for memory in memories:
+            if what == COPY:
+                copy_blocks(memory.k, memory.v, on_device(list(pairs), torch.int64, self.device))
+                continue
+            sources, targets = zip(*pairs, strict=True)
+            for cache, host in zip((memory.k, memory.v), memory.host, strict=True):
+                old, new = (cache, host) if what == SWAP_OUT else (host, cache)
+                here = on_device(sources, torch.int64, old.device)
+                there = on_device(targets, torch.int64, new.device)
+                for layer in range(len(old)):
+                    source, target = (_bytes(one[layer]) for one in (old, new))
+                    target.index_copy_(0, there, source.index_select(0, here).to(target.device))
 
 
 @dataclass(frozen=True)
@@ -415,43 +451,14 @@ class Positions:
     positions: Tensor
 
 
-@dataclass(frozen=True)
-class Draw:
-    """How the tokens of one batch are chosen: ``shaped`` are samples whose logits may be changed before,
-    ``scored`` those with log-probabilities, and how many."""
-
-    samples: tuple[Sequence, ...]
-    choice: Choice
-    shaped: list[int]
-    scored: list[tuple[int, int]]
+def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
 
 
-def _is_special(sample: Sequence) -> bool:
-    """Whether its logits are changed before the draw."""
-    params = sample.request.params
-    return isinstance(params, SamplingParams) and bool(
-        params.reads_tokens
-        or params.logit_bias
-        or params.allowed_token_ids
-        or sample.num_outputs - 1 < params.min_tokens
-    )
-
-
-def _num_logprobs(sample: Sequence) -> int | None:
-    """Log-probabilities that are wanted; of a beam, enough that its ends leave a full width of others."""
-    params = sample.request.params
-    if isinstance(params, BeamSearchParams):
-        return (len(sample.request.ends) + 1) * params.beam_width
-    return params.logprobs
-
-
-def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:
-    """(temperature, top_k, top_p, min_p, seed); beams choose by their scores, whatever is drawn."""
-    params = sample.request.params
-    if isinstance(params, BeamSearchParams) or params.greedy:
-        return 0.0, 0, 1.0, 0.0, 0
-    seed = stream_seed(sample.request.seed, sample.index)
-    return params.temperature, params.top_k, params.top_p, params.min_p, seed
+def _words(masks: list[int]) -> tuple[list[int], list[int]]:
+    """The low and the high 32 bits of 64, as signed numbers."""
+    low, high = ([bits >> shift & 0xFFFFFFFF for bits in masks] for shift in (0, 32))
+    return tuple([word - (word >> 31 << 32) for word in words] for words in (low, high))  # type: ignore[return-value]
 
 
 def _bytes(memory: Tensor) -> Tensor:

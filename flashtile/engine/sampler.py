@@ -56,13 +56,27 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
     return choose_in_torch(logits, choice, positions)
 
 
+def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
+    """(rows, count) int64: the token that :func:`choose` takes, and those that come next."""
+    if count == 1:
+        return choose(logits, choice, positions).unsqueeze(1)
+    if choice.greedy:
+        return logits.topk(count).indices
+    return noisy_scores(logits, choice, positions).topk(count).indices
+
+
 def choose_in_torch(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
     """:func:`choose` on any device, every step in torch."""
+    return noisy_scores(logits, choice, positions).argmax(-1)
+
+
+def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
+    """(rows, vocab_size) float32, of which the largest is the draw."""
     greedy = (choice.temperature == 0).unsqueeze(1)
     scores = logits.float() / choice.temperature.masked_fill(choice.temperature == 0, 1.0).unsqueeze(1)
     kept = keep(scores, choice)
     noise = gumbel(choice.seed, positions, scores.shape[1])
-    return kept.add_(noise.masked_fill_(greedy, 0.0)).argmax(-1)
+    return kept.add_(noise.masked_fill_(greedy, 0.0))
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:

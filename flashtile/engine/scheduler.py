@@ -132,12 +132,13 @@ class Scheduler:
             # A chunk leaves room for the single tokens behind it.
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
             if sequence.guesses:  # all of them or none, and nobody loses memory for them
-                if count == wanted and self._make_room_at_once(sequence, count, step):
+                fits = sequence.num_computed + count <= self.manager.max_seqlen
+                if count == wanted and fits and self._make_room_at_once(sequence, count, step):
                     self._enter(sequence, count, step)
                     budget -= count
                     continue
                 sequence.guesses = []
-                count = min(1, budget)
+                count = min(sequence.wanted, count)
             if count and self._make_room(sequence, count, step):
                 self._enter(sequence, count, step)
                 budget -= count
@@ -220,16 +221,7 @@ class Scheduler:
             ]  # fmt: skip
             for one in group:
                 one.guesses = []
-            for together in (group, [victim]):
-                try:
-                    pairs = self.manager.swap_out(one.block_sequence for one in together)  # type: ignore[misc]
-                except OutOfBlocksError:
-                    continue
-                step.move(SWAP_OUT, pairs)
-                for one in together:
-                    self.running.remove(one)
-                    one.state = State.SWAPPED
-                    insort(self.waiting, one, key=ORDER)
+            if self._swap(victim, group, SWAP_OUT, step):
                 return
         self.running.remove(victim)
         self._release(victim)
@@ -326,16 +318,22 @@ class Scheduler:
 
     def _swap_in(self, sequence: Sequence, step: Schedule) -> bool:
         group = [one for one in sequence.request.sequences if one.state is State.SWAPPED and not one.pending]
-        for together in (group, [sequence]):
+        return self._swap(sequence, group, SWAP_IN, step)
+
+    def _swap(self, sequence: Sequence, group: list[Sequence], what: str, step: Schedule) -> bool:
+        """Move the group that a sequence belongs to, or it alone where there is no room for all."""
+        out = what == SWAP_OUT
+        move = self.manager.swap_out if out else self.manager.swap_in
+        for together in (group, [sequence]) if len(group) > 1 else ([sequence],):
             try:
-                pairs = self.manager.swap_in(one.block_sequence for one in together)  # type: ignore[misc]
+                pairs = move(one.block_sequence for one in together)  # type: ignore[misc]
             except OutOfBlocksError:
                 continue
-            step.move(SWAP_IN, pairs)
+            step.move(what, pairs)
             for one in together:
-                self.waiting.remove(one)
-                one.state = State.RUNNING
-                insort(self.running, one, key=ORDER)
+                (self.running if out else self.waiting).remove(one)
+                one.state = State.SWAPPED if out else State.RUNNING
+                insort(self.waiting if out else self.running, one, key=ORDER)
             return True
         return False
 

@@ -151,7 +151,8 @@ def random_weights(
             shape = (*shape[:split], inner.stop - inner.start, *shape[split + 1 :])
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
-        number = zlib.crc32(f"{seed} {shard.rank} {name}".encode())  # a CPU's generator takes 32 bits
+        part = 0 if split is None else shard.rank  # what every process has is the same in all of them
+        number = zlib.crc32(f"{seed} {part} {name}".encode())  # a CPU's generator takes 32 bits
         generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
         std = 1.0 if name == "model.embed_tokens.weight" else fan_in**-0.5

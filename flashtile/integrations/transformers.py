@@ -21,18 +21,26 @@ from flashtile.padding import as_cells
 NAMES = ("flashtile", "flashtile_2")
 """Both are the same. Continuous batching decodes over pages only where a name ends in 2 or 3."""
 
+LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
+"""Transformers' own, for FlashAttention's packages."""
+
 _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
 _IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
 }
 
 
-def register() -> None:
+def register(as_flash_attention: bool = False) -> None:
     """Make ``attn_implementation="flashtile"`` known to Transformers. A second call changes nothing.
 
     ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` take the name. Served are
     padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids`` and
     ``generate_batch``: on a GPU as ``"flashtile_2"``, which attends to the pages where they lie.
+
+    Args:
+        as_flash_attention: serve ``"flash_attention_2"`` and ``"flash_attention_3"``, too, as code and
+            ``config.json`` have them, on any device; the model's config keeps the name that it was given. An
+            installed flash-attn package is not used then. :func:`unregister` first, to change it.
 
     A model refuses what flashtile does not serve: with a ValueError if it adds a bias to its scores (T5) or
     supports no flash implementation otherwise; with a NotImplementedError ``output_attentions=True``.
@@ -41,6 +49,7 @@ def register() -> None:
     Raises:
         ModuleNotFoundError: Transformers is not installed.
         NotImplementedError: it is older than 5.17.
+        RuntimeError: it is registered already with another ``as_flash_attention``.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -55,22 +64,28 @@ def register() -> None:
         torch.Size([1, 3, 64])
     """
     loading, modeling = _modules()
+    literal = LITERAL_NAMES if as_flash_attention else ()
     if isinstance(loading._lazy_imports, _Loader):
+        if loading._lazy_imports.literal != literal:
+            raise RuntimeError("register was called with another as_flash_attention: unregister() first")
         return
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.masking_utils import flash_attention_mask
 
-    forwards = dict.fromkeys(NAMES, _checked(flash_attention_forward))
+    forwards = dict.fromkeys(NAMES + literal, _checked(flash_attention_forward))
     if any(name.startswith("paged|flash") for name in modeling.ALL_ATTENTION_FUNCTIONS):
         from transformers.integrations.flash_paged import paged_attention_forward
 
         forwards |= dict.fromkeys(_PAGED, paged_attention_forward)
+    loading._lazy_imports = _Loader(loading, literal)
     for name, function in forwards.items():
         modeling.AttentionInterface.register(name, function)
-        _masks().register(name, flash_attention_mask)
-    loading._lazy_imports = _Loader(loading)
+        if name not in literal:
+            _masks().register(name, flash_attention_mask)
     model = modeling.PreTrainedModel
-    model._check_and_adjust_attn_implementation = _admitting(model._check_and_adjust_attn_implementation)
+    model._check_and_adjust_attn_implementation = _admitting(
+        model._check_and_adjust_attn_implementation, literal
+    )
 
 
 def unregister() -> None:
@@ -78,8 +93,14 @@ def unregister() -> None:
     loading, modeling = _modules()
     if not isinstance(loading._lazy_imports, _Loader):
         return
+    served = NAMES + _PAGED + loading._lazy_imports.literal
+    if loading._lazy_imports.literal:
+        from transformers.integrations.flash_attention import flash_attention_forward
+
+        for name in loading._lazy_imports.literal:
+            modeling.AttentionInterface.register(name, flash_attention_forward)
     loading._lazy_imports = loading._lazy_imports.original
-    if loading._loaded_implementation in NAMES + _PAGED:
+    if loading._loaded_implementation in served:
         loading._loaded_implementation = None
     for name in NAMES + _PAGED:
         modeling.AttentionInterface._global_mapping.pop(name, None)
@@ -158,14 +179,15 @@ def with_kvcache(
 
 
 class _Loader:
-    """What Transformers loads an implementation's functions by: ours under our names, its own otherwise."""
+    """What Transformers loads an implementation's functions by: ours under our names and ``literal`` ones,
+    its own otherwise."""
 
-    def __init__(self, loading: Any) -> None:
-        self.original = loading._lazy_imports
+    def __init__(self, loading: Any, literal: tuple[str, ...]) -> None:
+        self.original, self.literal = loading._lazy_imports, literal
         self.padding = loading._pad_input, loading._unpad_input
 
     def __call__(self, implementation: str | None, *arguments: Any, **named: Any) -> Any:
-        if implementation in NAMES + _PAGED:
+        if implementation in NAMES + _PAGED + self.literal:
             return dense, varlen, with_kvcache, *self.padding
         return self.original(implementation, *arguments, **named)
 
@@ -206,8 +228,10 @@ def _attend_masked(
     )
 
 
-def _admitting(check: Callable[..., Any]) -> Callable[..., Any]:
+def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:
     """Transformers' choice of an implementation, with our names among those that a model may have.
+
+    A ``literal`` name is chosen as ours would be, for Transformers would look for FlashAttention's package.
 
     A model that lists the flash implementations it is compatible with (they know sinks) would otherwise fall
     back to one of its list, and one that supports none would lose the bias that it adds to its scores.
@@ -215,17 +239,21 @@ def _admitting(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def choose(self: Any, attn_implementation: str | None, *arguments: Any, **named: Any) -> Any:
+        asked_for = attn_implementation
+        if asked_for in literal:
+            attn_implementation = NAMES[0]
         if attn_implementation in NAMES + _PAGED:
             model = type(self)
             if not self._supports_flash_attn:
                 raise ValueError(
-                    f"attn_implementation={attn_implementation!r}: {model.__name__} supports no flash "
+                    f"attn_implementation={asked_for!r}: {model.__name__} supports no flash "
                     'attention (T5, for one, adds a bias to its scores); use "sdpa" or "eager"'
                 )
             listed = model._compatible_flash_implementations
             if listed and any("flash" in name for name in listed) and NAMES[0] not in listed:
                 model._compatible_flash_implementations = [*listed, *NAMES]
-        return check(self, attn_implementation, *arguments, **named)
+        chosen = check(self, attn_implementation, *arguments, **named)
+        return asked_for if asked_for in literal else chosen
 
     return choose
 

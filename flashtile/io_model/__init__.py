@@ -9,7 +9,8 @@ from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import CARDS, Card, card_of_device, find_card
 from flashtile.io_model.estimate import Estimate, estimates
 from flashtile.io_model.measure import measured_card
-from flashtile.io_model.memory import MODELS, Model, attention_memory, cached_tokens, longest_sequence
+from flashtile.io_model.memory import attention_memory, longest_sequence
+from flashtile.io_model.models import MODELS, Model, cached_tokens, find_model, prompt_memory
 from flashtile.io_model.products import Product
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "card_of_device",
     "estimates",
     "find_card",
+    "find_model",
     "longest_sequence",
     "measured_card",
+    "prompt_memory",
 ]

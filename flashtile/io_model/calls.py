@@ -17,6 +17,10 @@ ELEMENT_BYTES = {
 }
 
 
+NOT_OF_PROBLEMS = ("dtype", "lengths", "page_size", "cache_dtype")
+"""Fields that the Problem of attention without a cache lacks, or has in another form."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Attention of ``batch`` sequences, or of sequences of different ``lengths``.
@@ -30,6 +34,8 @@ class Call:
         window_left, window_right: keys that a row sees before and after its own position, aligned at the
             bottom right; -1 is unlimited. Causal is ``window_right = 0``.
         lengths: (seqlen_q, seqlen_k) of each sequence; None is ``batch`` times the same.
+        page_size: of the key/value cache in which the keys lie, 0 for a dense one; None: there is no cache.
+        cache_dtype: of the cache; None is ``dtype``.
 
     Raises:
         ValueError: a number that makes no call.
@@ -52,6 +58,8 @@ class Call:
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
     lengths: tuple[tuple[int, int], ...] | None = None
+    page_size: int | None = None
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         least = {"batch": 0, "seqlen_q": 0, "seqlen_k": 0}
@@ -66,13 +74,17 @@ class Call:
                 f"num_heads_q must be a multiple of the {self.num_heads_kv} of num_heads_kv, "
                 f"got {self.num_heads_q}"
             )
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype must be one of {', '.join(ELEMENT_BYTES)}, got {self.dtype!r}")
+        for name in ("dtype", "cache_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in ELEMENT_BYTES:
+                raise ValueError(f"{name} must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
+        if self.page_size is not None and self.page_size < 0:
+            raise ValueError(f"page_size must be 0 (a dense cache) or more, got {self.page_size}")
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Call:
         """What a Problem says. Of variable lengths it knows the longest only, which each sequence gets."""
-        shared = (field.name for field in fields(cls) if field.name not in ("dtype", "lengths"))
+        shared = (field.name for field in fields(cls) if field.name not in NOT_OF_PROBLEMS)
         dtype = str(problem.dtype).removeprefix("torch.")
         return cls(**{name: getattr(problem, name) for name in shared}, dtype=dtype)
 
@@ -83,6 +95,10 @@ class Call:
     @property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def cache_element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.cache_dtype or self.dtype]
 
     @property
     def group_size(self) -> int:
@@ -121,11 +137,11 @@ class Call:
 
     @property
     def k_bytes(self) -> int:
-        return self.rows_k * self.head_dim * self.element_bytes
+        return self.rows_k * self.head_dim * self.cache_element_bytes
 
     @property
     def v_bytes(self) -> int:
-        return self.rows_k * self.width_v * self.element_bytes
+        return self.rows_k * self.width_v * self.cache_element_bytes
 
     @property
     def out_bytes(self) -> int:

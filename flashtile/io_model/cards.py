@@ -35,6 +35,7 @@ class Card:
         bandwidth_gbps: of the memory, in 10^9 bytes a second.
         memory_bytes, l2_bytes: sizes.
         shared_bytes: of the shared memory of one SM: the SRAM that a tile of attention lives in.
+        l1_bytes: of what L1 cache and shared memory of one SM share; 0 where it is not known.
         capability: CUDA's compute capability; (0, 0) for what is no NVIDIA GPU.
         device_name: how the name that the driver gives it ends.
         source: where the numbers are from.
@@ -54,6 +55,7 @@ class Card:
     memory_bytes: int
     l2_bytes: int
     shared_bytes: int
+    l1_bytes: int
     capability: tuple[int, int]
     device_name: str
     source: str
@@ -71,6 +73,11 @@ class Card:
     def ridge(self, dtype: str) -> float:
         """FLOPs a byte at which arithmetic and memory take equally long (roofline, Williams et al. 2009)."""
         return self.peak_tflops(dtype) * 1e3 / self.bandwidth_gbps
+
+    @property
+    def register_bytes(self) -> int:
+        """Registers of one SM: 65,536 of 32 bits on all of these; 0 where there are none to speak of."""
+        return 256 * KIB if self.shared_bytes else 0
 
     @property
     def sram_bytes(self) -> int:
@@ -93,51 +100,51 @@ def _tensor(half: float, tf32: float, fp32: float, fp64: float, fp8: float | Non
 CARDS: dict[str, Card] = {
     "v100": Card(
         "V100 SXM2 32GB", 80, 1530, {"float16": 125.0, "float32": 15.7, "float64": 7.8},
-        900, 32 * GIB, 6 * MIB, 96 * KIB, (7, 0), "V100-SXM2-32GB", _VOLTA,
+        900, 32 * GIB, 6 * MIB, 96 * KIB, 128 * KIB, (7, 0), "V100-SXM2-32GB", _VOLTA,
     ),
     "t4": Card(
         "T4", 40, 1590, {"float16": 65.0, "float32": 8.1, "float64": 0.25},
-        320, 16 * GIB, 4 * MIB, 64 * KIB, (7, 5), "Tesla T4", _TURING,
+        320, 16 * GIB, 4 * MIB, 64 * KIB, 96 * KIB, (7, 5), "Tesla T4", _TURING,
     ),
     "a100-40gb": Card(
         "A100 SXM4 40GB", 108, 1410, _tensor(312.0, 156.0, 19.5, 19.5),
-        1555, 40 * GIB, 40 * MIB, 164 * KIB, (8, 0), "A100-SXM4-40GB", _AMPERE,
+        1555, 40 * GIB, 40 * MIB, 164 * KIB, 192 * KIB, (8, 0), "A100-SXM4-40GB", _AMPERE,
     ),
     "a100": Card(
         "A100 SXM4 80GB", 108, 1410, _tensor(312.0, 156.0, 19.5, 19.5),
-        2039, 80 * GIB, 40 * MIB, 164 * KIB, (8, 0), "A100-SXM4-80GB", _AMPERE,
+        2039, 80 * GIB, 40 * MIB, 164 * KIB, 192 * KIB, (8, 0), "A100-SXM4-80GB", _AMPERE,
     ),
     "rtx3090": Card(
         "GeForce RTX 3090", 82, 1695, _tensor(71.0, 35.6, 35.6, 0.56),
-        936, 24 * GIB, 6 * MIB, 100 * KIB, (8, 6), "GeForce RTX 3090", _GA102,
+        936, 24 * GIB, 6 * MIB, 100 * KIB, 128 * KIB, (8, 6), "GeForce RTX 3090", _GA102,
     ),
     "rtx4090": Card(
         "GeForce RTX 4090", 128, 2520, _tensor(165.2, 82.6, 82.6, 1.29, fp8=330.3),
-        1008, 24 * GIB, 72 * MIB, 100 * KIB, (8, 9), "GeForce RTX 4090", _ADA,
+        1008, 24 * GIB, 72 * MIB, 100 * KIB, 128 * KIB, (8, 9), "GeForce RTX 4090", _ADA,
     ),
     "l4": Card(
         "L4", 58, 2040, _tensor(121.0, 60.5, 30.3, 0.47, fp8=242.5),
-        300, 24 * GIB, 48 * MIB, 100 * KIB, (8, 9), "NVIDIA L4", _ADA,
+        300, 24 * GIB, 48 * MIB, 100 * KIB, 128 * KIB, (8, 9), "NVIDIA L4", _ADA,
     ),
     "l40s": Card(
         "L40S", 142, 2520, _tensor(362.1, 183.1, 91.6, 1.43, fp8=733.0),
-        864, 48 * GIB, 96 * MIB, 100 * KIB, (8, 9), "L40S", _L40S,
+        864, 48 * GIB, 96 * MIB, 100 * KIB, 128 * KIB, (8, 9), "L40S", _L40S,
     ),
     "h100-pcie": Card(
         "H100 PCIe 80GB", 114, 1755, _tensor(756.0, 378.0, 51.2, 51.2, fp8=1513.0),
-        2000, 80 * GIB, 50 * MIB, 228 * KIB, (9, 0), "H100 PCIe", _HOPPER,
+        2000, 80 * GIB, 50 * MIB, 228 * KIB, 256 * KIB, (9, 0), "H100 PCIe", _HOPPER,
     ),
     "h100": Card(
         "H100 SXM5 80GB", 132, 1830, _tensor(989.4, 494.7, 66.9, 66.9, fp8=1978.9),
-        3350, 80 * GIB, 50 * MIB, 228 * KIB, (9, 0), "H100 80GB HBM3", _HOPPER,
+        3350, 80 * GIB, 50 * MIB, 228 * KIB, 256 * KIB, (9, 0), "H100 80GB HBM3", _HOPPER,
     ),
     "h200": Card(
         "H200 SXM 141GB", 132, 1830, _tensor(989.4, 494.7, 66.9, 66.9, fp8=1978.9),
-        4800, 141 * GIB, 50 * MIB, 228 * KIB, (9, 0), "NVIDIA H200", _H200,
+        4800, 141 * GIB, 50 * MIB, 228 * KIB, 256 * KIB, (9, 0), "NVIDIA H200", _H200,
     ),
     "b200": Card(
         "B200 SXM 180GB", 148, 1965, _tensor(2250.0, 1125.0, 75.0, 37.0, fp8=4500.0),
-        7700, 180 * GIB, 126 * MIB, 228 * KIB, (10, 0), "NVIDIA B200", _BLACKWELL,
+        7700, 180 * GIB, 126 * MIB, 228 * KIB, 256 * KIB, (10, 0), "NVIDIA B200", _BLACKWELL,
     ),
 }  # fmt: skip
 """Known cards by the name that ``flashtile explain --card`` takes."""

@@ -9,20 +9,21 @@ from flashtile.algorithms import flash1, flash2
 from flashtile.algorithms.memory import Memory
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.config import Config, family_of_capability, row
-from flashtile.io_model import closed_forms, hopper, kernels
+from flashtile.io_model import closed_forms, decode, hopper, kernels
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
 from flashtile.problem import UNLIMITED
 
 PASSES = ("forward", "backward")
 
-STANDARD, FLASH1, FLASH2, FLASHTILE, HOPPER, DECODING, LEAST = (
+STANDARD, FLASH1, FLASH2, FLASHTILE, HOPPER, DECODING, OVER_CACHE, LEAST = (
     "standard",
     "flash-attention 1",
     "flash-attention 2",
     "flashtile, portable",
     "flashtile, Hopper",
     "flash-decoding",
+    "flashtile, over a cache",
     "least possible",
 )
 
@@ -170,6 +171,15 @@ def portable_config(call: Call, card: Card) -> Config:
 
 
 def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:
+    if call.page_size is not None:
+        if which != "forward":
+            raise ValueError(f"which must be 'forward' over a cache, got {which!r}")
+        launches = decode.kernels_of(call, card)
+        extra = call.lse_bytes + sum(kernel.sm_read for kernel in launches[1:])
+        yield _launched(OVER_CACHE, launches, least_flops(call, which), int(extra))
+        least = least_bytes(call, which)
+        yield LEAST, least, least, least_flops(call, which), 0, 0
+        return
     yield from _papers(call, card, which)
     if card.shared_bytes:
         yield from _ours(call, card, which)

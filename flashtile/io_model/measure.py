@@ -38,6 +38,7 @@ def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0
         memory_bytes=described["memory_bytes"] or 0,
         l2_bytes=properties.L2_cache_size if on_gpu else 0,
         shared_bytes=properties.shared_memory_per_multiprocessor if on_gpu else 0,
+        l1_bytes=known.l1_bytes if known is not None else 0,
         capability=(properties.major, properties.minor) if on_gpu else (0, 0),
         device_name=described["name"],
         source="measured here: a matrix product and a copy",

@@ -1,11 +1,11 @@
-"""Memory by sequence length: what attention stores, the caches of known models, and when a card is full."""
+"""Memory by sequence length: what attention stores, and when a card is full."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from flashtile.io_model.calls import ELEMENT_BYTES, Call
+from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
 from flashtile.io_model.estimate import resident_bytes
 from flashtile.io_model.kernels import STATISTICS_BYTES
@@ -26,45 +26,6 @@ class AttentionMemory:
     tensors: int
     standard: int
     flash: int
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder's numbers that decide its weights and its cache.
-
-    Examples:
-        >>> from flashtile.io_model import MODELS
-        >>> MODELS[0].name, MODELS[0].kv_bytes_per_token()
-        ('OPT-13B', 819200)
-    """
-
-    name: str
-    layers: int
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    parameters: float
-    longest: int
-    source: str
-
-    def kv_bytes_per_token(self, dtype: str = "float16") -> int:
-        """Keys and values of one token in every layer."""
-        return 2 * self.layers * self.num_heads_kv * self.head_dim * ELEMENT_BYTES[dtype]
-
-    def weight_bytes(self, dtype: str = "float16") -> int:
-        return round(self.parameters * ELEMENT_BYTES[dtype])
-
-
-MODELS = (
-    Model("OPT-13B", 40, 40, 40, 128, 12.85e9, 2048, "Zhang et al. 2022, arXiv:2205.01068"),
-    Model("LLaMA-7B", 32, 32, 32, 128, 6.74e9, 2048, "Touvron et al. 2023, arXiv:2302.13971"),
-    Model("LLaMA-13B", 40, 40, 40, 128, 13.02e9, 2048, "Touvron et al. 2023, arXiv:2302.13971"),
-    Model("LLaMA-65B", 80, 64, 64, 128, 65.29e9, 2048, "Touvron et al. 2023, arXiv:2302.13971"),
-    Model("Llama-2-70B", 80, 64, 8, 128, 68.98e9, 4096, "Touvron et al. 2023, arXiv:2307.09288"),
-    Model("Llama-3-8B", 32, 32, 8, 128, 8.03e9, 8192, "Grattafiori et al. 2024, arXiv:2407.21783"),
-    Model("Mistral-7B", 32, 32, 8, 128, 7.24e9, 32768, "Jiang et al. 2023, arXiv:2310.06825"),
-    Model("Qwen2.5-7B", 28, 28, 4, 128, 7.62e9, 32768, "Qwen team 2024, arXiv:2412.15115"),
-)
 
 
 def attention_memory(call: Call, training: bool = False) -> AttentionMemory:
@@ -105,15 +66,3 @@ def longest_sequence(call: Call, card: Card, *, standard: bool, training: bool =
         return needed.tensors + (needed.standard if standard else needed.flash) > card.memory_bytes
 
     return bisect_left(range(1, 2**60), True, key=is_too_long)
-
-
-def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int = 1) -> int:
-    """Tokens whose keys and values fit beside the weights on ``cards`` cards; 0 if the weights do not.
-
-    Examples:
-        >>> from flashtile.io_model import MODELS, cached_tokens, find_card
-        >>> cached_tokens(MODELS[0], find_card("a100"))
-        73485
-    """
-    room = cards * card.memory_bytes - model.weight_bytes(dtype)
-    return max(0, room // model.kv_bytes_per_token(dtype))

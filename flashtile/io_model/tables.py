@@ -7,36 +7,47 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import CARDS, GIB, Card
-from flashtile.io_model.estimate import Estimate
-from flashtile.io_model.memory import (
-    MODELS,
-    SEQLENS,
-    at_length,
-    attention_memory,
-    cached_tokens,
-    longest_sequence,
-)
+from flashtile.io_model.cards import CARDS, GIB, KIB, Card
+from flashtile.io_model.estimate import FLASH1, STANDARD, Estimate
+from flashtile.io_model.memory import SEQLENS, at_length, attention_memory, longest_sequence
+from flashtile.io_model.models import MODELS, cached_tokens
 
 
 def card_table(card: Card, dtype: str) -> Table:
     """What the floors are made of."""
-    table = _table(card.name, ("", "size", "speed"))
+    table = new_table(card.name, ("", "size", "speed"))
     table.add_row("memory", format_bytes(card.memory_bytes), f"{card.bandwidth_gbps:.0f} GB/s")
     if card.l2_bytes:
         table.add_row("L2", format_bytes(card.l2_bytes), "")
+    if card.l1_bytes:
+        table.add_row("L1 and SRAM", f"{card.sm_count} x {format_bytes(card.l1_bytes)}", "")
     if card.shared_bytes:
         speed = f"{card.sram_gbps * 1e-3:.1f} TB/s" if card.sram_gbps else ""
         table.add_row("SRAM", f"{card.sm_count} x {format_bytes(card.shared_bytes)}", speed)
+    if card.register_bytes:
+        table.add_row("registers", f"{card.sm_count} x {format_bytes(card.register_bytes)}", "")
     table.add_row(dtype, "", f"{format_count(card.peak_tflops(dtype) * 1e12)}FLOP/s")
     table.caption = f"from {card.ridge(dtype):.0f} FLOPs a byte on, arithmetic is the limit"
+    if card.l1_bytes:
+        table.caption += "\n" + why_not_all_shared(card)
     return table
+
+
+def why_not_all_shared(card: Card) -> str:
+    """Why a tile cannot have all of an SM's L1 memory (CUDA C++ Programming Guide, compute capabilities)."""
+    whole, most = (size // KIB for size in (card.l1_bytes, card.shared_bytes))
+    said = (
+        f"an SM's {whole} KiB are L1 cache and shared memory in one: shared memory may take {most} of them, "
+        f"the other {whole - most} always cache"
+    )
+    block = f"; of the {most} a block may have {most - 1}, for CUDA keeps 1 for itself"
+    return said + (block if card.capability >= (8, 0) else "")
 
 
 def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
     """One row an algorithm; the times are floors."""
     headings = ("HBM", "FLOPs", "FLOPs/B", "arithmetic", "HBM time", "L2 time", "bound by", "floor", "memory")
-    table = _table(f"{found[0].which} on {card.name}", ("algorithm", *headings, "programs"))
+    table = new_table(f"{found[0].which} on {card.name}", ("algorithm", *headings, "programs"))
     for row in found:
         table.add_row(
             row.algorithm,
@@ -54,14 +65,36 @@ def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
     table.caption = (
         "flashtile, least possible: what misses L2. The papers' algorithms: their own count, without L2."
     )
+    slow = why_flash1_is_slower(found)
+    if slow:
+        table.caption += "\n" + slow
     return table
+
+
+def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
+    """Why FlashAttention 1's floor is above standard attention's; None where it is not."""
+    rows = {row.algorithm: row for row in found}
+    first, standard = rows.get(FLASH1), rows[STANDARD]
+    if first is None or first.floor_seconds <= standard.floor_seconds:
+        return None
+    if first.bytes > standard.bytes and first.bound == "HBM":
+        return (
+            f"{FLASH1} is above standard here: it moves {format_bytes(first.bytes)}, as it reads and "
+            "writes the output again for every block of keys"
+        )
+    return (
+        f"{FLASH1} is above standard here: it has one program for each head of each sequence, and its "
+        f"{first.programs} use {first.busy} of {first.card.sm_count} SMs"
+    )
 
 
 def memory_table(call: Call, card: Card, training: bool) -> Table:
     """Standard attention beside flash attention by sequence length, and where the card is full."""
     what = "training" if training else "inference"
     title = f"memory of one layer's attention, {what}: batch {call.batch}, {call.num_heads_q} heads"
-    table = _table(f"{title}, {call.dtype}", ("tokens", "q, k, v, out", "standard, beyond", "flash, beyond"))
+    table = new_table(
+        f"{title}, {call.dtype}", ("tokens", "q, k, v, out", "standard, beyond", "flash, beyond")
+    )
     for seqlen in SEQLENS:
         row = attention_memory(at_length(call, seqlen), training)
         full = row.tensors + row.standard > card.memory_bytes
@@ -82,7 +115,7 @@ def kv_cache_table(dtype: str) -> Table:
     """Key/value caches of known models, and how many tokens fit beside the weights on known cards."""
     cards = [CARDS[name] for name in ("rtx4090", "l40s", "a100", "h200")]
     headings = ("weights", "a token", "longest sequence", *(f"tokens, {card.name}" for card in cards))
-    table = _table(f"key/value caches, {dtype}", ("model", *headings))
+    table = new_table(f"key/value caches, {dtype}", ("model", *headings))
     for model in MODELS:
         token = model.kv_bytes_per_token(dtype)
         table.add_row(
@@ -124,7 +157,8 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str | None:
     return None
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
+def new_table(title: str, headings: Sequence[str]) -> Table:
+    """With the first column to the left and the others to the right."""
     table = Table(title=title, title_justify="left", caption_justify="left")
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Options
+from flashtile.attn.problem import OPTIONS_OF_ALL, Extras, Options
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import traced
 from flashtile.masks.operators import Functions, forward
@@ -33,10 +33,11 @@ def attend(
         ValueError: both masks, or more captured tensors than there is place for.
         NotImplementedError: beside arguments that a function says as well.
     """
-    for name in ("dropout_p", "attention_chunk"):
-        if getattr(options, name):
+    for name in Options._fields[OPTIONS_OF_ALL:]:
+        value = getattr(options, name)
+        if value != Options._field_defaults[name]:
             raise NotImplementedError(
-                f"{name} must be 0 beside score_mod, mask_mod and block_mask, got {getattr(options, name)}"
+                f"{name} must be left out beside score_mod, mask_mod and block_mask, got {value}"
             )
     for name, tensor in zip(Extras._fields, extras, strict=True):
         if tensor is not None and name not in BESIDE:

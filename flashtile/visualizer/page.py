@@ -16,17 +16,19 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from flashtile.io_model.cards import CARDS
-from flashtile.visualizer import prebuilt
+from flashtile.visualizer import prebuilt, stories
 from flashtile.visualizer.recording import record
 from flashtile.visualizer.settings import SRAM_SIZES, Setting
 
 SCRIPTS = (
     "elements", "format", "language", "address", "trace", "grid", "catalog", "matrix", "memories",
     "statistics", "programs", "pages", "timeline", "merge", "charts",
-    "lines", "run", "player", "moments", "questions", "tour", "controls", "main",
+    "lines", "run", "player", "moments", "questions", "tour", "controls", "stories", "cells",
+    *(f"stories/{name}" for name in stories.STORIES), "main",
 )  # fmt: skip
 """The page's program in the order in which its parts use each other; they share one scope."""
 
+STYLES = ("style.css", "stories.css")
 LANGUAGES = ("en", "zh")
 DTYPE = "float16"
 FEW = 16
@@ -107,7 +109,10 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
         key = hashlib.sha256(events.encode()).hexdigest()[:12]
         packed[key] = events
         entries.append({**entry, "packed": key})
-    return {"recordings": entries, "packed": packed, "sram_sizes": sram_sizes, "cards": cards()}
+    return {
+        "recordings": entries, "packed": packed, "sram_sizes": sram_sizes, "cards": cards(),
+        "stories": stories.catalogue(),
+    }  # fmt: skip
 
 
 def cards() -> list[dict[str, Any]]:
@@ -126,9 +131,14 @@ def cards() -> list[dict[str, Any]]:
 
 
 def texts() -> dict[str, dict[str, str]]:
-    """The page's texts by language and key."""
+    """The page's texts by language and key; those of a story have its name before them."""
     folder = files("flashtile.visualizer") / "assets" / "texts"
-    return {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in LANGUAGES}
+    every = {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in LANGUAGES}
+    for story in stories.STORIES:
+        told = json.loads((folder / "stories" / f"{story}.json").read_text("utf-8"))
+        for language, own in every.items():
+            own |= {f"{story}.{key}": text for key, text in told[language].items()}
+    return every
 
 
 def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
@@ -142,7 +152,7 @@ def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template("page.html.jinja").render(
-        style=(assets / "style.css").read_text("utf-8"),
+        style="\n".join((assets / name).read_text("utf-8") for name in STYLES),
         script='"use strict";\n' + "\n".join(scripts),
         texts=_embed(texts()),
         start=_embed(start),

@@ -1,4 +1,4 @@
-"""MkDocs hook: a page about an algorithm shows the algorithm's file beside its text."""
+"""MkDocs hook: a page about an algorithm, in any language, shows the algorithm's file beside its text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FOLDER = "algorithms"
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     page_path = Path(page.file.src_uri)
-    source = Path(config.config_file_path).parent / "flashtile" / FOLDER / f"{page_path.stem}.py"
+    name = page_path.name.split(".")[0]
+    source = Path(config.config_file_path).parent / "flashtile" / FOLDER / f"{name}.py"
     if page_path.parent.as_posix() != FOLDER or not source.exists():
         return markdown
     page.meta.setdefault("hide", ["toc"])  # the file takes its place

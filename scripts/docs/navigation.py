@@ -1,4 +1,7 @@
-"""MkDocs hook: ``folder/*`` in the navigation stands for the pages of that folder that it does not name."""
+"""MkDocs hook: ``folder/*`` in the navigation stands for the pages of that folder that it does not name.
+
+``folder/*.zh-CN.md`` stands for those in Chinese, which ``folder/*`` leaves out.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
+
+TRANSLATED = ".zh-CN.md"
 
 
 def named(entries: Iterable[Any]) -> Iterator[str]:
@@ -30,9 +35,13 @@ def expanded(entries: list[Any], pages: list[str]) -> list[Any]:
                 for title, value in entry.items()
             }
             result += [sections] if all(sections.values()) else []
-        elif PurePosixPath(entry).name == "*":
-            folder = PurePosixPath(entry).parent
-            result += [page for page in pages if PurePosixPath(page).parent == folder]
+        elif PurePosixPath(entry).name in ("*", f"*{TRANSLATED}"):
+            folder, chinese = PurePosixPath(entry).parent, entry.endswith(TRANSLATED)
+            result += [
+                page
+                for page in pages
+                if PurePosixPath(page).parent == folder and page.endswith(TRANSLATED) == chinese
+            ]
         else:
             result.append(entry)
     return result

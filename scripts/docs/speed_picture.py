@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from pictures.canvas import svg, text
+
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "assets" / "speed.svg"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,19 +39,11 @@ CONTESTANTS = {
 }
 """Name and colour of each, in the order of the bars."""
 
-FONTS = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
-INK, GRID = "#7d858f", "#8b949e"
+GRID = "#8b949e"
 WIDTH, PANEL_WIDTH, PANEL_HEIGHT = 900, 390, 170
 LEFT, TOP, COLUMN, ROW = 44, 66, 450, 250
 HIGHEST = 800.0
 """TFLOP/s at the top of a panel."""
-
-
-def text(x: float, y: float, words: str, *, size: int = 12, anchor: str = "start", **more: str) -> str:
-    rest = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
-    fill = "" if "fill" in more else f' fill="{INK}"'
-    place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
-    return f"<text {place}{fill}{rest}>{escape(words)}</text>"
 
 
 def legend() -> Iterator[str]:
@@ -115,15 +109,8 @@ def picture() -> str:
         parts += panel(LEFT + index % 2 * COLUMN, TOP + index // 2 * ROW, title, cells)
     height = TOP + ROW + PANEL_HEIGHT + 64
     parts.append(text(LEFT, height - 10, footer(documents), size=10))
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
-            f' height="{height}" font-family="{FONTS}" role="img">',
-            "<title>Speed of flashtile beside cuDNN, FlashAttention-3 and FlashAttention-4</title>",
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    title = "Speed of flashtile beside cuDNN, FlashAttention-3 and FlashAttention-4"
+    return svg(WIDTH, height, title, parts)
 
 
 if __name__ == "__main__":

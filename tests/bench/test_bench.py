@@ -34,11 +34,16 @@ from flashtile.bench.workloads import WORKLOADS, Workload
 from flashtile.commands.bench import bench
 from flashtile.commands.explain import explain
 from flashtile.commands.info import info
+from flashtile.problem import UNLIMITED
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci"])
 QUICK = runner.Settings(CPU, ("forward", "backward"), rounds=1, rep=1.0, host_time=False)
 FULL, CHUNK = (next(w for w in CI if w.name == name) for name in ("ci-full-s96", "ci-chunk"))
+
+SHORT = list({(w.sequences, w.mask): w for w in WORKLOADS if w.seqlen_k <= 2048 and not w.mod}.values())
+"""One workload of each mask and length."""
+
 
 def entrants(names, backends, device):
     return contestants.contestants("attention", names, backends, device)
@@ -71,6 +76,8 @@ def standard_results(workload: Workload, inputs: Inputs, dtype: torch.dtype) -> 
         causal=workload.causal,
         window_size=(workload.window_left, -1),
         softcap=workload.softcap,
+        alibi_slopes=inputs.alibi_slopes,
+        sink=inputs.sink,
         upcast=dtype,
     )
     gradients = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
@@ -119,15 +126,14 @@ class TestWorkloads:
             (d, c, 2**s) for d in (64, 128, 256) for c in (False, True) for s in range(9, 15)
         }
 
-    @pytest.mark.parametrize(
-        "workload", [w for w in WORKLOADS if w.seqlen_k <= 2048 and not w.mod], ids=lambda w: w.name
-    )
+    @pytest.mark.parametrize("workload", SHORT, ids=lambda w: w.name)
     def test_visible_pairs_are_those_of_the_mask(self, workload):
         pairs = sum(
             count * int(reference.visible(*lengths, workload.window_left, workload.window_right).sum())
             for lengths, count in Counter(workload.sequences).items()
         )
-        if workload.mask == "causal" and workload.seqlen_q == workload.seqlen_k:
+        whole = workload.causal and workload.window_left == UNLIMITED and workload.lengths is None
+        if whole and workload.seqlen_q == workload.seqlen_k:
             pairs = (
                 workload.batch * workload.seqlen_q**2 // 2
             )  # the papers' convention leaves out half the diagonal
@@ -141,6 +147,16 @@ class TestWorkloads:
         q, kv, lse = 2 * 10 * 4 * 8 * 2, 2 * 20 * 2 * 8 * 2, 2 * 10 * 4 * 4
         assert workload.bytes("forward") == 2 * q + 2 * kv + lse
         assert workload.resident_bytes() == 4 * q + 4 * kv + lse
+
+    def test_shapes_are_many_and_their_flops_count_both_head_sizes(self):
+        shapes = workloads.select(["shapes"])
+        assert len(shapes) >= 60
+        assert {w.head_dim for w in shapes} >= set(range(32, 257, 8))
+        assert {w.group_size for w in shapes} >= {1, 2, 4, 6, 7, 8, 16}
+        mla = next(w for w in shapes if w.name == "mla-s4096")
+        pairs = mla.visible_pairs() * mla.num_heads_q
+        assert mla.flops("forward") == 2 * pairs * (192 + 128)
+        assert mla.flops("backward") == 2 * pairs * (3 * 192 + 2 * 128)
 
     def test_ragged_batches_have_equals(self):
         lengths = workloads.log_uniform_lengths(16384, 64, 8192)
@@ -269,8 +285,10 @@ class TestAdapters:
     @pytest.mark.parametrize(("module", "unlimited"), [("flash_attn", -1), ("flash_attn.cute", None)])
     def test_flash_attention_packages(self, monkeypatch, workload, module, unlimited):
         self.install(monkeypatch, module, unlimited)
-        peer = peers.FlashAttention("fa", module, unlimited)
+        peer = next(p for p in contestants.peers("attention") if p.needs == (module, "flash_attn_func"))
         assert peer.unavailable(torch.device("cuda")) is None
+        if reason := peer.refuses(workload, CPU):
+            pytest.skip(reason)
         self.check(peer, workload, gradients=True)
 
     def test_a_package_without_the_functions_is_not_available(self, monkeypatch):
@@ -283,7 +301,9 @@ class TestAdapters:
     def test_sdpa_refuses_what_it_would_compute_wrongly(self):
         sdpa = peers.Sdpa("sdpa-cpu", "FLASH_ATTENTION", "cpu")
         refused = {w.name for w in CI if sdpa.refuses(w, CPU)}
-        assert refused == {"ci-window-s150", "ci-softcap-s100", "ci-chunk", "ci-varlen"}
+        assert refused == {
+            "ci-window-s150", "ci-softcap-s100", "ci-alibi-s90", "ci-sink-s70", "ci-chunk", "ci-varlen"
+        }  # fmt: skip
 
     def test_standard_refuses_more_than_the_memory(self):
         enormous = replace(FULL, seqlen_q=2**20, seqlen_k=2**20)
@@ -314,7 +334,7 @@ class TestAdapters:
         call = peer.prepare(workload, inputs)
         with call.enter():
             results = runner.results_of(call, inputs, "backward" if gradients else "forward")
-        assert results["out"].shape == inputs.q.shape
+        assert results["out"].shape == inputs.dout.shape
         comparisons = gate.Oracle(workload, inputs, gradients).check(results)
         assert all(c.holds for c in comparisons), "\n".join(map(str, comparisons))
 
@@ -327,8 +347,13 @@ class TestAdapters:
             out, lse = reference.attention(q, k, v, window_size=window, **options)
             return (out, lse) if unlimited is None else out
 
-        def dense(q, k, v, *, softmax_scale=None, causal=False, window_size=(unlimited,) * 2, softcap=0.0):
-            return attend(q, k, v, window_size, softmax_scale=softmax_scale, causal=causal, softcap=softcap)
+        def dense(
+            q, k, v, *, softmax_scale=None, causal=False, window_size=(unlimited,) * 2, softcap=0.0, **by_head
+        ):
+            (known, ours) = ("learnable_sink", "sink") if unlimited is None else ("alibi_slopes",) * 2
+            by_head = {ours: by_head.pop(known)} | by_head if known in by_head else by_head
+            options = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
+            return attend(q, k, v, window_size, **options, **by_head)
 
         def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
             offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -560,7 +585,7 @@ class TestCommands:
             (["--device", "cuda:99"], "is not here"),
             (["--unit", "miles"], "got 'miles'"),
             (["--head-dim", "64,big"], "head-dim must be numbers"),
-            (["-w", "ci", "--head-dim", "77"], "head-dim must be one of 16, 32, 40, 64 in these"),
+            (["-w", "ci", "--head-dim", "77"], "head-dim must be one of 16, 32, 40, 48, 64 in"),
         ],
     )
     def test_bench_refuses(self, arguments, message):

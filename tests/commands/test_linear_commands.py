@@ -16,7 +16,7 @@ from targets import CUDA
     [
         (["profile", "--shape", "4096"], "shape must be N,K"),
         (["profile", "--shape", "0,4"], "shape must be N,K"),
-        (["profile", "--model", "gpt-5"], "model must be one of llama-2-7b"),
+        (["profile", "--model", "gpt-5"], "model must be one of opt-13b"),
         (["profile", "--dtype", "float32"], "dtype must be one of bfloat16, float16"),
         (["profile", "--weight-dtype", "int8"], "weight-dtype must be one of bfloat16, float8_e4m3fn"),
         (["profile", "--rows", "0"], "--rows"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from cases import BF16, FP32
 from decode_cases import CASES, build
+from flashtile import flash_attn_with_kvcache
 from flashtile.backends.cpu.decode import one_query
 from flashtile.backends.cpu.decode.attend import _Sequence
 from flashtile.decode import testing
@@ -38,3 +40,28 @@ def test_what_torchs_kernel_lacks_goes_by_tiles(monkeypatch):
     for name in ("sink", "softcap", "negative-scale", "odd-head-dims", "ragged-queries"):
         tensors, arguments = build(BY_NAME[name], FP32, "cpu")
         testing.check(*tensors, backend="cpu", **arguments)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_neither_neighbours_nor_the_place_of_pages_change_a_bit(page_size):
+    """Neighbours of equal length share a call, pages in order are read where they lie."""
+    batch, columns = 5, 64 // page_size
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch * columns, page_size, 2, 32)
+    k, v = torch.randn(2, *shape, generator=generator).unbind()
+    q = torch.randn(batch, 1, 4, 32, generator=generator)
+    in_order = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
+    lengths = torch.tensor([50, 50, 50, 0, 64], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=in_order)
+    place = torch.randperm(batch * columns, generator=generator)
+    scattered_k, scattered_v = torch.empty_like(k), torch.empty_like(v)
+    scattered_k[place], scattered_v[place] = k, v
+    table = place.int()[in_order.long()]
+    scattered = flash_attn_with_kvcache(q, scattered_k, scattered_v, cache_seqlens=lengths, block_table=table)
+    assert torch.equal(out, scattered)
+    for b in range(batch):
+        one = slice(b, b + 1)
+        alone = flash_attn_with_kvcache(
+            q[one], k, v, cache_seqlens=lengths[one], block_table=in_order[one].contiguous()
+        )
+        assert torch.equal(alone, out[one])

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from flashtile.commands.demo import demo
-from flashtile.demo import exactness, plots, scaling
+from flashtile.demo import exactness, operations, plots, scaling
 from flashtile.demo.agreement import agreement
 from flashtile.demo.attention import ATTENTIONS, standard
 from flashtile.demo.check import Check
@@ -331,6 +331,42 @@ def test_scaling_is_judged_at_the_longest_length_that_both_ran():
     assert scaling.checks(ROWS[2:]) == []
 
 
+APART = {
+    "shape": "B 1, S 256, H 12, D 64, float32",
+    "workload": "gpt2-s256",
+    "dtype": "float32",
+    "operations": {
+        "status": "ok",
+        "reason": None,
+        "ms": {"q k": 1.0, "mask": 2.0, "softmax": 3.0, "dropout": 4.0, "p v": 5.0},
+        "together_ms": 15.0,
+        "dropout_p": 0.1,
+    },
+    "results": {"flashtile": {"status": "ok", "reason": None, "ms": 2.5}},
+}
+
+
+def test_operations_are_checked_before_they_are_shown(results, tmp_path):
+    """A wrong side fails the demo; a side that did not fit is said, and nothing is drawn."""
+    assert [check.holds for check in operations.checks(APART)] == [True]
+    wrong = {**APART, "results": {"flashtile": {"status": "wrong", "reason": "out is off"}}}
+    (check,) = operations.checks(wrong)
+    assert not check.holds
+    assert "out is off" in check.detail
+    full = {**APART, "operations": {"status": "refused", "reason": "needs about 9 MiB"}}
+    assert [check.holds for check in operations.checks(full)] == [True]
+    written = write(replace(results, operations=full), tmp_path)
+    assert "operations.png" not in {path.name for path in written}
+    assert "not taken apart: needs about 9 MiB" in (tmp_path / "report.html").read_text()
+
+
+def test_operations_are_of_gpt2():
+    on_cpu = operations.workload_for(CPU, torch.float32, quick=True)
+    on_gpu = operations.workload_for(torch.device("cuda"), torch.bfloat16, quick=False)
+    assert [w.num_heads_q * w.head_dim for w in (on_cpu, on_gpu)] == [768, 768]
+    assert (on_cpu.seqlen_q, on_gpu.seqlen_k, on_gpu.dtype) == (256, 1024, "bfloat16")
+
+
 @pytest.fixture(scope="module")
 def results(trained, corpus) -> Results:
     config, _, result = trained
@@ -342,6 +378,7 @@ def results(trained, corpus) -> Results:
         exactness=list(exactness.measure(CPU, exactness.CASES[1:2])),
         workload=WORKLOAD,
         scaling=ROWS,
+        operations=APART,
         training=Training(
             config,
             corpus.source,
@@ -391,7 +428,7 @@ def test_report_is_one_file_that_needs_no_network(results, tmp_path):
     page = Page(html)
     assert page.open == []
     assert all(address.startswith("#") for address in page.addresses)
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == 4
     assert html.count("currentColor") > 3  # a figure suits a light and a dark page
     assert "@import" not in html
     assert not re.search(r"url\((?!#)", html)
@@ -409,7 +446,7 @@ def test_report_links_to_the_interactive_page(results, tmp_path):
 
 def test_results_hold_every_number_and_writing_again_changes_nothing(results, tmp_path):
     written = write(results, tmp_path)
-    figures = {"time.png", "memory.png", "loss.png"}
+    figures = {"time.png", "memory.png", "loss.png", "operations.png"}
     assert {path.name for path in written} == {"results.json", "report.html"} | figures
     assert set(tmp_path.iterdir()) == set(written)
     before = {path: path.read_bytes() for path in written}
@@ -459,25 +496,23 @@ def run():
 
 
 @pytest.mark.slow
-def test_command_shows_everything_and_can_be_repeated(run, tmp_path):
-    arguments = ("--quick", "--seconds", "0.5", "--device", "cpu", "--out", tmp_path / "out")
-    for _ in range(2):
-        result = run(*arguments)
-        assert result.exit_code == 0, result.output
-        parts = ("machine", "served by cpu", "not by portable", "exactness", "speed-up", "class Reader")
-        for part in (*parts, "6 answers to 3 prompts", "tokens of prompts were found in the prefix cache"):
-            assert part in " ".join(result.output.split())
-        assert (tmp_path / "out" / "model" / "config.json").exists()
-        assert json.loads((tmp_path / "out" / "results.json").read_text())["passed"] is True
+def test_command_shows_everything_and_fails_when_a_check_fails(run, tmp_path, monkeypatch):
+    """The second run writes over the first one's files."""
+    arguments = ("--quick", "--device", "cpu", "--out", tmp_path / "out")
+    result = run(*arguments, "--seconds", "0.5")
+    assert result.exit_code == 0, result.output
+    parts = ("machine", "served by cpu", "not by portable", "exactness", "speed-up", "class Reader")
+    for part in (*parts, "6 answers to 3 prompts", "tokens of prompts were found in the prefix cache"):
+        assert part in " ".join(result.output.split())
+    assert (tmp_path / "out" / "model" / "config.json").exists()
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["passed"] is True
 
-
-def test_command_fails_when_a_check_fails(run, tmp_path, monkeypatch):
     monkeypatch.setattr(exactness, "check", lambda measured: Check("exact", False, "it is not"))
     monkeypatch.setattr(scaling, "workload_for", lambda *_: replace(WORKLOAD, seqlens=(64,)))
-    result = run("--quick", "--seconds", "0.1", "--device", "cpu", "--out", tmp_path)
+    result = run(*arguments, "--seconds", "0.1")
     assert result.exit_code == 1
     assert "FAILED" in result.output
-    assert json.loads((tmp_path / "results.json").read_text())["passed"] is False
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["passed"] is False
 
 
 def test_command_refuses_a_device_that_is_not_there(run, tmp_path):

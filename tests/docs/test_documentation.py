@@ -16,6 +16,19 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = {document: document.relative_to(ROOT).as_posix() for document in DOCUMENTS}
 
+TRANSLATED = ".zh-CN.md"
+TRANSLATIONS = [document for document in DOCUMENTS if document.name.endswith(TRANSLATED)]
+ORIGINALS = [
+    document
+    for document in DOCUMENTS
+    if document not in TRANSLATIONS
+    and (
+        document.parent == ROOT / "docs" / "algorithms"
+        or document.with_name(document.stem + TRANSLATED).exists()
+    )
+]
+"""Pages that are there in Chinese, too: any may be, the algorithms' all must be."""
+
 NEEDS_GPU = "# needs a GPU\n"
 """First line of a Python block that the CPU cannot run."""
 
@@ -41,11 +54,12 @@ def blocks(document: Path, language: str) -> list[tuple[int, str]]:
 
 
 def documents_with(language: str, needle: str = "") -> list:
-    """Parameters: the documents with a block of ``language`` that holds ``needle``."""
+    """Parameters: the documents with a block of ``language`` that holds ``needle``; a translation has those
+    of its original."""
     return [
         pytest.param(document, id=NAMES[document])
         for document in DOCUMENTS
-        if any(needle in code for _, code in blocks(document, language))
+        if document not in TRANSLATIONS and any(needle in code for _, code in blocks(document, language))
     ]
 
 
@@ -235,21 +249,40 @@ def test_every_experiment_says_what_was_decided(monkeypatch):
     assert [line for line in lines if not all(line.values())] == []
 
 
-def test_the_chinese_readme_says_what_the_english_one_says():
-    """Its code, commands and numbers are the same, and it has as many sections and points."""
-    english, chinese = (ROOT / name for name in ("README.md", "README.zh-CN.md"))
+def contents(page: Path) -> dict[str, list]:
+    """What a translation shares with its original: all but the words."""
+    text = page.read_text()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    formulas = re.findall(r"\$\$.*?\$\$|\$[^$]+\$", prose, re.DOTALL)
+    prose = re.sub(r"\$\$.*?\$\$|\$[^$]+\$", "", prose, flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]*)", prose)
+    words = re.sub(r"\]\([^)]*\)", "", prose)
+    return {
+        "python": [ast.dump(ast.parse(code)) for _, code in blocks(page, "python")],
+        "commands": shell_commands(page),
+        "blocks": re.findall(r"^```(.*)$", text, re.MULTILINE),
+        "marks": re.findall(r"^(?:#+ |- |\||!\[)", prose, re.MULTILINE),
+        "formulas": sorted(re.sub(r"\\text\{.*?\}|\s+", "", formula) for formula in formulas),
+        "links": sorted(link.replace(TRANSLATED, ".md").replace(".zh-CN.svg", ".svg") for link in links),
+        "numbers": sorted(re.findall(r"\d+(?:\.\d+)?", words)),
+    }
 
-    def contents(readme: Path) -> dict[str, list]:
-        text = readme.read_text()
-        measured = text[text.index("<!-- measured -->") : text.index("<!-- /measured -->")]
-        return {
-            "python": [ast.dump(ast.parse(code)) for _, code in blocks(readme, "python")],
-            "commands": shell_commands(readme),
-            "measured": sorted(re.findall(r"\d+(?:\.\d+)?", measured)),
-            "marks": re.findall(r"^(?:#+|-) ", text, re.MULTILINE),
-        }
 
+@pytest.mark.parametrize("english", ORIGINALS, ids=NAMES.get)
+def test_a_chinese_page_says_what_the_english_one_says(english):
+    """Its code, commands, formulas, links and numbers; as many sections, points and rows."""
+    chinese = english.with_name(english.stem + TRANSLATED)
+    assert chinese in DOCUMENTS, "every page of the algorithms has one"
     assert contents(chinese) == contents(english)
+    assert f"]({chinese.name})" in english.read_text()
+
+
+@pytest.mark.parametrize("page", TRANSLATIONS, ids=NAMES.get)
+def test_a_chinese_page_leads_to_chinese_pages(page):
+    """Where there are such, but for its own original."""
+    targets = {page.parent / link for link in re.findall(r"\]\(([^)#:\s]+\.md)", page.read_text())}
+    elsewhere = {target for target in targets if target.with_name(target.stem + TRANSLATED).exists()}
+    assert elsewhere == {page.with_name(page.name.replace(TRANSLATED, ".md"))}
 
 
 def test_design_lists_every_room_of_the_house():

@@ -86,6 +86,12 @@ def test_nothing_is_loaded_from_elsewhere(site):
     assert {address for address in loaded if "//" in address} == set()
 
 
+def test_pages_say_their_language(site):
+    for page in (site / "algorithms").glob("*.html"):
+        language = "zh-CN" if page.stem.endswith(".zh-CN") else "en"
+        assert f'<html lang="{language}"' in page.read_text()[:300], page
+
+
 def test_formulas_are_mathml(site):
     page = site / "guides" / "understanding.html"
     assert "math" in Elements(page).tags
@@ -105,8 +111,9 @@ def test_every_measurement_is_shown(site, path):
 
 
 @pytest.mark.parametrize("source", ALGORITHMS, ids=lambda source: source.stem)
-def test_an_algorithm_stands_beside_its_text(site, source):
-    page = (site / "algorithms" / f"{source.stem}.html").read_text()
+@pytest.mark.parametrize("ending", ["", ".zh-CN"])
+def test_an_algorithm_stands_beside_its_text(site, source, ending):
+    page = (site / "algorithms" / f"{source.stem}{ending}.html").read_text()
     assert 'class="beside"' in page
     assert f"flashtile/algorithms/{source.name}" in page
     defined = re.findall(r"^(?:def|class) (\w+)", source.read_text(), re.MULTILINE)

@@ -56,14 +56,14 @@ def test_steps_of_single_tokens_are_padded_and_captured(name):
     runner.capture, runner._logits = capture, torch.zeros(8, 120)
     outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
     assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
-    assert sorted(runner.graphs) == [8]
+    assert sorted(form.batch for form in runner.graphs) == [8]
     assert len(captured) == 1
     params = [SamplingParams(temperature=0, max_tokens=LENGTH - i, prompt_logprobs=1) for i in range(5)]
     outputs = llm.generate(prompts(), params)
     expected = [tokens[: LENGTH - i] for i, tokens in enumerate(greedy(name, LENGTH))]
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert [len(output.prompt_logprobs) for output in outputs] == [5, 21, 1, 14, 30]
-    assert sorted(runner.graphs) == [1, 2, 4, 8]
+    assert sorted(form.batch for form in runner.graphs) == [1, 2, 4, 8]
 
 
 def test_a_second_run_finds_the_first_ones_blocks():

@@ -10,7 +10,13 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import flashtile  # noqa: E402
-from flashtile.integrations.transformers import NAMES, register, unregister, with_kvcache  # noqa: E402
+from flashtile.integrations.transformers import (  # noqa: E402
+    LITERAL_NAMES,
+    NAMES,
+    register,
+    unregister,
+    with_kvcache,
+)
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -246,3 +252,29 @@ def test_transformers_changes_when_asked_to_and_back():
     assert set(NAMES) & before[2] == set()
     unregister()
     assert state() == before
+
+
+def test_literal_names_are_served_when_asked_for_and_given_back():
+    from transformers.modeling_utils import AttentionInterface
+
+    unregister()
+    own = {name: AttentionInterface._global_mapping[name] for name in LITERAL_NAMES}
+    config = transformers.LlamaConfig(**SMALL)
+    register(as_flash_attention=True)
+    with pytest.raises(RuntimeError, match="unregister"):
+        register()
+    register(as_flash_attention=True)
+    for name in (*LITERAL_NAMES, NAMES[0]):
+        model = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name)
+        assert model.config._attn_implementation == name
+        assert model(TOKENS).logits.isfinite().all()
+    with pytest.raises(ValueError, match=r"attn_implementation='flash_attention_2': T5\w+ supports no flash"):
+        transformers.T5Model._from_config(
+            transformers.T5Config(num_layers=1), attn_implementation="flash_attention_2"
+        )
+    unregister()
+    assert {name: AttentionInterface._global_mapping[name] for name in LITERAL_NAMES} == own
+    if not transformers.utils.is_flash_attn_2_available():
+        with pytest.raises(ImportError, match="FlashAttention2"):
+            transformers.LlamaForCausalLM._from_config(config, attn_implementation="flash_attention_2")
+    register()

@@ -29,12 +29,17 @@ from flashtile.io_model import (
     closed_forms,
     estimates,
     find_card,
+    find_model,
     longest_sequence,
     measured_card,
+    prompt_memory,
 )
 from flashtile.io_model.calls import visible_pairs
 from flashtile.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTILE, LEAST, PASSES, STANDARD
 from flashtile.io_model.memory import at_length
+from flashtile.io_model.model_tables import about_copied_totals
+from flashtile.io_model.models import longest_prompt
+from flashtile.io_model.tables import why_flash1_is_slower
 
 H100 = find_card("h100")
 PAPER = Call(4, 4096, 4096, 16, 16, 128)
@@ -290,6 +295,49 @@ class TestMemory:
         assert cached_tokens(model, find_card("rtx4090"), cards=2) > 0
 
 
+class TestModels:
+    def test_products_of_known_layers(self):
+        """From the published configurations: hidden 4096, and 11008 (14336) between the feed-forward's."""
+        llama2, llama3 = (find_model(name).products for name in ("llama-2-7b", "Llama-3-8B"))
+        assert llama2 == ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008))
+        assert llama3 == ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+        assert find_model("opt-13b").products[2] == (20480, 5120)
+
+    @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+    def test_products_are_most_of_the_parameters(self, model):
+        """The rest are the embedding and the head, norms and biases: up to 1.3e9."""
+        of_layers = model.layers * sum(rows * columns for rows, columns in model.products)
+        assert 0 < model.parameters - of_layers < 1.3e9
+
+    def test_memory_of_a_prompt_by_hand(self):
+        memory = prompt_memory(find_model("llama-2-7b"), 2, 1000, "float16")
+        assert memory.weights == 2 * 6.74e9
+        assert memory.cache == 2 * 1000 * 2 * 32 * 4096 * 2
+        assert memory.rows == 2 * 2 * 1000 * 4096 * 2
+        assert memory.standard == 2 * (2 * 32 * 1000 * 1000) * 2
+        assert memory.flash == 4 * 2 * 32 * 1000
+        assert memory.total_standard - memory.total_flash == memory.standard - memory.flash
+
+    @pytest.mark.parametrize("standard", [False, True])
+    def test_when_a_card_is_full(self, standard):
+        model, card = find_model("llama-2-13b"), find_card("a100")
+        longest = longest_prompt(model, 2, card, standard=standard)
+        totals = [prompt_memory(model, 2, seqlen) for seqlen in (longest, longest + 1)]
+        sizes = [total.total_standard if standard else total.total_flash for total in totals]
+        assert sizes[0] <= card.memory_bytes < sizes[1]
+
+    def test_the_copied_totals_are_below_the_weights(self):
+        for name in ("llama-7b", "llama-13b", "llama-2-70b"):
+            assert "cannot come from attention alone" in about_copied_totals(find_model(name), "float16")
+        assert "cannot" not in about_copied_totals(find_model("llama-7b"), "float8_e4m3fn")
+        assert "5,590 tokens" in about_copied_totals(find_model("llama-7b"), "float16")
+
+    def test_why_the_first_algorithm_is_slower(self):
+        a100, one = find_card("a100"), Call(1, 4096, 4096, 16, 16, 64)
+        assert "its 16 use 16 of 108 SMs" in str(why_flash1_is_slower(estimates(one, a100)))
+        assert why_flash1_is_slower(estimates(replace(one, batch=16), a100)) is None
+
+
 class TestCommand:
     @staticmethod
     def invoke(*arguments):
@@ -312,6 +360,27 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         for expected in ("64 GiB", "LLaMA-13B", "800 KiB", "is full at", "costs: --card NAME"):
             assert expected in result.output
+
+    def test_a_model(self):
+        result = self.invoke("--model", "llama-2-7b", "--seqlen", "2048,131072", "--card", "a100")
+        assert result.exit_code == 0, result.output
+        for expected in (
+            "12.6 GiB",
+            "64 GiB",
+            "2 TiB",
+            "21,767",
+            "133,911",
+            "14 with standard",
+            "32 of 108 SMs",
+        ):
+            assert expected in result.output
+        rows = [line.split("│")[1:-1] for line in result.output.splitlines() if line.startswith("│")]
+        assert [(row[0].strip(), row[8].strip()) for row in rows] == [("2k", "both"), ("128k", "flash")]
+
+    def test_a_card_says_what_of_an_sm_is_shared(self):
+        result = self.invoke("--card", "a100")
+        for expected in ("108 x 192 KiB", "108 x 164 KiB", "108 x 256 KiB", "the other 28 always"):
+            assert expected in " ".join(result.output.split())
 
     def test_a_decode_step_has_no_backward(self):
         result = self.invoke("--card", "a100", "--seqlen-q", "1", "--seqlen-k", "8192")

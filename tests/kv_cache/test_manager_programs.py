@@ -284,5 +284,5 @@ class Programs(RuleBasedStateMachine):
         assert all(snapshot(original) == before for original, before in self.originals)
 
 
-Programs.TestCase.settings = settings(max_examples=250, stateful_step_count=40)
+Programs.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPrograms = Programs.TestCase

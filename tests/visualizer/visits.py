@@ -37,6 +37,13 @@ SETTINGS = (
 )
 """Every algorithm, in few enough runs for a test."""
 
+FRAMES_BY_THE_CLOCK = """(() => {
+  const request = requestAnimationFrame;
+  let now = 0;
+  window.requestAnimationFrame = (draw) => request(() => draw((now += 1000 / 60)));
+})()"""
+"""Frames a sixtieth of a second apart, as the page sees it, however slow the machine."""
+
 
 def address(setting: Setting, at: int | None = None, **more: Any) -> str:
     """The page's state in which it shows a setting, after ``at`` events."""

@@ -11,6 +11,7 @@ from flashtile.backends.common.launch import RAGGED_ROWS
 
 MAX_EXTENT = 2**31 - 2**16
 GLUON_DTYPES = {
+    torch.float32: gl.float32,
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
     torch.float8_e4m3fn: gl.float8e4nv,

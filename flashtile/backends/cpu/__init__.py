@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """A launch ``(q, k, v, extras) -> (out, lse)``."""
+    if problem.partial and problem.out_dtype != problem.dtype:
+        return _wide(prepare_forward(*_widened(problem)), 3)
     attend = _prepare_attend(problem, config)
     if not problem.sink:
         return attend
@@ -68,6 +71,8 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
     """A launch ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, dlse or None."""
     if problem.mods is not None:
         return partial(_backward_with_functions, problem, config)
+    if problem.partial and problem.out_dtype != problem.dtype:
+        return _wide(prepare_backward(*_widened(problem)), 7)
 
     def dense(dout: Tensor, dlse: Tensor | None, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
         chosen = config.backward if dlse is None else config.backward_lse
@@ -130,6 +135,19 @@ def _forward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> t
 
 def _backward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> tuple[Tensor, ...]:
     return _module(config).backward(problem, config, *arguments)
+def _widened(problem: Problem) -> tuple[Problem, Config]:
+    wide = replace(problem, dtype=problem.out_dtype)
+    return wide, configure_forward(wide)
+
+
+def _wide(launch: Any, tensors: int) -> Any:
+    """``launch`` of inputs in float32, whose results are so, too: torch's kernel knows one dtype for all."""
+
+    def widened(*arguments: Any) -> Any:
+        given = (None if t is None else t.float() for t in arguments[:tensors])
+        return launch(*given, *arguments[tensors:])
+
+    return widened
 
 
 def _module(config: Fused | Tiled) -> Any:

@@ -24,7 +24,7 @@ class Dropout(NamedTuple):
         sequences = range(first + batch.start, first + batch.stop)
         heads_range = range(heads.start, heads.stop)
         mask = kept(self.rng_state, self.p, self.heads_q, sequences, heads_range, rows, keys)
-        return mask / (1 - self.p)
+        return mask.double() / (1 - self.p)
 
 
 class Beside(NamedTuple):

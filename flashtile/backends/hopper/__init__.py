@@ -25,6 +25,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         return reason
     if problem.beyond_distance is not None:
         return f"it has no {problem.beyond_distance}"
+    if problem.partial and max(problem.head_dim, problem.head_dim_v) > 128:
+        return "its kernels for head sizes over 128 write 16 bits, partial results are float32"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
     if problem.mods is not None:

@@ -12,7 +12,7 @@ import torch
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, forward
+from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, flash1, forward
 from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row
 from flashtile.backends.portable.launch import variant_of
@@ -53,6 +53,16 @@ _VARIANTS: dict[str, Problem] = {
 
 _BIAS_SIZES = ("batch", "bias_batch", "bias_heads", "bias_rows")
 _FLOAT_ROWS = ("dbias", "lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
+_WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
+"""Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
+_CELL_SPILLS = {
+    "dkdv bf16 head_dim 64 dropout": 120,
+    "dkdv bf16 head_dim 128 masks": 56,
+    "dkdv bf16 head_dim 128 bias": 268,
+    "dkdv bf16 head_dim 128 dropout": 464,
+    "dbias bf16 head_dim 128 bias": 32,
+}
+"""Bytes of register spills with masks, biases and dropout: as they are, none of them timed yet."""
 _CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
 _STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh") | frozenset(
     ("padding_stride_b", *(f"{tensor}_stride_{of}" for tensor in ("mask", "bias") for of in "bhq"))
@@ -66,8 +76,11 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for head_dim in HEAD_DIMS:
             for variant, any_head_dim in _VARIANTS.items():
                 problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
+                beyond_distance = problem.beyond_distance is not None
+                if beyond_distance and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
+                    continue
                 config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
-                if problem.beyond_distance is not None:
+                if beyond_distance:
                     config = for_cells(config)
                 for name, kernel, pointers, tile in (
                     ("forward", forward.forward_kernel, forward.Pointers, config.forward),
@@ -83,13 +96,35 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         **_arguments(kernel, pointers, dtype, problem, tile, config.precision),
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
-                        spill_budget=tile.features_spill_budget
-                        if variant in ("features", "masks", "bias", "dropout")
+                        spill_budget=_CELL_SPILLS.get(f"{name} {dtype} head_dim {head_dim} {variant}", 0)
+                        if beyond_distance
+                        else tile.features_spill_budget
+                        if variant == "features"
                         else tile.spill_budget,
                         tensor_cores=config.precision != "ieee",
                     )
             plain = replace(_PLAIN, head_dim=head_dim, head_dim_v=head_dim)
             yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)
+    for head_dim in (64, 128):
+        for name, causal in (("full", False), ("causal", True)):
+            yield _flash1_case(f"flash1 bf16 head_dim {head_dim} {name}", head_dim, causal)
+
+
+def _flash1_case(name: str, head_dim: int, causal: bool) -> CompileCase:
+    config = flash1.config_of(2, head_dim)
+    rows = dict.fromkeys(("partial", "row_max", "row_sum"), "*fp32") | {"softmax_scale": "fp32"}
+    types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | rows
+    arguments = flash1.flash1_kernel.arg_names
+    return CompileCase(
+        name=name,
+        kernel=flash1.flash1_kernel,
+        signature={argument: types.get(argument, "i32") for argument in arguments if argument != "C"},
+        constants={"C": flash1.variant_of(head_dim, head_dim, 4096, 4096, causal, config)},
+        divisible_by_16=_STRIDES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        spill_budget=config.spill_budget,
+    )
 
 
 def _arguments(

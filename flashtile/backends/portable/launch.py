@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ class ForwardLaunch:
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
         self._config = config
-        self._out_shape = problem.out_shape
+        self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
         self._all_written = not (problem.varlen or problem.seqused_q)
         self._lse_shape = problem.lse_shape
         self._key_bounds: Any = None
@@ -187,11 +188,12 @@ class ForwardLaunch:
     ) -> tuple[Tensor, Tensor]:
         if self._all_written:
             if out is None:
-                out = q.new_empty(*self._out_shape)  # a tuple would take twice as long to read
+                # A tuple would take twice as long to read.
+                out = q.new_empty(*self._out_shape, dtype=self._out_dtype)
             if lse is None:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         else:  # tokens that no sequence has or uses are written by no program
-            out = q.new_zeros(self._out_shape) if out is None else out.zero_()
+            out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
             if lse is None:
                 lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
             else:
@@ -249,8 +251,8 @@ class BackwardLaunch:
         no_keys = problem.batch * problem.seqlen_k == 0
         # Tokens that no sequence has or uses are written by no program, nor is anything without rows or keys.
         some_unwritten = problem.varlen or problem.seqused_q or problem.seqused_k or no_rows or no_keys
-        allocate = q.new_zeros if some_unwritten else q.new_empty
-        dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
+        allocate = partial(q.new_zeros if some_unwritten else q.new_empty, dtype=problem.out_dtype)
+        dq, dk, dv = allocate(q.shape), allocate(k.shape), allocate(v.shape)
         if no_rows or (no_keys and sink is None):
             dbias = None if bias is None or not problem.bias_grad else torch.zeros_like(bias)
             return dq, dk, dv, None if sink is None else torch.zeros_like(sink), dbias

@@ -42,7 +42,7 @@ logger = logging.getLogger("flashtile.server")
 def make_app(service: Service) -> web.Application:
     """The application; its caller runs it, and shuts the service's engine down after it."""
     app = web.Application(client_max_size=service.limits.max_body_bytes)
-    app.middlewares.extend((_errors, _authorised(service)))
+    app.middlewares.extend((answer_errors, _authorised(service)))
     get, post = app.router.add_get, app.router.add_post
 
     def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:
@@ -119,7 +119,7 @@ def _authorised(service: Service) -> Middleware:
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error in one shape."""
     try:
         return await handler(request)
@@ -170,7 +170,7 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
 
 
 async def _reset_prefix_cache(request: web.Request, service: Service) -> web.Response:
-    count = await service.asynchronous.call(lambda engine: engine.scheduler.reset_prefix_cache())
+    count = await service.asynchronous.call(lambda engine: engine.reset_prefix_cache())
     return web.json_response({"blocks": count})
 
 

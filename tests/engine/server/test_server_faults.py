@@ -19,7 +19,7 @@ LONG = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 4000}
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.01)
@@ -83,7 +83,7 @@ def test_a_refused_prompt_takes_the_others_of_its_call_with_it(server):
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(model):
-    with running(model, Limits(request_timeout=0.3)) as server:
+    with running(model, Limits(request_timeout=1)) as server:  # which a slow machine's first token is within
         status, body = server.ask(COMPLETIONS, {**LONG, "n": 2})
         assert (status, body["error"]["code"]) == (504, "timeout")
         stream = server.send(COMPLETIONS, {**LONG, "stream": True})

@@ -1,13 +1,17 @@
 """A step of generation on the CPU: each sequence has one query, which sees all keys of a range.
 
-torch's flash kernel attends. It takes one sequence after another, so that no result depends on its batch, and
-pieces of at most ``PIECE_ELEMENTS`` of a long one, which are put together by their log-sum-exps. Pages are
-gathered for as many pieces at a time as one could have.
+torch's flash kernel attends. It computes each sequence alone, so that no result depends on its batch;
+neighbours that see the same positions share a call. A long sequence is taken in pieces of at most
+``PIECE_ELEMENTS``, which are put together by their log-sum-exps. Pages that follow one another are read where
+they lie, others are gathered for as many pieces at a time as one could have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +26,17 @@ from flashtile.decode.problem import CacheTensors, DecodeProblem
 PIECE_ELEMENTS = 256 * 1024
 """Of keys over all heads, and as many of values: gathered ones stay in the second-level cache."""
 
-Piece = tuple[int, range, range]
-"""(sequence, keys of it, columns of the block table in which they lie)"""
+
+class Piece(NamedTuple):
+    """What one call of the kernel reads: the same keys of one sequence, or of neighbours."""
+
+    sequences: range
+    keys: range
+    pages: list[int]  # in which these keys lie, of one sequence after another
+
+
+KeysAndValues = tuple[range, "Tensor | None", "Tensor | None"]
+"""(sequences, keys, values): tensors of (sequences, heads_kv, keys, head_dim), None where there is no key."""
 
 
 def attend(
@@ -34,22 +47,33 @@ def attend(
     A group's heads are as many queries of one head, whose keys are read once.
     """
     by_group = (problem.batch, problem.num_heads_kv, problem.group_size, problem.head_dim)
-    queries = q.to(config.compute_dtype).reshape(by_group).split(1)
-    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries]
+    queries = q.to(config.compute_dtype).reshape(by_group)
+    read = _dense if given.block_table is None else _paged
+    outs, lses = [], []
     with torch.autocast("cpu", enabled=False):
-        for b, k, v in _pieces(problem, config.compute_dtype, k_cache, v_cache, given):
-            parts[b].append(attend_by_heads(queries[b], k, v, problem.softmax_scale))
-    outs, lses = zip(*(_together(problem, of_sequence) for of_sequence in parts), strict=True)
+        pieces = read(problem, config.compute_dtype, k_cache, v_cache, given)
+        for sequences, of_sequences in groupby(pieces, key=itemgetter(0)):
+            rows = queries[sequences.start : sequences.stop]
+            parts = [
+                attend_by_heads(rows, k, v, problem.softmax_scale)
+                for _, k, v in of_sequences
+                if k is not None and v is not None
+            ]
+            out, lse = _together(problem, len(sequences), parts)
+            outs.append(out)
+            lses.append(lse)
     out = torch.cat(outs).reshape(problem.out_shape).to(problem.out_dtype)
     return out, torch.cat(lses).reshape(problem.lse_shape)
 
 
-def _together(problem: DecodeProblem, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Out (1, heads_kv, group_size, head_dim) and lse without head_dim of all parts of a sequence."""
+def _together(
+    problem: DecodeProblem, count: int, parts: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Out (count, heads_kv, group_size, head_dim) and lse without head_dim, of all parts of the sequences."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        rows = (1, problem.num_heads_kv, problem.group_size)
+        rows = (count, problem.num_heads_kv, problem.group_size)
         lse = torch.full(rows, -torch.inf, dtype=problem.lse_dtype)
         return torch.zeros((*rows, problem.head_dim_v), dtype=problem.out_dtype), lse
     outs, lses = zip(*parts, strict=True)
@@ -57,61 +81,109 @@ def _together(problem: DecodeProblem, parts: list[tuple[Tensor, Tensor]]) -> tup
     return out, lse.mT
 
 
-def _pieces(
+def _dense(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(sequence, keys, values) of each piece, tensors of (1, heads_kv, keys, head_dim)."""
+) -> Iterator[KeysAndValues]:
+    """The keys of a dense cache: where they lie, or converted to ``dtype`` a piece at a time."""
+    in_place, indexed = k_cache.dtype == dtype, given.cache_batch_idx is not None
+    rows = range(problem.batch) if given.cache_batch_idx is None else given.cache_batch_idx.tolist()
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
-    most = max(1, PIECE_ELEMENTS // (problem.num_heads_kv * problem.head_dim))
-    seen = enumerate(_seen(problem, given))
-    if given.block_table is None:
-        rows = range(problem.batch) if given.cache_batch_idx is None else given.cache_batch_idx.tolist()
-        in_place = k_cache.dtype == dtype
-        for b, keys in seen:
-            for piece in split(keys, max(1, len(keys)) if in_place else most):
-                k, v = (tokens_of_row(cache, rows[b], piece, descale, dtype) for cache, descale in caches)
-                yield b, _by_heads(k), _by_heads(v)
-        return
-    page_size = problem.page_size
-    pieces = [(b, piece, pages_of(piece, page_size)) for b, keys in seen for piece in split(keys, most)]
-    groups = list(_gathered_together(pieces, -(-most // page_size)))
-    most_pages = max((sum(len(columns) for _, _, columns in group) for group in groups), default=0)
-    memory = k_cache.new_empty((2, most_pages, *k_cache.shape[1:]), dtype=dtype).unbind()
-    for group in groups:
-        pages = torch.cat([given.block_table[b, columns.start : columns.stop] for b, _, columns in group])
-        k, v = (
-            _by_heads(tokens_of_pages(cache, pages, descale, place))
+    for sequences, keys in _seen(problem, given, together=in_place and not indexed):
+        if not keys:
+            yield sequences, None, None
+        elif in_place:
+            first = rows[sequences.start]
+            where = slice(first, first + len(sequences)), slice(keys.start, keys.stop)
+            yield sequences, k_cache[where].transpose(1, 2), v_cache[where].transpose(1, 2)
+        else:
+            for piece in split(keys, _most_keys(problem)):
+                row = rows[sequences.start]
+                k, v = (tokens_of_row(cache, row, piece, descale, dtype) for cache, descale in caches)
+                yield sequences, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+
+
+def _paged(
+    problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
+) -> Iterator[KeysAndValues]:
+    """The keys of a paged cache. Where the pages lie changes no bit: it changes neither pieces nor calls."""
+    caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
+    in_place = k_cache.dtype == dtype and given.k_descale is given.v_descale is None
+    most_pages = -(-_most_keys(problem) // problem.page_size)
+    memory = k_cache.new_empty((2, 0, *k_cache.shape[1:]), dtype=dtype)
+    for group in _gathered_together(_pieces(problem, given, most_pages), most_pages):
+        scattered = [not (in_place and _consecutive(piece.pages)) for piece in group]
+        pages = [page for piece, there in zip(group, scattered, strict=True) if there for page in piece.pages]
+        if len(pages) > memory.shape[1]:
+            memory = k_cache.new_empty((2, max(most_pages, len(pages)), *k_cache.shape[1:]), dtype=dtype)
+        gathered = [
+            tokens_of_pages(cache, torch.tensor(pages, dtype=torch.long), descale, place)
             for (cache, descale), place in zip(caches, memory, strict=True)
-        )
+            if pages
+        ]
         first = 0
-        for b, keys, columns in group:
-            start = first + keys.start - columns.start * page_size
-            yield b, k.narrow(2, start, len(keys)), v.narrow(2, start, len(keys))
-            first += len(columns) * page_size
+        for piece, there in zip(group, scattered, strict=True):
+            if not piece.keys:
+                yield piece.sequences, None, None
+                continue
+            if there:
+                stop = first + len(piece.pages) * problem.page_size
+                k, v = (tokens[first:stop] for tokens in gathered)
+                first = stop
+            else:
+                k, v = (c[piece.pages[0] : piece.pages[-1] + 1].flatten(0, 1) for c in (k_cache, v_cache))
+            yield piece.sequences, _by_heads(k, piece, problem), _by_heads(v, piece, problem)
 
 
-def _by_heads(tokens: Tensor) -> Tensor:
-    """(1, heads_kv, keys, head_dim) of (keys, heads_kv, head_dim)."""
-    return tokens.transpose(0, 1).unsqueeze(0)
+def _pieces(problem: DecodeProblem, given: CacheTensors, most_pages: int) -> Iterator[Piece]:
+    assert given.block_table is not None
+    table, page_size = given.block_table.tolist(), problem.page_size
+    for sequences, keys in _seen(problem, given, together=True):
+        fits = len(pages_of(keys, page_size)) * len(sequences) <= most_pages
+        for few in [sequences] if fits else split(sequences, 1):
+            for piece in split(keys, _most_keys(problem)) if keys else [keys]:
+                columns = pages_of(piece, page_size)
+                pages = [page for b in few for page in table[b][columns.start : columns.stop]]
+                yield Piece(few, piece, pages)
 
 
-def _seen(problem: DecodeProblem, given: CacheTensors) -> Iterator[range]:
-    """The keys that each sequence's query sees."""
+def _most_keys(problem: DecodeProblem) -> int:
+    return max(1, PIECE_ELEMENTS // (problem.num_heads_kv * problem.head_dim))
+
+
+def _consecutive(pages: list[int]) -> bool:
+    return pages == list(range(pages[0], pages[0] + len(pages))) if pages else False
+
+
+def _by_heads(tokens: Tensor, piece: Piece, problem: DecodeProblem) -> Tensor:
+    """(sequences, heads_kv, keys, head_dim) of the tokens (tokens, heads_kv, head_dim) of whole pages."""
+    by_sequence = tokens.unflatten(0, (len(piece.sequences), -1)).transpose(1, 2)
+    return by_sequence.narrow(2, piece.keys.start % problem.page_size, len(piece.keys))
+
+
+def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterator[tuple[range, range]]:
+    """(sequences, the keys that the query of each of them sees): one sequence, or ``together`` neighbours."""
     leftpads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.tolist()
-    for length, leftpad in zip(lengths_of(problem, given), leftpads, strict=True):
+    bounds = list(zip(lengths_of(problem, given), leftpads, strict=True))
+    first = 0
+    while first < problem.batch:
+        stop = first + 1
+        while together and stop < problem.batch and bounds[stop] == bounds[first]:
+            stop += 1
+        length, leftpad = bounds[first]
         seen = visible_keys(range(1), length, length - 1, problem.window_left, problem.window_right)
-        yield range(max(seen.start, leftpad), seen.stop)
+        yield range(first, stop), range(max(seen.start, leftpad), max(seen.stop, leftpad))
+        first = stop
 
 
-def _gathered_together(pieces: list[Piece], most: int) -> Iterator[list[Piece]]:
+def _gathered_together(pieces: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
     """Consecutive pieces of ``most`` pages in all, or a single one."""
     group: list[Piece] = []
     room = most
     for piece in pieces:
-        if group and len(piece[2]) > room:
+        if group and len(piece.pages) > room:
             yield group
             group, room = [], most
         group.append(piece)
-        room -= len(piece[2])
+        room -= len(piece.pages)
     if group:
         yield group

@@ -44,6 +44,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for sizes, (mask, problem) in itertools.product((*_TABLE, *_WIDE), _MASKS.items()):
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
+    yield from _products("causal", replace(_CAUSAL, head_dim=128, head_dim_v=128, partial=True))
     with_sink = replace(_FULL, head_dim=128, head_dim_v=128, sink=True)
     yield preprocess_case(
         "hopper backward preprocess head_dim 128", with_sink, "bf16", has_dlse=True, dq_accum_columns=128
@@ -81,4 +82,7 @@ def _case(
     product = "backward" if what == "backward" else f"backward {what}"
     sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{variant.BLOCK_M}x{variant.BLOCK_N}"
     name = f"{product} head_dim {sizes} {tile} {mask}"
-    return attention_case(name, kernel, views, variant, LAUNCH_REGISTERS[2], budgets[mask])
+    case = attention_case(
+        name + " partial" * problem.partial, kernel, views, variant, LAUNCH_REGISTERS[2], budgets[mask]
+    )
+    return replace(case, signature=case.signature | {"dq": "*fp32"}) if problem.partial else case

@@ -457,7 +457,7 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_N, C.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [2, C.BLOCK_N, C.BLOCK_M], ds_layout)
     dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout)
-    gradient = gl.allocate_shared_memory(dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
+    gradient = gl.allocate_shared_memory(dk_desc.dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -244,7 +244,8 @@ def views(
     problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident_heads: int
 ) -> dict[str, View]:
     """Of each tensor that TMA moves, by the kernel's parameters."""
-    dtype = problem.dtype
+    dtype, out_dtype = problem.dtype, problem.out_dtype
+    gradient_part = 2 * GRADIENT_PART // out_dtype.itemsize
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
     view_q = ragged_view if problem.varlen else dense_view
@@ -264,6 +265,6 @@ def views(
         "neg_delta_desc": statistics,
         "dq_add_desc": View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
         "dq_accum_desc": View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
-        "dk_desc": view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
-        "dv_desc": view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, GRADIENT_PART, dtype),
+        "dk_desc": view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, gradient_part, out_dtype),
+        "dv_desc": view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, gradient_part, out_dtype),
     }

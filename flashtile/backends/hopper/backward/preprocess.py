@@ -57,6 +57,7 @@ class Preprocess:
     ) -> None:
         resident = resident_heads * problem.group_size
         self._kernel = preprocess_launch(problem, has_dlse, lse_factor, counters, columns, resident)
+        self._out_dtype = problem.out_dtype
         self._some_unwritten = problem.varlen or problem.seqused_k
         count = math.prod(statistics_shape(problem))
         accum = resident * statistics_shape(problem)[1] * columns
@@ -80,7 +81,8 @@ class Preprocess:
             dout = dout.clone()
         # Tokens that no sequence has or uses are written by no program.
         allocate = q.new_zeros if self._some_unwritten else q.new_empty
-        dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
+        dtype = self._out_dtype
+        dq, dk, dv = (allocate(*t.shape, dtype=dtype) for t in (q, k, v))
         workspace = q.new_empty(self._offsets[-1] // 4, dtype=torch.float32)
         parts = self._addresses(workspace) if last.takes_addresses else self._tensors(workspace)
         neg_lse, neg_delta, counters, dq_accum = parts

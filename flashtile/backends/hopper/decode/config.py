@@ -17,6 +17,14 @@ COPY_ROWS = 16
 """The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of
 so few as for one of 16."""
 
+BALANCED_M_BLOCKS = 8
+"""Up to so many m_blocks a sequence, programs take equal runs of n_blocks, wherever these begin. With more of
+them, whole work tiles that are computed at a time share their keys in the L2 cache."""
+LEAST_FILLED = 0.85
+"""Of the multiprocessors, in a queue of whole work tiles; with less, these are shared out, too."""
+MOST_SHARED = 4
+"""Work tiles a program up to which that is so."""
+
 
 @dataclass(frozen=True)
 class HopperDecodeConfig(DecodeConfig):
@@ -31,6 +39,13 @@ class HopperDecodeConfig(DecodeConfig):
     Q_STAGES: int
     LAZY_RESCALE: bool
     PIN_WAIT: bool
+
+    def balances(self, m_blocks: int, work_tiles: int, multiprocessors: int) -> bool:
+        if m_blocks < BALANCED_M_BLOCKS:
+            return True
+        programs = multiprocessors * self.programs_per_sm
+        rounds = -(-work_tiles // programs)
+        return work_tiles < LEAST_FILLED * rounds * programs and work_tiles < MOST_SHARED * programs
 
     @property
     def warpgroups(self) -> int:
@@ -136,12 +151,22 @@ def gathers(problem: DecodeProblem) -> bool:
     return problem.leftpad or problem.page_size % COPY_ROWS != 0
 
 
+def for_rows(head_dim: int, head_dim_v: int, rows: int) -> HopperDecodeConfig:
+    """For so many query rows of a key head."""
+    few, many = _TABLE[padded(head_dim), padded(head_dim_v)]
+    return few if rows <= WARPGROUP_ROWS else many
+
+
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
-    few, many = _TABLE[padded(problem.head_dim), padded(problem.head_dim_v)]
-    config = few if problem.seqlen_q * problem.group_size <= WARPGROUP_ROWS else many
+    config = for_rows(problem.head_dim, problem.head_dim_v, problem.seqlen_q * problem.group_size)
     if gathers(problem) and config.programs_per_sm > 1:  # each needs room for addresses, too
         config = replace(config, STAGES=config.STAGES - 1)
     return config
+
+
+def heads_together(group_size: int) -> int:
+    """Query heads of a key head that share a tile: the largest power of two that divides them."""
+    return min(group_size & -group_size, WARPGROUP_ROWS)
 
 
 def serves_heads(head_dim: int, head_dim_v: int) -> bool:

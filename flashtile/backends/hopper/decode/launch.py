@@ -18,10 +18,12 @@ from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_b
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.decode.combine import NOTE_WIDTH, combine_noted_kernel
 from flashtile.backends.hopper.decode.config import (
+    LEAST_FILLED,
     MOST_LOADERS,
     HopperDecodeConfig,
     Variant,
     gathers,
+    heads_together,
 )
 from flashtile.backends.hopper.decode.gather import WARPS
 from flashtile.backends.hopper.decode.kernel import attend_kernel
@@ -41,16 +43,12 @@ from flashtile.backends.portable.decode.launch import (
     round_up,
     row_strides,
 )
+from flashtile.backends.portable.decode.launch import is_balanced as shares_blocks
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
 from flashtile.decode.problem import CacheTensors, DecodeProblem
 from flashtile.problem import UNLIMITED
 
-BALANCED_M_BLOCKS = 8
-"""Up to so many m_blocks a sequence, programs take equal runs of n_blocks, wherever these begin. With more of
-them, whole work tiles that are computed at a time share their keys in the L2 cache."""
-LEAST_FILLED = 0.85
-"""Of the multiprocessors, in a queue of whole work tiles; with less, these are shared out, too."""
 STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
 FAR = 2**30
 """A window that hides no key."""
@@ -63,8 +61,8 @@ LEAST_SPLITS = 4
 
 
 def pack_of(problem: DecodeProblem) -> int:
-    """Query heads of a key head that share a tile: the largest power of two that divides them."""
-    return min(problem.group_size & -problem.group_size, WARPGROUP_ROWS)
+    """Query heads of a key head that share a tile."""
+    return heads_together(problem.group_size)
 
 
 def packed(problem: DecodeProblem) -> DecodeProblem:
@@ -73,17 +71,8 @@ def packed(problem: DecodeProblem) -> DecodeProblem:
 
 
 def is_balanced(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """Whether programs share all n_blocks equally, as :func:`portable.decode.launch.is_balanced` has it."""
-    if problem.num_splits != 0 or problem.split_size != 0:
-        return False
-    problem = packed(problem)
-    m_blocks = m_blocks_of(problem, config)
-    if m_blocks < BALANCED_M_BLOCKS:
-        return True
-    most = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
-    tiles = min(problem.batch * m_blocks, most) * problem.num_heads_kv
-    programs = multiprocessors(problem.device) * config.programs_per_sm
-    return tiles / (round_up(tiles, programs)) < LEAST_FILLED and tiles < 4 * programs
+    """:func:`portable.decode.launch.is_balanced`, of the heads that share a tile."""
+    return shares_blocks(packed(problem), config)
 
 
 def num_splits_of(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[int, int]:

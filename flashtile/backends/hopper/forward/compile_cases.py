@@ -8,7 +8,7 @@ from dataclasses import replace
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
-from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant, choose, every_row
+from flashtile.backends.hopper.forward.config import PARTIAL, ForwardConfig, ForwardVariant, choose, every_row
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import variant_of, views
 from flashtile.compile_report import CompileCase
@@ -43,6 +43,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     window = replace(_CAUSAL, head_dim=128, head_dim_v=128, window_left=1023, seqlen_q=16384, seqlen_k=16384)
     config = choose(window)
     yield _case(window, config, config.features_spill_budget)
+    partial = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384, partial=True)
+    yield _case(partial, PARTIAL, PARTIAL.spill_budget)
     packed = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=4, total_q=8)
     yield _case(packed, ForwardConfig(2, 128), 0)
 
@@ -62,7 +64,7 @@ def _case(problem: Problem, config: ForwardConfig, spill_budget: int) -> Compile
 def _name(problem: Problem, variant: ForwardVariant) -> str:
     tile = f"{variant.BLOCK_M}x{variant.BLOCK_N}"
     mask = "window" if variant.HAS_LEFT else "causal" if variant.HAS_RIGHT else "full"
-    features = "features" if variant.SOFTCAP else mask
+    features = "features" if variant.SOFTCAP else f"{mask} partial" if problem.partial else mask
     more = words(
         {
             "ping-pong": variant.PING_PONG,

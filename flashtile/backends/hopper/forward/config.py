@@ -11,7 +11,7 @@ from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.problem import UNLIMITED
 
 O_PART = 64
-"""Columns of the output that leave together with ``O_IN_PARTS``."""
+"""Columns of an output in 16 bits that leave together with ``O_IN_PARTS``; of one in float32 half as many."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,10 @@ _WIDE_CAUSAL = F(
     spill_budget=116,
     features_spill_budget=244,
 )
+PARTIAL = F(
+    2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
+)
+"""Of results in float32, head sizes up to 128: they leave in parts, for which there is room. Not timed."""
 ANY_LENGTH = 2**31
 
 # (padded head_dim, padded head_dim_v, windowed) -> (keys, config) where no row sees as many keys; causal is a
@@ -168,7 +172,7 @@ def choose(problem: Problem) -> ForwardConfig:
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
         rows = _BOTH_EDGES.get((block_d, block_dv), ()) + rows
-    return next(config for keys, config in rows if seen < keys)
+    return PARTIAL if problem.partial else next(config for keys, config in rows if seen < keys)
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:

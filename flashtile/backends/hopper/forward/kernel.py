@@ -405,7 +405,7 @@ def attend_tile(
     ``i`` counts the program's blocks of keys, ``j`` its blocks of queries: the uses of their channels.
     Returns the new ``i``.
     """
-    dtype: gl.constexpr = o_desc.dtype
+    dtype: gl.constexpr = q.tiles.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
@@ -489,7 +489,7 @@ def attend_tile(
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
     i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
-    o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(dtype)
+    o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(o_desc.dtype)
     if C.O_IN_PARTS:
         store_parts(C, W, o, o_tiles, o_desc, work, first)
     else:

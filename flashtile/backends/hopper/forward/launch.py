@@ -180,7 +180,7 @@ class ForwardLaunch:
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
         self._variant = variant_of(problem, config)
-        self._allocate = Outputs(problem, problem.dtype)
+        self._allocate = Outputs(problem, problem.out_dtype)
         self._kernels: Kernels | None = None
 
     def __call__(
@@ -240,11 +240,11 @@ def views(
     v: Tensor,
     out_dtype: torch.dtype | None = None,
 ) -> dict[str, View]:
-    """Of q, k, v and out, by the kernel's parameters; out is in the dtype of q if no other is given."""
-    out_dtype = problem.dtype if out_dtype is None else out_dtype
+    """Of q, k, v and out, by the kernel's parameters; out is in the problem's dtype if no other is given."""
+    out_dtype = problem.out_dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
-    part = O_PART if variant.O_IN_PARTS else dv
+    part = 2 * O_PART // out_dtype.itemsize if variant.O_IN_PARTS else dv
     out_strides = contiguous_strides(problem.out_shape)
     if problem.varlen:
         view_q = ragged_view(q.shape, q.stride(), rows, d, dtype)

@@ -18,6 +18,9 @@ NARROW, WIDE, TALL = 16, 64, 128
 """Row blocks: the least that tensor cores take, one for groups of more rows than that, and one for so many
 that the products cost more than the bytes: 64 tokens, or sequences that share a prefix."""
 
+BALANCED_M_BLOCKS = 16
+"""Up to so many m_blocks a sequence, the grid is balanced. More are a prefill: work enough for any grid."""
+
 HEAD_DIMS = (64, 128, 256, 512)
 """Of the table; smaller heads take the first."""
 
@@ -30,6 +33,10 @@ class DecodeConfig:
     programs_per_sm: int
     """Of a balanced grid, which has as many programs as run at a time."""
     precision: str
+
+    def balances(self, m_blocks: int, work_tiles: int, multiprocessors: int) -> bool:
+        """Whether programs share all n_blocks equally, of sequences of so many m_blocks at most."""
+        return m_blocks <= BALANCED_M_BLOCKS
 
 
 def _row(BLOCK_N: int, num_warps: int, num_stages: int, programs_per_sm: int, *spill_budgets: int):

@@ -33,9 +33,6 @@ from flashtile.decode.problem import FP8, CacheTensors, CombineProblem, DecodePr
 from flashtile.problem import LOG2_E, UNLIMITED
 
 MAX_SCAN_BLOCK = 1024
-BALANCED_M_BLOCKS = 16
-"""Up to so many m_blocks a sequence, the grid is balanced. More are a prefill: work enough for any grid."""
-
 MAX_HEADS_PER_TEAM = 8
 """Of 256 bytes a token, they fill two pages of DRAM."""
 
@@ -96,8 +93,12 @@ def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
 def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
     """Whether programs share all n_blocks equally; else the splits of a work tile depend on its own length
     only."""
-    free = problem.num_splits == 0 and problem.split_size == 0
-    return free and m_blocks_of(problem, config) <= BALANCED_M_BLOCKS
+    if problem.num_splits != 0 or problem.split_size != 0:
+        return False
+    m_blocks = m_blocks_of(problem, config)
+    most = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
+    work_tiles = min(problem.batch * m_blocks, most) * problem.num_heads_kv
+    return config.balances(m_blocks, work_tiles, multiprocessors(problem.device))
 
 
 def layout(problem: DecodeProblem, config: DecodeConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 const RUN_NUMBERS = new Set(["num_splits", "page_size"]);
 const NUMBERS = ["seqlen", "head_dim", "sram", "at", "row", "tour"];
-const WORDS = ["queries", "mask", "sync", "card", "question", "lang", "theme"];
+const WORDS = ["queries", "mask", "sync", "card", "question", "story", "variant", "lang", "theme"];
 
 function writeAddress(state) {
   const parts = [`a=${writeRun(state.a)}`];

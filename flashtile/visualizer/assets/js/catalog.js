@@ -4,11 +4,12 @@ const SHARED = ["queries", "seqlen", "head_dim", "mask"]; // the same in both ru
 const OWN = ["block", "num_splits", "page_size"];
 
 class Catalog {
-  constructor({ recordings, packed, sram_sizes, cards }) {
+  constructor({ recordings, packed, sram_sizes, cards, stories }) {
     this.recordings = recordings;
     this.packed = packed;
     this.sramSizes = sram_sizes;
     this.cards = cards;
+    this.stories = stories;
     this.traces = new Map();
   }
 

@@ -1,5 +1,6 @@
 // Everything that one can press: the choices, the player, the questions, the keyboard.
 
+const OF_RUNS = ["x"]; // keys that stories have no use for
 const SPEEDS = [0.05, 0.25, 1, 4, 16];
 
 class Controls {
@@ -73,7 +74,7 @@ class Controls {
   show({ a, b }) {
     const { page } = this;
     const { language, catalog, state } = page;
-    language.apply(document);
+    this.showFrame();
     const algorithms = catalog.algorithms.map((value) => ({ value, needs: null }));
     const algorithmName = (value) => (value ? language.text(`algorithm_${value}`) : language.text("nothing"));
     fillChoices(this.selects.a, algorithms, state.a.algorithm, algorithmName, language);
@@ -89,10 +90,16 @@ class Controls {
     fillChoices(this.selects.sync, ["share", "bytes"].map((value) => ({ value, needs: null })), page.clock.sync, (value) => language.text(`sync_${value}`), language);
     this.selects.sync.closest("label").hidden = !b;
     this.find("#swap").hidden = !b;
+    this.#showAnswer();
+  }
+
+  /** What stands around algorithms and stories alike. */
+  showFrame() {
+    const { language, clock } = this.page;
+    language.apply(document);
     this.find("#language").textContent = LANGUAGES[language.name === "en" ? "zh" : "en"];
     this.find("#theme").textContent = language.text(`theme_${document.documentElement.dataset.theme}`);
-    this.slider.max = page.clock.end;
-    this.#showAnswer();
+    this.slider.max = clock.end;
   }
 
   #showAnswer() {
@@ -150,7 +157,7 @@ class Controls {
     };
     this.questions.forEach((question, i) => (keys[String(i + 1)] = () => this.page.ask(question)));
     const action = keys[event.key];
-    if (!action) return;
+    if (!action || (this.page.stories.open && OF_RUNS.includes(event.key))) return;
     // A select that was just used keeps the focus: arrows to the sides step all the same, other keys are its own.
     const aside = event.key === "ArrowLeft" || event.key === "ArrowRight";
     if (inField && ((inField.matches("select") && !aside) || (event.key === " " && inField.matches("button")))) return;

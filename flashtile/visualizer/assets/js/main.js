@@ -25,6 +25,7 @@ class Page {
     this.clock = new Clock(() => this.draw());
     this.controls = new Controls(this);
     this.tour = new Tour(this);
+    this.stories = new Stories(this);
     this.state = { ...DEFAULTS, ...data.start };
     this.shown = Promise.resolve();
   }
@@ -48,6 +49,7 @@ class Page {
 
   /** Change parts of the state and show it. */
   change(parts) {
+    if (parts.question || parts.tour) parts = { ...parts, story: null, variant: null };
     this.state = { ...this.state, at: Math.floor(this.clock.at), ...parts };
     return this.show();
   }
@@ -77,6 +79,7 @@ class Page {
     document.documentElement.lang = language.name === "zh" ? "zh-CN" : "en";
     this.#theme();
     this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];
+    if (await this.stories.show()) return;
     const settled = this.#resolve();
     const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, this.#baseline(recording)]));
     const runs = {};
@@ -140,7 +143,7 @@ class Page {
     document.documentElement.dataset.theme = theme;
     const style = getComputedStyle(document.documentElement);
     this.colours = Object.fromEntries(Object.entries(COLOUR_NAMES).map(([key, name]) => [key, style.getPropertyValue(name).trim()]));
-    if (this.runs) this.draw();
+    this.draw();
   }
 
   #resize() {
@@ -149,6 +152,7 @@ class Page {
   }
 
   draw() {
+    if (this.stories.open) return this.#drawStory();
     if (!this.runs) return;
     const positions = {};
     for (const [name, run] of Object.entries(this.runs)) {
@@ -159,6 +163,12 @@ class Page {
     if (last.run === "standard") positions.standard = this.clock.positionOf(last);
     this.traffic.draw(positions);
     this.roofline.draw(Object.entries(this.runs).map(([name, { trace }]) => costAt(trace, positions[name], this.card)));
+    this.controls.draw(this.clock);
+    if (!this.clock.playing) this.#writeAddress();
+  }
+
+  #drawStory() {
+    this.stories.draw();
     this.controls.draw(this.clock);
     if (!this.clock.playing) this.#writeAddress();
   }

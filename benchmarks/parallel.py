@@ -1,0 +1,319 @@
+"""Attention of one sequence over several GPUs, beside one GPU and beside other ways to share it.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --json parallel.json
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --seqlens 256 --steps 1   # without peers
+
+Causal attention, forward and backward, then a window and decoding. Peers: torch's ``context_parallel`` with
+scaled_dot_product_attention, and ring-flash-attention's zigzag algorithm (each rank passes on the keys
+that it was given; each step's out is rounded to the inputs' dtype before it is merged) with torch's flash
+kernel. ``of_linear`` is the speed over that of as many single GPUs. A peer's error is in its row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor
+
+import flashtile
+from flashtile.machine import find_device
+from flashtile.parallel import Sharing, context_parallel_attention, context_parallel_decode, explain, shard
+
+HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
+DECODED = 262144
+
+
+def main(
+    seqlens: Annotated[
+        str, typer.Option(help="Lengths of the whole sequence.")
+    ] = "32768,65536,131072,262144",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 10,
+    window: Annotated[
+        int, typer.Option(help="Of the call with a window, at half of the longest length.")
+    ] = 4096,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every row here.")] = None,
+) -> None:
+    """Print a row for each contestant and length: milliseconds, TFLOP/s of all ranks, and share of linear."""
+    where = find_device(device)
+    if where.type == "cuda":
+        where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(where)
+    dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+    lengths = [int(length) for length in seqlens.split(",")]
+    rows: list[dict[str, Any]] = []
+    for seqlen in lengths:
+        rows += measured(seqlen, -1, steps, where)
+    rows += measured(lengths[-1] // 2, min(window, lengths[-1] // 4), steps, where)
+    rows += decoding(DECODED if where.type == "cuda" else 1024, steps, where)
+    if dist.get_rank() == 0 and json_file is not None:
+        name = torch.cuda.get_device_name() if where.type == "cuda" else "cpu"
+        record = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__, "rows": rows}
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def measured(seqlen: int, window: int, steps: int, where: torch.device) -> list[dict[str, Any]]:
+    """Every contestant at one length."""
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    shapes = [(1, seqlen, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
+    whole = [torch.randn(shape, device=where, dtype=dtype) for shape in shapes]
+    sharing = Sharing(1, seqlen, HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM, left=window, right=0)
+    pairs = flashtile.io_model.Call(
+        1, seqlen, seqlen, HEADS, HEADS_KV, HEAD_DIM, window_left=window, window_right=0
+    ).visible_pairs
+    flops = 14 * pairs * HEAD_DIM  # two products forward, five backward
+    contestants: dict[str, Callable[[], Any]] = {"one GPU": one_gpu(whole, window)}
+    for method in ("ring", "ulysses", "allgather"):
+        contestants[method] = ours(whole, window, method)
+    if window < 0 and where.type == "cuda":
+        for rotation in ("allgather", "alltoall"):
+            contestants[f"torch, {rotation}"] = torchs(whole, rotation, where)
+        contestants["ring-flash-attention's zigzag"] = zigzag_peer(whole)
+    rows = []
+    for name, prepare in contestants.items():
+        row: dict[str, Any] = {
+            "call": "causal" if window < 0 else f"window {window}",
+            "seqlen": seqlen,
+            "name": name,
+        }
+        try:
+            run = prepare()
+            before = torch.cuda.memory_allocated() if where.type == "cuda" else 0
+            if where.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds = timed(run, steps, where)
+            row |= {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
+            if where.type == "cuda":
+                row["extra_bytes"] = torch.cuda.max_memory_allocated() - before
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        rows.append(row)
+    finish(rows)
+    if dist.get_rank() == 0:
+        print(f"the model: {explain(sharing, dist.get_world_size())}\n", flush=True)
+    return rows
+
+
+def finish(rows: list[dict[str, Any]]) -> None:
+    """The share of linear speed-up in each row, and the rows printed."""
+    alone = rows[0].get("ms")
+    for row in rows[1:]:
+        if alone and "ms" in row:
+            row["of_linear"] = alone / row["ms"] / dist.get_world_size()
+    if dist.get_rank() == 0:
+        for row in rows:
+            numbers = [
+                f"{name} {row[name]:.4g}"
+                for name in ("ms", "tflops", "of_linear", "extra_bytes")
+                if name in row
+            ]
+            print(row["call"], row["seqlen"], row["name"], *numbers, row.get("error", ""), flush=True)
+
+
+def timed(run: Callable[[], Any], steps: int, where: torch.device) -> float:
+    """The median of the steps' times on the slowest rank, in seconds."""
+    for _ in range(min(3, steps)):
+        run()
+    times = []
+    for _ in range(steps):
+        dist.barrier()
+        if where.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        else:
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    slowest = torch.tensor(statistics.median(times), device=where)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def both_passes(attend: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], Any]:
+    *inputs, dout = tensors
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+
+
+def one_gpu(whole: list[Tensor], window: int) -> Callable[[], Any]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtile.attention(q, k, v, causal=True, window_size=(window, 0))
+
+    return lambda: both_passes(attend, whole)
+
+
+def ours(whole: list[Tensor], window: int, method: str) -> Callable[[], Any]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_parallel_attention(q, k, v, method=method, causal=True, window_size=(window, 0))
+
+    return lambda: both_passes(attend, [shard(t, 1) for t in whole])
+
+
+def torchs(whole: list[Tensor], rotation: str, where: torch.device) -> Callable[[], Any]:
+    """torch.distributed.tensor.experimental.context_parallel, with its own load balancing."""
+
+    def prepare() -> Callable[[], Any]:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        mesh = dist.init_device_mesh(where.type, (dist.get_world_size(),))
+        set_rotate_method(rotation)
+        group = HEADS // HEADS_KV
+        by_heads = [t.transpose(1, 2).contiguous() for t in whole]
+        by_heads[1:3] = [t.repeat_interleave(group, dim=1) for t in by_heads[1:3]]
+        leaves = [t.clone() for t in by_heads]
+
+        def run() -> None:
+            buffers = [t.clone() for t in leaves]
+            shared = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4)
+            with shared, sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+                q, k, v = (t.detach().requires_grad_() for t in buffers[:3])
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                torch.autograd.grad(out, (q, k, v), buffers[3])
+
+        return run
+
+    return prepare
+
+
+def zigzag_peer(whole: list[Tensor]) -> Callable[[], Any]:
+    """The algorithm, with torch's flash kernel: every rank passes on what it was given."""
+    aten = torch.ops.aten
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+
+    def rotate(tensors: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        incoming = [torch.empty_like(t) for t in tensors]
+        to, of = (rank + 1) % size, (rank - 1) % size
+        sends = [dist.P2POp(dist.isend, t.contiguous(), to) for t in tensors]
+        works = dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, t, of) for t in incoming])
+        return incoming, works
+
+    def part(step: int, length: int) -> tuple[slice, slice, bool]:
+        """(rows, keys, causal) of what the keys of rank - step are for."""
+        half, every = length // 2, slice(None)
+        if step == 0:
+            return every, every, True
+        return (every, slice(0, half), False) if step <= rank else (slice(half, None), every, False)
+
+    def prepare() -> Callable[[], Any]:
+        group = HEADS // HEADS_KV
+        q, k, v, dout = (shard(t, 1).transpose(1, 2).contiguous() for t in whole)
+        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        length = q.shape[2]
+
+        def run() -> None:
+            out = lse = None
+            keys, saved = [k, v], []
+            for step in range(size):
+                incoming, works = rotate(keys) if step + 1 < size else (keys, [])
+                rows, columns, causal = part(step, length)
+                result = flash(q[:, :, rows], keys[0][:, :, columns], keys[1][:, :, columns], causal)
+                saved.append(result[2:8])
+                if out is None:
+                    out, lse = result[0].float(), result[1].float().unsqueeze(-1)
+                else:
+                    share = torch.sigmoid(result[1].unsqueeze(-1) - lse[:, :, rows])
+                    out[:, :, rows] -= share * (out[:, :, rows] - result[0])
+                    lse[:, :, rows] -= torch.nn.functional.logsigmoid(
+                        lse[:, :, rows] - result[1].unsqueeze(-1)
+                    )
+                for work in works:
+                    work.wait()
+                keys = incoming
+            out, lse = out.to(q.dtype), lse.squeeze(-1)
+            dq, gradients = torch.zeros_like(q, dtype=torch.float32), None
+            keys = [k, v]
+            for step in range(size):
+                incoming, works = rotate(keys) if step + 1 < size else (keys, [])
+                rows, columns, causal = part(step, length)
+                k_part, v_part = (t[:, :, columns] for t in keys)
+                parts = aten._scaled_dot_product_flash_attention_backward(
+                    dout[:, :, rows], q[:, :, rows], k_part, v_part, out[:, :, rows],
+                    lse[:, :, rows].contiguous(), None, None, rows_of(q, rows), k_part.shape[2], 0.0, causal,
+                    *saved[step][-2:],
+                )  # fmt: skip
+                dq[:, :, rows] += parts[0]
+                if gradients is None:
+                    gradients = [t.float() for t in parts[1:]]
+                else:
+                    for total, of_part in zip(gradients, parts[1:], strict=True):
+                        total[:, :, columns] += of_part
+                for work in works:
+                    work.wait()
+                keys = incoming
+                gradients, works = rotate(gradients)
+                for work in works:
+                    work.wait()
+
+        return run
+
+    return prepare
+
+
+def rows_of(q: Tensor, rows: slice) -> int:
+    return q[:, :, rows].shape[2]
+
+
+def decoding(length: int, steps: int, where: torch.device) -> list[dict[str, Any]]:
+    """One sequence, a token a step: the cache on one GPU, and over all; GPUs replay CUDA graphs."""
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    q = torch.randn(1, 1, HEADS, HEAD_DIM, device=where, dtype=dtype)
+    cache = torch.randn(2, 1, length, HEADS_KV, HEAD_DIM, device=where, dtype=dtype)
+    own = cache[:, :, dist.get_rank() :: size].contiguous()
+    lengths = torch.tensor([length], dtype=torch.int32, device=where)
+    calls: dict[str, Callable[[], Any]] = {
+        "one GPU": lambda: flashtile.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths),
+        "allgather": lambda: context_parallel_decode(q, *own, cache_seqlens=lengths),
+        "reduce_scatter": lambda: context_parallel_decode(
+            q, *own, cache_seqlens=lengths, merge="reduce_scatter"
+        ),
+    }
+    rows = []
+    for name, call in calls.items():
+        row: dict[str, Any] = {"call": "decoding", "seqlen": length, "name": name}
+        try:
+            row["ms"] = timed(captured(call) if where.type == "cuda" else call, steps, where) * 1e3
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        rows.append(row)
+    finish(rows)
+    return rows
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call`` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+if __name__ == "__main__":
+    typer.run(main)

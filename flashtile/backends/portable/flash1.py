@@ -1,0 +1,180 @@
+"""FlashAttention's forward pass (Dao et al. 2022, arXiv:2205.14135, Algorithm 1) in its own loop order.
+
+Keys are outside and queries inside, so that one program takes a whole head: it keeps a block of keys and
+values on chip and walks all rows, whose output, maximum and sum it reads and writes again each time. The
+output is divided by the sum at every step, and hidden tiles are computed like others. FlashAttention-2
+changed all of these. No call is served by it: ``flashtile bench`` measures what the change is worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.launch import padded
+from flashtile.backends.common.tiles import Matrix, load_tile
+from flashtile.backends.portable.arguments import Strides
+from flashtile.backends.portable.tiles import head_of, store_tile
+
+LENGTHS = ("num_heads_q", "group_size", "seqlen_q", "seqlen_k")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    CAUSAL: bool
+    EVEN_M: bool
+    EVEN_N: bool
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    WIDE: bool
+    """A tile's own extent in memory does not fit 32 bits."""
+    PRECISION: str
+
+
+@triton.jit
+def attend_tile(scores, v, out, row_max, row_sum, PRECISION: tl.constexpr):
+    """Lines 10 to 12: scores [BLOCK_M, BLOCK_N] and v [BLOCK_N, BLOCK_DV] into a row's out, maximum and sum.
+
+    A tile that a row does not see, and a row that has seen none yet, have the maximum -inf.
+    """
+    tile_max = tl.max(scores, 1)
+    new_max = tl.maximum(row_max, tile_max)
+    p = tl.exp(scores - tl.where(tile_max == -float("inf"), 0.0, tile_max)[:, None])
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    old, new = tl.exp(row_max - shift), tl.exp(tile_max - shift)
+    new_sum = old * row_sum + new * tl.sum(p, 1)
+    divisor = tl.where(new_sum == 0.0, 1.0, new_sum)
+    product = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    out = ((row_sum * old)[:, None] * out + new[:, None] * product) / divisor[:, None]
+    return out, new_max, new_sum
+
+
+@kernel(do_not_specialize=LENGTHS)
+def flash1_kernel(
+    q, k, v, out, partial, row_max, row_sum, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
+    k_stride_h, v_stride_b, v_stride_s, v_stride_h, num_heads_q, group_size, seqlen_q, seqlen_k,
+    softmax_scale, C: tl.constexpr,
+):  # fmt: skip
+    """Grid: (heads * batch,). q, k, v (batch, seqlen, heads, head_dim) as given, out contiguous.
+
+    partial [batch, num_heads_q, seqlen_q, HEAD_DIM_V], row_max and row_sum [batch, num_heads_q, seqlen_q],
+    fp32: 0, -inf and 0 (line 2). The last block of keys writes to out what the others write to partial.
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    pid = tl.program_id(0)
+    b = pid // num_heads_q
+    head = pid % num_heads_q
+    q_rows = head_of(q, Strides(q_stride_b, q_stride_s, q_stride_h), b, 0, head, seqlen_q)
+    keys = head_of(k, Strides(k_stride_b, k_stride_s, k_stride_h), b, 0, head // group_size, seqlen_k)
+    values = head_of(v, Strides(v_stride_b, v_stride_s, v_stride_h), b, 0, head // group_size, seqlen_k)
+    first_row = pid.to(tl.int64) * seqlen_q
+    partials = Matrix(partial + first_row * C.HEAD_DIM_V, C.HEAD_DIM_V, seqlen_q)
+    out_base = out + (b.to(tl.int64) * seqlen_q * num_heads_q + head) * C.HEAD_DIM_V
+    offset = seqlen_k - seqlen_q
+
+    key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    for j in range(0, key_blocks):  # lines 5 and 6
+        key_start = j * BLOCK_N
+        k_tile = load_tile(keys, key_start, BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
+        v_tile = load_tile(values, key_start, BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
+        for i in range(0, tl.cdiv(seqlen_q, BLOCK_M)):  # lines 7 and 8
+            start = i * BLOCK_M
+            rows = start + tl.arange(0, BLOCK_M)
+            inside = rows < seqlen_q
+            q_tile = load_tile(q_rows, start, BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+            o_tile = load_tile(partials, start, BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, C.WIDE)
+            m_rows = tl.load(row_max + first_row + rows, mask=inside, other=-float("inf"))
+            l_rows = tl.load(row_sum + first_row + rows, mask=inside, other=0.0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION) * softmax_scale  # line 9
+            if C.CAUSAL or not C.EVEN_N:
+                columns = key_start + tl.arange(0, BLOCK_N)
+                seen = (columns < seqlen_k)[None, :]
+                if C.CAUSAL:
+                    seen = seen & (columns[None, :] <= (rows + offset)[:, None])
+                scores = tl.where(seen, scores, -float("inf"))
+            o_tile, m_rows, l_rows = attend_tile(scores, v_tile, o_tile, m_rows, l_rows, C.PRECISION)
+            if j == key_blocks - 1:  # lines 12 and 13
+                store_tile(
+                    out_base, start, seqlen_q, num_heads_q * C.HEAD_DIM_V, o_tile, BLOCK_M, C.HEAD_DIM_V,
+                    C.BLOCK_DV,
+                )  # fmt: skip
+            else:
+                store_tile(
+                    partials.base, start, seqlen_q, C.HEAD_DIM_V, o_tile, BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV
+                )
+            tl.store(row_max + first_row + rows, m_rows, mask=inside)
+            tl.store(row_sum + first_row + rows, l_rows, mask=inside)
+        tl.debug_barrier()  # other threads read next what these wrote
+
+
+def config_of(element_bytes: int, block_d: int) -> KernelConfig:
+    """Tiles that compile without spills; not searched on a card."""
+    if element_bytes == 4:
+        return KernelConfig(32, 32, 4, 1)
+    return KernelConfig(64, 128, 4, 1) if block_d <= 64 else KernelConfig(64, 64, 8, 1)
+
+
+def variant_of(
+    head_dim: int,
+    head_dim_v: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool,
+    config: KernelConfig,
+    wide: bool = False,
+) -> Variant:
+    return Variant(
+        CAUSAL=causal,
+        EVEN_M=seqlen_q % config.BLOCK_M == 0,
+        EVEN_N=seqlen_k % config.BLOCK_N == 0,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        BLOCK_D=padded(head_dim),
+        BLOCK_DV=padded(head_dim_v),
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        WIDE=wide,
+        PRECISION="ieee",
+    )
+
+
+class Flash1Launch:
+    """``(q, k, v) -> out`` for tensors of one signature, (batch, seqlen, heads, head_dim) with some keys."""
+
+    def __init__(self, causal: bool, softmax_scale: float) -> None:
+        self._causal, self._scale = causal, softmax_scale
+        self._kernel: KeptKernel | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, seqlen_q, heads, head_dim = q.shape
+        out = q.new_empty(batch, seqlen_q, heads, v.shape[-1])
+        rows: dict[str, Any] = {"dtype": torch.float32}
+        partial = q.new_zeros(batch, heads, seqlen_q, v.shape[-1], **rows)  # line 2
+        row_max = q.new_full((batch, heads, seqlen_q), -torch.inf, **rows)
+        row_sum = q.new_zeros(batch, heads, seqlen_q, **rows)
+        if self._kernel is None:
+            config = config_of(q.element_size(), padded(max(head_dim, v.shape[-1])))
+            strides = (tensor.stride(axis) for tensor in (q, k, v) for axis in (0, 1, 2))
+            lengths = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
+            block = max(config.BLOCK_M, config.BLOCK_N)
+            wide = any(block * tensor.stride(1) >= 2**31 for tensor in (q, k, v))
+            variant = variant_of(head_dim, v.shape[-1], seqlen_q, k.shape[1], self._causal, config, wide)
+            scalars = (*strides, *lengths, self._scale)
+            self._kernel = KeptKernel(flash1_kernel, batch * heads, scalars, (variant,), config)
+        self._kernel(q.device, q, k, v, out, partial, row_max, row_sum)
+        return out

@@ -1,0 +1,217 @@
+"""Engines end to end: a decoding step at a batch size, and requests of many lengths.
+
+A step is the difference of two runs that differ in their length, over that difference, so that prompts and
+start-up are not in it. Beside it stands the time that reading the weights, keys and values takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from flashtile import machine
+from flashtile.bench import engine_models, timing
+from flashtile.bench.engine_models import CI, lengths, tokens, write_model
+from flashtile.bench.engine_peers import CONTENDERS, Contender, Flashtile, seconds_of
+from flashtile.bench.linear_bench import read_tbps
+
+NAME = "engine"
+OURS = Flashtile.name
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``batch`` sequences of ``context`` tokens that decode together; with a context of 0 as many requests
+    with prompts of 161 tokens in the mean and answers of ``steps``, or 338 in the mean if it is 0."""
+
+    model: str
+    batch: int
+    context: int = 1024
+    steps: int = 64
+
+    @property
+    def name(self) -> str:
+        kind = f"b{self.batch}-ctx{self.context}" if self.context else f"requests{self.batch}"
+        return f"{NAME}-{self.model}-{kind}"
+
+    def requests(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
+        """(prompts, tokens of each answer)."""
+        if self.context:
+            counts = [self.context - self.steps // 2] * self.batch
+        else:
+            counts = lengths(self.batch, 161 if self.model != CI else 12, 2048, 1)
+        answers = [self.steps] * self.batch if self.steps else lengths(self.batch, 338, 2048, 2)
+        return [tokens(count, vocab_size, seed) for seed, count in enumerate(counts)], answers
+
+
+WORKLOADS = (
+    Workload("llama-2-7b", 1), Workload("llama-2-7b", 32), Workload("llama-3-8b", 1),
+    Workload("llama-3-8b", 64), Workload("llama-3-8b", 256, 0, 200), Workload("llama-3-8b", 1000, 0, 0),
+    Workload(CI, 2, 24, 6), Workload(CI, 3, 0, 5),
+)  # fmt: skip
+
+
+def select(names: Sequence[str]) -> tuple[Workload, ...]:
+    """Workloads that are all called for by their own name, their model's, or "engine"; () for names of other
+    workloads.
+
+    Raises:
+        ValueError: some names are of these workloads and some are not.
+    """
+    chosen: list[Workload] = []
+    for name in names:
+        of_name = [w for w in WORKLOADS if name in (w.name, f"{NAME}-{w.model}")]
+        if name == NAME:
+            of_name = [w for w in WORKLOADS if w.model != CI]
+        chosen += of_name
+        if bool(of_name) != bool(chosen) or (not of_name and name.startswith(NAME)):
+            raise ValueError(
+                f"workload must be {NAME} or one of {', '.join(w.name for w in WORKLOADS)}, got {name!r}"
+            )
+    return tuple(dict.fromkeys(chosen))
+
+
+def run(
+    chosen: Sequence[Workload],
+    device: torch.device,
+    rounds: int,
+    rep: float,
+    names: Sequence[str] = (),
+    after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
+    """Every workload with every contender that is named (all that can run, if none is), as a document for
+    JSON. One contender is in memory at a time; ``rep`` is only of the measurement of reading."""
+    for name in names:
+        if name not in (*CONTENDERS, "none"):
+            raise ValueError(f"peer must be none or one of {', '.join(CONTENDERS)}, got {name!r}")
+        reason = None if name == "none" else CONTENDERS[name]().unavailable(device)
+        if reason is not None:
+            raise ValueError(f"peer {name!r} cannot run here: {reason}")
+    named = [kind for name, kind in CONTENDERS.items() if not names or name in (OURS, *names)]
+    entrants = [kind for kind in named if kind().unavailable(device) is None]
+    document: dict[str, Any] = {
+        "kind": NAME,
+        "versions": machine.versions(),
+        "device": machine.describe_device(device),
+        "source": machine.source_commit(),
+        "read_tbps": read_tbps(device, rounds, rep),
+        "cells": [{"workload": w.name, "results": {}} for w in chosen],
+    }
+    cells = dict(zip(chosen, document["cells"], strict=True))
+    for model in dict.fromkeys(workload.model for workload in chosen):
+        own = [workload for workload in chosen if workload.model == model]
+        for kind in entrants:
+            for workload, result in _measured(kind(), model, own, device, rounds):
+                cells[workload]["results"][kind.name] = result
+                after_cell(document)
+            gc.collect()
+            timing.release_memory(device)
+    for workload, cell in cells.items():
+        cell["floor_ms"] = floor_bytes(workload) / document["read_tbps"] * 1e-9
+        _compare(workload, cell["results"])
+    after_cell(document)
+    return document
+
+
+def _measured(
+    contender: Contender, model: str, workloads: Sequence[Workload], device: torch.device, rounds: int
+) -> list[tuple[Workload, dict[str, Any]]]:
+    """The results of one contender, which is loaded once."""
+    taken = [w for w in workloads if (contender.steps if w.context else contender.requests)]
+    if not taken:
+        return []
+    found = []
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            folder = write_model(model, Path(place))
+            contender.load(folder, model, device, max(w.batch * (w.context + w.steps) for w in taken))
+        except Exception as error:
+            return [(workload, _failed(error)) for workload in taken]
+        for workload in taken:
+            try:
+                found.append((workload, measure(contender, workload, device, rounds)))
+            except Exception as error:
+                found.append((workload, _failed(error)))
+    return found
+
+
+def measure(contender: Contender, workload: Workload, device: torch.device, rounds: int) -> dict[str, Any]:
+    """A workload on a contender that is loaded."""
+    prompts, answers = workload.requests(_vocabulary(workload.model))
+    if not workload.context:
+        contender.generate(prompts[:4], [4] * len(prompts[:4]))  # compiles
+        seconds = [seconds_of(contender, prompts, answers, device) for _ in range(rounds)]
+        rate = sum(answers) / statistics.median(seconds)
+        return {"status": "ok", "tokens_per_second": rate, "seconds": seconds, **contender.numbers()}
+    short = [max(1, workload.steps // 8)] * workload.batch
+    long = [short[0] + workload.steps] * workload.batch
+    first = contender.generate(prompts, long)  # compiles, and captures
+    contender.generate(prompts, short)
+    times = [
+        (seconds_of(contender, prompts, long, device) - seconds_of(contender, prompts, short, device))
+        for _ in range(rounds)
+    ]
+    step = statistics.median(times) / workload.steps * 1e3
+    all_rounds = [seconds / workload.steps * 1e3 for seconds in times]
+    found: dict[str, Any] = {"status": "ok", "ms": step, "rounds_ms": all_rounds}
+    if workload.model == CI:
+        found["tokens"] = first
+    return {**found, "tokens_per_second": workload.batch / step * 1e3, **contender.numbers()}
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    lines = str(error).strip().splitlines()
+    return {"status": "failed", "text": f"{type(error).__name__}: {lines[0][:200] if lines else ''}"}
+
+
+def _compare(workload: Workload, results: dict[str, Any]) -> None:
+    """With the same weights in float32 all give the same tokens."""
+    tokens_of = {name: found.pop("tokens") for name, found in results.items() if "tokens" in found}
+    if tokens_of.get("transformers", tokens_of.get(OURS)) != tokens_of.get(OURS):
+        results[OURS]["status"] = "wrong"
+        results[OURS]["text"] = "tokens that are not Transformers'"
+
+
+def _vocabulary(model: str) -> int:
+    return 256 if model == CI else engine_models.SHAPES[model]["vocab_size"]
+
+
+def floor_bytes(workload: Workload) -> float:
+    """Bytes that a step must read in bf16: all weights but the embedding, and the keys and values."""
+    if workload.model == CI or not workload.context:
+        return 0.0
+    c = engine_models.SHAPES[workload.model]
+    head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+    q, kv = (c[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
+    layer = c["hidden_size"] * (2 * q + 2 * kv + 3 * c["intermediate_size"])
+    weights = c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
+    return 2.0 * (weights + workload.batch * workload.context * 2 * c["num_hidden_layers"] * kv)
+
+
+def table(document: dict[str, Any]) -> Table:
+    """Milliseconds a step beside the time of reading, or new tokens a second."""
+    shown = Table(title=f"{document['device']['name']}: ms a step (times that of reading), or new tokens/s")
+    names = list(dict.fromkeys(name for cell in document["cells"] for name in cell["results"]))
+    for heading in ("workload", *names):
+        shown.add_column(heading, justify="left" if heading == "workload" else "right")
+    for cell in document["cells"]:
+        texts = []
+        for name in names:
+            result = cell["results"].get(name, {"status": "-"})
+            if result["status"] != "ok":
+                texts.append(result.get("text", result["status"]))
+            elif "ms" in result:
+                floor = cell.get("floor_ms")
+                texts.append(f"{result['ms']:.4g}" + (f" ({result['ms'] / floor:.2f})" if floor else ""))
+            else:
+                texts.append(f"{result['tokens_per_second']:,.0f}")
+        shown.add_row(cell["workload"], *texts)
+    return shown

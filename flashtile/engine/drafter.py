@@ -1,0 +1,113 @@
+"""The draft model on the device: a few tokens ahead of each sequence, in the step that checks them.
+
+It has a cache of its own with the same blocks, so that sharing, copies and swapping are the same for both.
+Its keys and values are there for every token that the model itself has computed, but for the last two of a
+sequence: those it computes first, and then one token after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.engine.draws import Draws
+from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch
+from flashtile.engine.model import Model, StepInput
+from flashtile.engine.sampler import candidates
+from flashtile.engine.scheduler import Entry
+from flashtile.engine.transfer import Transfer
+
+
+class Drafter:
+    """Guesses for sequences.
+
+    Args:
+        model: the draft model.
+        k_cache, v_cache: its memory; the last block is written by what pads a batch.
+        block_table: (max_sequences + 1, max_blocks) of all sequences; the last row has the last block alone.
+        known: (max_sequences + 1, 1 + guesses) int32; the guesses go behind its first column.
+        parents: a comb (:func:`flashtile.engine.speculation.comb`).
+    """
+
+    def __init__(
+        self, model: Model, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, known: Tensor,
+        parents: tuple[int, ...],
+    ):  # fmt: skip
+        self.model, self.k_cache, self.v_cache = model, k_cache, v_cache
+        self.block_table, self.known = block_table, known
+        self.depth = max(parents) + 1
+        self.width = len(parents) // self.depth
+        device, rows = block_table.device, len(block_table)
+        self.spare_row = rows - 1
+        batch = graph_batch(min(rows, MAX_GRAPH_BATCH))
+        self._transfer = Transfer(6 * max(batch, rows), device)
+        self._draws = Draws(device)
+        self._state = torch.zeros(4, max(batch, rows), dtype=torch.int32, device=device)
+        self._logits = model.embedding.new_zeros(max(batch, rows), model.config.vocab_size)
+        self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+
+    def follow(self, step: StepInput) -> None:
+        """Keys and values of a step of the model itself."""
+        self.model.hidden(step, self.k_cache, self.v_cache)
+
+    def draft(self, entries: Sequence[Entry], capture: Capture | None) -> None:
+        """Put guesses for these sequences into ``known``."""
+        sequences = [entry.sequence for entry in entries]
+        batch, captured = len(entries), capture is not None and not self.model.config.num_experts
+        padded = graph_batch(batch) if captured and batch <= MAX_GRAPH_BATCH else batch
+        captured = captured and batch <= MAX_GRAPH_BATCH
+        spare = [0] * (padded - batch)
+        last_two = [[one.tokens[i] for one in sequences] for i in (-2, -1)]
+        lengths = [len(one.tokens) for one in sequences]
+        counts = [max(one.parents) + 1 for one in sequences]
+        parts = [*last_two, lengths, [entry.row for entry in entries], counts]
+        views = self._transfer(
+            [part + spare for part in parts[:3]] + [parts[3] + [self.spare_row] * len(spare), counts + spare]
+        )
+        # As they change from pass to pass: the last token, tokens before it, the row, guesses still wanted.
+        _, last, length, rows, wanted = views
+        state = self._state[:, :padded]
+        state.copy_(torch.stack([last, length - 1, rows, wanted]))
+        tokens, places, _, left = state
+        choice = self._draws.of(sequences).choice
+        guesses = []
+        for place in range(self.depth):
+            self._run(padded, place == 0, capture if captured else None)
+            found = candidates(self._logits[:batch], choice, places[:batch] + 1, self.width)
+            guesses.append(found)
+            tokens[:batch] = found[:, 0]
+            places += 1
+            left -= 1
+        trunk = torch.stack([found[:, 0] for found in guesses], 1)
+        siblings = torch.cat([found[:, 1:] for found in guesses], 1)
+        self.known[:, 1:].index_copy_(0, rows[:batch].long(), torch.cat([trunk, siblings], 1).int())
+
+    def _run(self, batch: int, first: bool, capture: Capture | None) -> None:
+        if capture is None:
+            self._pass(batch, first)
+            return
+        key = batch, first
+        if key not in self.graphs:
+            self.graphs[key] = capture(lambda: self._pass(batch, first))
+        self.graphs[key]()
+
+    def _pass(self, batch: int, first: bool) -> None:
+        """Logits after the last token of each sequence; in the first pass two tokens are computed."""
+        tokens, places, rows, left = (state[:batch] for state in self._state)
+        # Nothing is written for a sequence that wants no more: it may have no block there.
+        goes_on, offsets = left > 0, None
+        table = self.block_table.index_select(0, torch.where(goes_on, rows, self.spare_row))
+        lengths = torch.where(goes_on, places, 1) - int(first)
+        owners, positions = torch.arange(batch, device=tokens.device), lengths
+        if first:
+            tokens = torch.stack([self._transfer.numbers[:batch], tokens], 1).view(-1)
+            offsets = torch.arange(0, 2 * batch + 1, 2, dtype=torch.int32, device=tokens.device)
+            owners, positions = owners.repeat_interleave(2), torch.stack([lengths, lengths + 1], 1).view(-1)
+        size = self.k_cache.shape[2]
+        slots = table[owners, positions.long() // size].long() * size + positions % size
+        slots = torch.where(goes_on[owners], slots, -1)
+        step = StepInput(tokens, lengths, table, offsets, 1 + int(first), positions, slots)
+        hidden = self.model.hidden(step, self.k_cache, self.v_cache)
+        self._logits[:batch] = self.model.logits(hidden[1::2] if first else hidden)

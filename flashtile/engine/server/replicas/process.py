@@ -1,0 +1,116 @@
+"""A replica: a server in a process of its own, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+READY = re.compile(r"serving .* at (http://\S+)")
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before a replica is started again; twice as long each time that it did not come up."""
+MOST_FAILURES = 3
+"""Starts in a row that end before the replica serves; then it is given up."""
+
+logger = logging.getLogger("flashtile.server")
+
+
+class Replica:
+    """A process that says where it serves when it does.
+
+    Args:
+        number: for messages.
+        command, environment: of the process. What it writes to stderr comes out of ours.
+
+    Attributes:
+        url: where it serves; None while it does not.
+        in_flight: calls that have been given to it.
+        restarts: how often it was started again.
+        given_up: it did not come up and is not tried any more.
+    """
+
+    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]):
+        self.number, self.command, self.environment = number, list(command), dict(environment)
+        self.url: str | None = None
+        self.in_flight = self.restarts = self._failures = 0
+        self.given_up = False
+        self._stopping = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def is_up(self) -> bool:
+        return self.url is not None and not self._stopping.is_set()
+
+    def start(self) -> None:
+        """Start it and keep it running."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def wait_until_up(self) -> bool:
+        """Whether it serves; False if it was given up."""
+        while self.url is None and not self.given_up:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.url is not None
+
+    def signal(self, number: int) -> None:
+        """Send a signal that ends it: it is not started again."""
+        self._stopping.set()
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def wait(self) -> None:
+        """Until it has ended after :meth:`signal`, or was given up."""
+        if self._task is not None:
+            await self._task
+
+    async def _run(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            code = await self._serve_once()
+            if self._stopping.is_set():
+                return
+            logger.error("replica %d has ended with code %d", self.number, code)
+            if time.monotonic() - begun > LONGEST_PAUSE:
+                pause = FIRST_PAUSE
+            if self._failures >= MOST_FAILURES:
+                self.given_up = True
+                self._changed.set()
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            self.restarts += not self._stopping.is_set()
+
+    async def _serve_once(self) -> int:
+        """Its exit code."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self.command, env=self.environment, stderr=asyncio.subprocess.PIPE, limit=2**20,
+            start_new_session=True,  # a terminal's SIGINT is ours to pass on
+        )  # fmt: skip
+        if self._stopping.is_set():
+            process.terminate()
+        assert process.stderr is not None
+        self._failures += 1
+        try:
+            async for line in process.stderr:
+                text = line.decode(errors="replace")
+                found = READY.search(text) if self.url is None else None
+                if found is None:
+                    sys.stderr.write(text)
+                    continue
+                self.url, self._failures = found[1], 0
+                self._changed.set()
+            return await process.wait()
+        finally:
+            self.url = None
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

@@ -1,0 +1,29 @@
+"""Attention over sequences that lie on several GPUs, on torch.distributed: context parallelism."""
+
+from flashtile.parallel.decode import context_parallel_decode, own_tokens
+from flashtile.parallel.functional import context_parallel_attention
+from flashtile.parallel.layout import shard, unshard
+from flashtile.parallel.model import (
+    LINKS,
+    Link,
+    ParallelEstimate,
+    ParallelExplanation,
+    Sharing,
+    estimates,
+    explain,
+)
+
+__all__ = [
+    "LINKS",
+    "Link",
+    "ParallelEstimate",
+    "ParallelExplanation",
+    "Sharing",
+    "context_parallel_attention",
+    "context_parallel_decode",
+    "estimates",
+    "explain",
+    "own_tokens",
+    "shard",
+    "unshard",
+]

@@ -1,0 +1,213 @@
+"""Attention of one rank's queries over some keys, block by block, and its backward pass.
+
+Results of calls that share queries are float32 (float64 for float64 inputs) until all have been merged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.operators import BACKWARD, FORWARD
+from flashtile.attn.problem import NO_EXTRAS, Extras, Options
+from flashtile.merge import merge_into
+from flashtile.parallel.blocks import Block, Packed, Pair
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of q and k, beside the mask."""
+
+    softmax_scale: float
+    softcap: float = 0.0
+    deterministic: bool = False
+    backend: str | None = None
+
+    def options(self, call: Block | Packed, partial: bool) -> Options:
+        block = call.blocks[0] if isinstance(call, Packed) else call
+        longest_q, longest_k = call.longest if isinstance(call, Packed) else (None, None)
+        return Options(
+            max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k,
+            softmax_scale=self.softmax_scale,
+            window_left=block.left,
+            window_right=block.right,
+            softcap=self.softcap,
+            deterministic=self.deterministic,
+            backend=self.backend,
+            partial=partial,
+        )
+
+
+class State:
+    """out and lse of a rank's queries over the keys so far, which grow until :meth:`finish`.
+
+    The sink, a score without a key, is what the rows begin with.
+    """
+
+    def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
+        self.q, self.scores, self.sink = q, scores, sink
+        self._head_dim_v = head_dim_v
+        self._merged: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, k: Tensor, v: Tensor, pair: Pair) -> None:
+        """Let the keys of ``pair`` join: k and v (batch, pair.tokens, heads_kv, head_dim)."""
+        q = self.q
+        for call in pair.calls:
+            fills = self._merged is None and self.sink is None and _rows(call) == (0, q.shape[1])
+            out, lse = _forward(q, k, v, call, self.scores, partial=True)
+            if fills:
+                self._merged = out, lse
+                continue
+            if self._merged is None:
+                self._merged = self._first()
+            rows = slice(*_rows(call))
+            merge_into(self._merged[0][:, rows], self._merged[1][:, :, rows], out, lse)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(out, lse), out rounded to the dtype of q."""
+        out, lse = self._first() if self._merged is None else self._merged
+        return out.to(self.q.dtype), lse
+
+    def _first(self) -> tuple[Tensor, Tensor]:
+        return first_state(self.q, self._head_dim_v, self.sink, wide(self.q.dtype))
+
+
+def attend_once(
+    q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys of ``pair`` and no others. Where it can be, out is rounded by the kernel."""
+    if not pair.disjoint:
+        state = State(q, v.shape[-1], scores, sink)
+        state.attend(k, v, pair)
+        return state.finish()
+    if len(pair.calls) == 1 and _rows(pair.calls[0]) == (0, q.shape[1]):
+        return _forward(q, k, v, pair.calls[0], scores, partial=False, sink=sink)
+    out, lse = first_state(q, v.shape[-1], sink, q.dtype)
+    for call in pair.calls:
+        rows = slice(*_rows(call))
+        out[:, rows], lse[:, :, rows] = _forward(q, k, v, call, scores, partial=False, sink=sink)
+    return out, lse
+
+
+def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) over no keys."""
+    batch, tokens, heads, _ = q.shape
+    out = q.new_zeros((batch, tokens, heads, head_dim_v), dtype=dtype)
+    lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=wide(q.dtype))
+    if sink is not None:
+        lse.copy_(sink[:, None].expand(lse.shape))
+    return out, lse
+
+
+class Total:
+    """A sum of gradients of some tokens (batch, tokens, heads, head_dim); 0 where nothing was added."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._sum: Tensor | None = None
+
+    def add(self, part: Tensor, start: int, stop: int) -> None:
+        if self._sum is None and (start, stop) == (0, self._like.shape[1]) and part.dtype == self._dtype:
+            self._sum = part
+            return
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+        self._sum[:, start:stop] += part
+
+    def value(self) -> Tensor:
+        return torch.zeros_like(self._like, dtype=self._dtype) if self._sum is None else self._sum
+
+
+@dataclass
+class Saved:
+    """What the backward pass needs of a rank's queries. out and lse are those over all keys.
+
+    ``partial``: gradients are summed up over calls or ranks, and float32 (float64) until then.
+    """
+
+    q: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    scores: Scores
+    partial: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return wide(self.q.dtype) if self.partial else self.q.dtype
+
+    def differentiate(self, k: Tensor, v: Tensor, pair: Pair, dq: Total, dk: Total, dv: Total) -> None:
+        """Add the part of the keys of ``pair``."""
+        for call in pair.calls:
+            rows, keys = _rows(call), _keys(call)
+            of_rows, of_keys = slice(*rows), slice(*keys)
+            parts = self._backward(k[:, of_keys], v[:, of_keys], call, of_rows)
+            dq.add(parts[0], *rows)
+            dk.add(parts[1], *keys)
+            dv.add(parts[2], *keys)
+
+    def _backward(self, k: Tensor, v: Tensor, call: Block | Packed, rows: slice) -> tuple[Tensor, ...]:
+        dout, out, q = self.dout[:, rows], self.out[:, rows], self.q[:, rows]
+        lse = self.lse[:, :, rows].contiguous()
+        dlse = None if self.dlse is None else self.dlse[:, :, rows].contiguous()
+        tensors = (dout, dlse, q, k, v, out.contiguous(), lse)
+        options = self.scores.options(call, self.partial)
+        if isinstance(call, Block):
+            return BACKWARD.launch(tensors, NO_EXTRAS, options)[:3]
+        extras = Extras(*call.offsets(self.q.device))
+        flat = tuple(None if t is None else t.squeeze(0) for t in tensors)
+        return tuple(t.unsqueeze(0) for t in BACKWARD.launch(flat, extras, options)[:3])
+
+
+def sink_gradient(sink: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """dsink (heads,) of some rows: the sum of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
+    ds = -(dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        ds = ds + dlse
+    p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    return (p * ds).masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(sink.dtype)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Block | Packed,
+    scores: Scores,
+    partial: bool,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the rows of ``call``."""
+    options = scores.options(call, partial)
+    if isinstance(call, Packed):
+        extras = Extras(*call.offsets(q.device), sink=sink)
+        out, lse = FORWARD.launch((q.squeeze(0), k.squeeze(0), v.squeeze(0)), extras, options)
+        return out.unsqueeze(0), lse.unsqueeze(0)
+    rows, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
+    extras = NO_EXTRAS if sink is None else Extras(sink=sink)
+    return FORWARD.launch((q[:, rows], k[:, keys], v[:, keys]), extras, options)
+
+
+def _rows(call: Block | Packed) -> tuple[int, int]:
+    return (0, call.tokens_q) if isinstance(call, Packed) else (call.q_start, call.q_stop)
+
+
+def _keys(call: Block | Packed) -> tuple[int, int]:
+    return (0, call.tokens_k) if isinstance(call, Packed) else (call.k_start, call.k_stop)
+
+
+def covers(pair: Pair, q: Tensor, k: Tensor) -> bool:
+    """Whether one call has all of these queries and keys."""
+    return len(pair.calls) == 1 and (_rows(pair.calls[0]), _keys(pair.calls[0])) == (
+        (0, q.shape[1]),
+        (0, k.shape[1]),
+    )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Of sums over devices."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

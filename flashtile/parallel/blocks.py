@@ -1,0 +1,287 @@
+"""Which queries of one rank see which keys of another: blocks that are each one call of attention.
+
+A block is a rectangle of scores around the band that the mask leaves, in the rows and keys of the two ranks'
+own tensors. What lies outside of every block is neither sent nor computed. All of this is integer arithmetic
+on the host.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flashtile.io_model.calls import visible_pairs
+from flashtile.parallel.layout import Piece, tokens_of
+from flashtile.problem import UNLIMITED
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Of the whole sequence, or of the documents packed in it.
+
+    Args:
+        left, right: of the window; -1 is unlimited, ``causal`` is right = 0.
+        starts_q, starts_k: where each document starts, and the end (``cu_seqlens``). A query of a document
+            sees keys of the same document only, aligned at the bottom right.
+    """
+
+    left: int
+    right: int
+    starts_q: tuple[int, ...]
+    starts_k: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries ``q_start`` to ``q_stop`` by keys ``k_start`` to ``k_stop``, under a window aligned at the
+    bottom right of this rectangle, which every row and every key of it touches."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+
+    @property
+    def whole(self) -> bool:
+        """Whether every query sees every key."""
+        rows, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
+        return (self.left == UNLIMITED or self.left >= keys - 1) and (
+            self.right == UNLIMITED or self.right >= rows - 1
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Scores that the mask leaves."""
+        rows, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
+        return visible_pairs(rows, keys, self.left, self.right)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks under one window as one call for packed sequences: what lies between them is a sequence of
+    queries without keys, or of keys without queries."""
+
+    blocks: tuple[Block, ...]
+    tokens_q: int
+    tokens_k: int
+
+    @cached_property
+    def _offsets(self) -> tuple[list[int], list[int]]:
+        q, k = [0], [0]
+        for block in (*self.blocks, None):
+            start_q = self.tokens_q if block is None else block.q_start
+            start_k = self.tokens_k if block is None else block.k_start
+            # What lies before: queries without keys, then keys without queries.
+            if start_q > q[-1]:
+                q, k = [*q, start_q], [*k, k[-1]]
+            if start_k > k[-1]:
+                q, k = [*q, q[-1]], [*k, start_k]
+            if block is not None:
+                q, k = [*q, block.q_stop], [*k, block.k_stop]
+        return q, k
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """``max_seqlen_q`` and ``max_seqlen_k``."""
+        q, k = (max(b - a for a, b in pairwise(of)) for of in self._offsets)
+        return q, k
+
+    @cached_property
+    def _tensors(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
+
+    def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``cu_seqlens_q`` and ``cu_seqlens_k``."""
+        if device not in self._tensors:
+            q, k = (torch.tensor(of, dtype=torch.int32, device=device) for of in self._offsets)
+            self._tensors[device] = q, k
+        return self._tensors[device]
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the queries of one rank compute with the keys of another.
+
+    ``ranges`` of the other's keys are needed. The calls count keys through these ranges, laid side by side.
+    """
+
+    ranges: Ranges
+    calls: tuple[Block | Packed, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Keys that are needed."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(
+            block for call in self.calls for block in (call.blocks if isinstance(call, Packed) else (call,))
+        )
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether no query is in two calls, so that results need no merging."""
+        rows = sorted((b.q_start, b.q_stop) for b in self.blocks)
+        return all(a[1] <= b[0] for a, b in pairwise(rows)) and (
+            sum(isinstance(call, Packed) for call in self.calls) == 0 or len(self.calls) == 1
+        )
+
+    @cached_property
+    def pairs(self) -> int:
+        """Scores of one head."""
+        return sum(block.pairs for block in self.blocks)
+
+
+@lru_cache(maxsize=4096)
+def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> Pair:
+    """What the tokens ``queries`` of one rank compute with the tokens ``keys`` of another."""
+    one_document = len(mask.starts_q) == 2
+    if one_document and _own_causal(queries, keys, mask):
+        length = tokens_of(queries)
+        return Pair(((0, length),), (Block(0, length, 0, length, UNLIMITED, 0),))
+    found = _merged(list(_blocks(queries, keys, mask)))
+    ranges = _union([(block.k_start, block.k_stop) for block in found])
+    compact = [_counted_through(ranges, block) for block in found]
+    if one_document:
+        return Pair(ranges, tuple(compact))
+    return Pair(ranges, tuple(_packed(compact, tokens_of(queries), sum(b - a for a, b in ranges))))
+
+
+def _own_causal(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> bool:
+    """Whether a rank's tokens among themselves, as they lie, are plainly causal: then that is one call."""
+    causal = mask.right == 0 and mask.left == UNLIMITED and mask.starts_q == mask.starts_k
+    ordered = all(a.stop - a.step < b.start for a, b in pairwise(queries))
+    return causal and queries == keys and ordered and tokens_of(queries) > 0
+
+
+def _blocks(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> Iterator[Block]:
+    row = 0
+    for of_q in queries:
+        column = 0
+        for of_k in keys:
+            if of_q.step != of_k.step and of_q.length > 1 and of_k.length > 1:
+                raise ValueError(f"pieces must have one step, got {of_q} and {of_k}")
+            for document in _documents(of_q, of_k, mask):
+                block = _block(*document, mask)
+                if block is not None:
+                    yield _moved(block, row, column)
+            column += of_k.length
+        row += of_q.length
+
+
+def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piece, int, Piece]]:
+    """For each document that has tokens in both pieces: where its part of each starts in the piece, and that
+    part, its start counted so that a query stands at the key that it is aligned with."""
+    first = max(0, bisect_right(mask.starts_q, of_q.start) - 1)
+    for d in range(first, len(mask.starts_q) - 1):
+        if mask.starts_q[d] >= of_q.stop:
+            break
+        row, rows = _cut(of_q, mask.starts_q[d], mask.starts_q[d + 1])
+        column, keys = _cut(of_k, mask.starts_k[d], mask.starts_k[d + 1])
+        if rows.length and keys.length:
+            aligned = rows.start - mask.starts_q[d + 1] + mask.starts_k[d + 1]
+            yield row, rows._replace(start=aligned), column, keys
+
+
+def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
+    """(number of its first token, part) of a piece that lies in [start, stop)."""
+    first = min(piece.length, max(0, -((piece.start - start) // piece.step)))
+    last = min(piece.length, max(0, -((piece.start - stop) // piece.step)))
+    return first, Piece(piece.start + first * piece.step, max(0, last - first), piece.step)
+
+
+def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Block | None:
+    """The smallest rectangle around the scores that the window leaves; None if there are none.
+
+    Query i sees key j where ``low <= j - i <= high``.
+    """
+    step, apart = max(queries.step, keys.step), keys.start - queries.start
+    q_start, q_stop, k_start, k_stop = 0, queries.length, 0, keys.length
+    high = keys.length - 1 if mask.right == UNLIMITED else (mask.right - apart) // step
+    low = 1 - queries.length if mask.left == UNLIMITED else -((mask.left + apart) // step)
+    if mask.right != UNLIMITED:
+        q_start = max(q_start, -high)
+    if mask.left != UNLIMITED:
+        q_stop = min(q_stop, keys.length - low)
+    k_start = max(k_start, q_start + low)
+    k_stop = min(k_stop, q_stop + high)
+    if q_start >= q_stop or k_start >= k_stop:
+        return None
+    shift = (k_stop - k_start) - (q_stop - q_start) - (q_start - k_start)
+    return Block(
+        row + q_start, row + q_stop, column + k_start, column + k_stop,
+        UNLIMITED if mask.left == UNLIMITED else shift - low,
+        UNLIMITED if mask.right == UNLIMITED else high - shift,
+    )  # fmt: skip
+
+
+def _moved(block: Block, rows: int, keys: int) -> Block:
+    return replace(
+        block,
+        q_start=block.q_start + rows, q_stop=block.q_stop + rows,
+        k_start=block.k_start + keys, k_stop=block.k_stop + keys,
+    )  # fmt: skip
+
+
+def _merged(blocks: list[Block]) -> list[Block]:
+    """Whole blocks that lie side by side are one."""
+    merged: list[Block] = []
+    for block in blocks:
+        last = merged[-1] if merged else None
+        if last is not None and last.whole and block.whole:
+            same_rows = (last.q_start, last.q_stop) == (block.q_start, block.q_stop)
+            same_keys = (last.k_start, last.k_stop) == (block.k_start, block.k_stop)
+            if (same_rows and last.k_stop == block.k_start) or (same_keys and last.q_stop == block.q_start):
+                merged[-1] = Block(last.q_start, block.q_stop, last.k_start, block.k_stop)
+                continue
+        merged.append(block)
+    return merged
+
+
+def _union(ranges: list[tuple[int, int]]) -> Ranges:
+    union: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+        else:
+            union.append((start, stop))
+    return tuple(union)
+
+
+def _counted_through(ranges: Ranges, block: Block) -> Block:
+    """``block`` with its keys counted through ``ranges``, one of which holds them."""
+    before = 0
+    for start, stop in ranges:
+        if start <= block.k_start < stop:
+            return _moved(block, 0, before - start)
+        before += stop - start
+    raise AssertionError(f"{block} is in none of {ranges}")
+
+
+def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block | Packed]:
+    """Blocks of documents, as many as can be in one call: of one window, in order in queries and keys."""
+    waiting = sorted(blocks, key=lambda block: (block.q_start, block.k_start))
+    while waiting:
+        taken: list[Block] = []
+        left: list[Block] = []
+        for block in waiting:
+            fits = not taken or (
+                (block.left, block.right) == (taken[0].left, taken[0].right)
+                and block.q_start >= taken[-1].q_stop
+                and block.k_start >= taken[-1].k_stop
+            )
+            (taken if fits else left).append(block)
+        yield taken[0] if len(taken) == 1 else Packed(tuple(taken), tokens_q, tokens_k)
+        waiting = left

@@ -1,0 +1,216 @@
+"""Decoding over a key/value cache whose tokens are interleaved over ranks (decode context
+parallelism): each rank attends to its own, and the partial results are merged by lse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.arguments import as_int, check_flag, make_options, with_unit_stride
+from flashtile.checks.arguments import check_dense, check_int32
+from flashtile.decode.functional import append_kvcache, flash_attn_combine
+from flashtile.decode.operators import DECODE
+from flashtile.decode.problem import CacheTensors, DecodeOptions
+from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, from_bytes, ranks_of
+
+MERGES = ("allgather", "reduce_scatter")
+
+
+def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Tensor:
+    """How many of each sequence's first ``lengths`` tokens lie on a rank, in the shape and dtype of lengths.
+
+    Token p is on rank ``p // interleave % size``, as its number
+    ``p // (interleave * size) * interleave + p % interleave``.
+
+    Examples:
+        >>> flashtile.parallel.own_tokens(torch.tensor([10]), rank=1, size=4)  # tokens 1, 5 and 9
+        tensor([3])
+    """
+    turn = interleave * size
+    return lengths // turn * interleave + (lengths % turn - rank * interleave).clamp(0, interleave)
+
+
+def context_parallel_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    group: Any = None,
+    interleave: int = 1,
+    merge: str = "allgather",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    causal: bool = True,
+    sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    return_lse: bool = False,
+    timeout: float = TIMEOUT,
+    backend: str | None = None,
+) -> Tensor | Any:
+    """:func:`flashtile.flash_attn_with_kvcache` over a cache whose tokens are interleaved over ranks.
+
+    Partial results are float32 until they are merged. Nothing is read on the host: once it has run, a step
+    can be captured in a CUDA graph.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), the same on all ranks: the last tokens of each sequence.
+        k_cache, v_cache: this rank's own tokens (:func:`flashtile.parallel.own_tokens`), dense or in pages,
+            as for :func:`flashtile.flash_attn_with_kvcache`.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), the same on all ranks: appended first. Each token is
+            written by the rank that it belongs to. Dense caches must be contiguous.
+        cache_seqlens: (batch,) int32: tokens of each *whole* sequence, on all ranks together, before k.
+        block_table: (batch, max_blocks) int32, of this rank's pages, with pages for the tokens to come.
+        group: the process group; None is the default one.
+        interleave: tokens in a row that lie on one rank.
+        merge: "allgather": every rank gets out of all heads. "reduce_scatter": rank r gets that of
+            the r-th part of the query heads, of which there must be a multiple of the ranks.
+        causal: query i sees keys up to its own, number ``length - seqlen_q + i``; otherwise all.
+        sink: (heads_q,), the same on all ranks.
+        softmax_scale, softcap, k_descale, v_descale, backend: as for
+            :func:`flashtile.flash_attn_with_kvcache`.
+        return_lse: also return the log-sum-exp.
+        timeout: seconds to wait for the other ranks.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q or this rank's part of them, head_dim_v) in the dtype of q; with
+        ``return_lse`` (out, lse), lse (batch, heads, seqlen_q). A rank without tokens of a sequence adds
+        nothing to it.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument; ValueError too where ranks disagree.
+        RuntimeError: a rank is gone, or has not come within ``timeout``.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> k_cache, v_cache = torch.zeros(2, 3, 512, 2, 64).unbind()  # 512 tokens on each rank
+        >>> lengths = torch.tensor([0, 17, 250], dtype=torch.int32)
+        >>> q = torch.randn(3, 1, 8, 64)
+        >>> k, v = torch.randn(2, 3, 1, 2, 64).unbind()
+        >>> out = flashtile.parallel.context_parallel_decode(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=lengths
+        ... )
+        >>> out.shape, torch.equal(k_cache[1, 17], k[1, 0])
+        (torch.Size([3, 1, 8, 64]), True)
+        >>> dist.destroy_process_group()
+    """
+    check_flag("return_lse", return_lse)
+    check_dense("q", q)
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    batch, seqlen_q, heads, _ = q.shape
+    check_dense("cache_seqlens", cache_seqlens)
+    check_int32("cache_seqlens", cache_seqlens, (batch,), "(batch,)", q)
+    interleave = as_int("interleave", interleave)
+    if interleave < 1:
+        raise ValueError(f"interleave must be at least 1, got {interleave}")
+    if merge not in MERGES:
+        raise ValueError(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
+    masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
+    ranks = ranks_of(group)
+    if merge == "reduce_scatter" and heads % ranks.size:
+        raise ValueError(
+            f"q must have a multiple of {ranks.size} heads for merge='reduce_scatter', got {heads}"
+        )
+    same = {
+        "the shape of q": tuple(q.shape), "dtype": str(q.dtype), "interleave": interleave, "merge": merge,
+        "new tokens": None if k is None else tuple(k.shape), "sink": sink is not None, "causal": causal,
+        "softmax_scale": masking.softmax_scale, "softcap": masking.softcap,
+    }  # fmt: skip
+    if not q.is_cuda:  # on a GPU that would synchronise
+        same["cache_seqlens"] = tuple(cache_seqlens.tolist())
+    ranks.agree(same, {}, timeout)
+    lengths = cache_seqlens
+    if k is not None or v is not None:
+        descales = (k_descale, v_descale)
+        _append(ranks, k_cache, v_cache, k, v, lengths, block_table, interleave, descales, backend)
+        assert k is not None
+        lengths = lengths + k.shape[1]
+    rows, table, own = with_unit_stride(q), block_table, CacheTensors()
+    if seqlen_q > 1:  # each query is a sequence of its own, of the length that it sees
+        of_rows = torch.arange(seqlen_q, dtype=torch.int32, device=q.device) + 1 - seqlen_q
+        lengths = lengths[:, None] + (of_rows if causal else torch.zeros_like(of_rows))
+        lengths, rows = lengths.clamp(min=0).flatten(), rows.flatten(0, 1).unsqueeze(1)
+        if block_table is None:
+            index = torch.arange(batch, dtype=torch.int32, device=q.device)
+            own = own._replace(cache_batch_idx=index.repeat_interleave(seqlen_q))
+        else:
+            table = block_table.repeat_interleave(seqlen_q, dim=0)
+    own = own._replace(
+        cache_seqlens=own_tokens(lengths, ranks.rank, ranks.size, interleave), block_table=table,
+        sink=sink if ranks.rank == 0 else None, k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
+    options = DecodeOptions(
+        softmax_scale=masking.softmax_scale, softcap=masking.softcap, partial=True, backend=backend
+    )
+    out, lse = DECODE((rows, k_cache, v_cache), own, options)
+    out = out.view(batch, seqlen_q, heads, out.shape[-1])
+    out, lse = _merged(ranks, out, lse.view(batch, seqlen_q, heads), merge, timeout, q.dtype)
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _append(
+    ranks: Ranks,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Any,
+    v: Any,
+    before: Tensor,
+    block_table: Tensor | None,
+    interleave: int,
+    descales: tuple[Tensor | None, Tensor | None],
+    backend: str | None,
+) -> None:
+    """Write the new tokens that belong to this rank."""
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor is None:
+            raise ValueError(f"{name} must be given beside {'v' if name == 'k' else 'k'}, got None")
+        check_dense(name, tensor)
+        if tensor.dim() != 4 or tensor.shape[0] != before.shape[0]:
+            raise ValueError(
+                f"{name} must have shape (batch, seqlen_new, heads_kv, head_dim) with batch = "
+                f"{before.shape[0]}, got {tuple(tensor.shape)}"
+            )
+    position = before.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+    turn = interleave * ranks.size
+    own = position // interleave % ranks.size == ranks.rank
+    index = position // turn * interleave + position % interleave
+    page_size = k_cache.shape[1]
+    if block_table is None:
+        row = torch.arange(len(before), device=k.device)[:, None]
+        fits = index < page_size
+    else:
+        page = index // page_size
+        row = block_table.long().gather(1, page.clamp(max=block_table.shape[1] - 1))
+        fits = page < block_table.shape[1]
+    slots = torch.where(own & fits, row * page_size + index % page_size, -1)
+    append_kvcache(
+        k_cache, v_cache, k.flatten(0, 1), v.flatten(0, 1), slot_mapping=slots.flatten(),
+        k_descale=descales[0], v_descale=descales[1], backend=backend,
+    )  # fmt: skip
+
+
+def _merged(
+    ranks: Ranks, out: Tensor, lse: Tensor, merge: str, timeout: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen_q, heads, head_dim) and lse (batch, seqlen_q, heads) over all ranks' tokens."""
+    if merge == "allgather":
+        sent, heads = [as_bytes([out, lse])] * ranks.size, out.shape[2]
+        parts = ranks.gather(sent[0].unsqueeze(0), [1] * ranks.size, timeout)
+    else:
+        heads = out.shape[2] // ranks.size
+        by_heads = zip(out.split(heads, dim=2), lse.split(heads, dim=2), strict=True)
+        sent = [as_bytes(list(part)) for part in by_heads]
+        parts = ranks.all_to_all(sent, [sent[0].numel()] * ranks.size, timeout)
+    rows = (*out.shape[:2], heads)
+    specs = [((*rows, out.shape[3]), out.dtype), (rows, lse.dtype)]
+    states = [from_bytes(part.flatten(), specs) for part in parts]
+    outs, lses = (torch.stack(of_ranks) for of_ranks in zip(*states, strict=True))
+    return flash_attn_combine(outs, lses, out_dtype=dtype)

@@ -1,0 +1,352 @@
+"""The front door: attention over a sequence that lies on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashtile.arguments import apply_autocast, check_flag, make_options, with_unit_stride
+from flashtile.attn.problem import NO_EXTRAS, Extras, Options
+from flashtile.checks.arguments import check_dense, check_sink
+from flashtile.checks.attention import check_call
+from flashtile.op.operation import PLAIN_TYPES
+from flashtile.parallel.attend import Scores
+from flashtile.parallel.blocks import Mask
+from flashtile.parallel.gather import AllGather
+from flashtile.parallel.layout import all_pieces, check_layout
+from flashtile.parallel.methods import Method, Shards
+from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
+from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, ranks_of
+from flashtile.parallel.ring import Ring
+from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    method: str = "auto",
+    layout: str = "zigzag",
+    cu_seqlens_q: Tensor | Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    timeout: float = TIMEOUT,
+    backend: str | None = None,
+) -> Tensor | Any:
+    """:func:`flashtile.attention` of a sequence whose tokens lie on several ranks, differentiable.
+
+    All ranks of the group call it together, each with its own tokens of q, k and v, as
+    :func:`flashtile.parallel.shard` cuts them. What is computed of the same row in several parts is float32
+    until it has been merged by lse; so are the gradients of keys until those of all ranks have been added, in
+    a fixed order.
+
+    Args:
+        q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with
+            ``cu_seqlens_q``. Ranks may have different numbers of tokens, none as well.
+        k, v: likewise, (..., heads_kv, head_dim). DTensors (batch, seqlen, heads, head_dim) may be given, all
+            placed alike: the dimension of their mesh that shards the sequence is the group, the others may
+            shard batch or heads; ``layout`` must be "contiguous" then.
+        group: the process group that shares the sequence; None is the default one.
+        mesh: a DeviceMesh instead: of one dimension, or of two, (ring, ulysses), of which the second
+            exchanges tokens for heads and should be the faster link.
+        method: "ring": keys and values travel. "ulysses": tokens are exchanged for heads, then each rank
+            attends alone. "allgather": keys and values of all ranks on each. "auto": the one that takes the
+            least time by the IO model (:func:`flashtile.parallel.explain`); on a mesh of two
+            dimensions always Ulysses within a ring.
+        layout: which tokens a rank has, "zigzag", "contiguous" or "striped". Under a causal mask zigzag and
+            striped give all ranks equally much to compute. All but contiguous must be cut as ``shard`` cuts.
+        cu_seqlens_q, cu_seqlens_k: offsets of documents packed in the *whole* sequence, to its very end, the
+            same on all ranks; cu_seqlens_k is cu_seqlens_q if not given. They are read on the host: a list or
+            a CPU tensor spares a synchronisation.
+        softmax_scale, causal, window_size, softcap, backend: as for :func:`flashtile.attention`; masks are
+            aligned to the bottom right of the whole sequence.
+        sink: (heads_q,), the same on all ranks. Its gradient is the part of what this rank computed: add them
+            up over the group, as those of all replicated parameters.
+        deterministic: as for :func:`flashtile.attention`. Sums over ranks always have one order.
+        return_lse: also return the log-sum-exp of this rank's rows.
+        timeout: seconds to wait for the other ranks.
+
+    Returns:
+        out of this rank's rows, shaped as q with the head_dim of v; with ``return_lse`` (out, lse), lse
+        (batch, heads_q, tokens) or (heads_q, tokens).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; ValueError too where ranks
+            disagree on a shape, the mask or the method, on all of them alike.
+        RuntimeError: a rank is gone, or has not come within ``timeout``.
+
+    With gloo every call compares its arguments over the ranks, and every wait ends after ``timeout``. With
+    NCCL calls of a kind that was compared before are not compared again (FLASHTILE_DEBUG=1: they are), and
+    what ranks wait for on the GPU ends by the group's own timeout.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q, k, v = torch.randn(3, 2, 100, 4, 32).unbind()  # the same on all ranks, for the example
+        >>> parts = [flashtile.parallel.shard(t, 1) for t in (q, k, v)]
+        >>> out = flashtile.parallel.context_parallel_attention(*parts, causal=True)
+        >>> torch.testing.assert_close(
+        ...     flashtile.parallel.unshard(out, 1), flashtile.attention(q, k, v, causal=True)
+        ... )
+        >>> dist.destroy_process_group()
+    """
+    check_flag("return_lse", return_lse)
+    options = make_options(None, None, softmax_scale, causal, window_size, softcap, deterministic, backend)
+    check_layout(layout)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if type(q) not in PLAIN_TYPES and _is_distributed(q):
+        return _attend_distributed(
+            q, k, v, return_lse, layout, group, mesh, cu_seqlens_q, sink, method=method,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            deterministic=deterministic, timeout=timeout, backend=backend,
+        )  # fmt: skip
+    offsets_q, offsets_k = _offsets(cu_seqlens_q, cu_seqlens_k)
+    packed = offsets_q is not None
+    ranks, meshed = _find_ranks(group, mesh, method)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = apply_autocast(q, k, v)
+    q, k, v = (with_unit_stride(t) for t in (q, k, v))
+    if packed:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_dense(name, tensor)
+            if tensor.dim() != 3:
+                raise ValueError(
+                    f"{name} must have 3 dimensions (tokens, heads, head_dim) with cu_seqlens_q, "
+                    f"got shape {tuple(tensor.shape)}"
+                )
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    error = _own_error(q, k, v, sink, options)
+    others = (method, layout, meshed, offsets_q, offsets_k)
+    call = _agree(ranks, q, k, v, sink, options, others, timeout, error)
+    out, lse = _Attention.apply(q, k, v, sink, _method(call, ranks, mesh, method, layout, options, timeout))
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def _is_distributed(q: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(q, DTensor)
+
+
+def _attend_distributed(
+    q: Any, k: Any, v: Any, return_lse: bool, layout: str, group: Any, mesh: Any, cu_seqlens: Any, sink: Any,
+    **options: Any,
+) -> Any:  # fmt: skip
+    from flashtile.parallel.dtensors import attend_local
+
+    given = {"group": group, "mesh": mesh, "cu_seqlens_q": cu_seqlens, "sink": sink}
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} must be None for DTensors, got {type(value).__name__}")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, of_mesh: Any) -> Any:
+        return context_parallel_attention(q, k, v, group=of_mesh, layout=layout, return_lse=True, **options)
+
+    return attend_local(attend, q, k, v, return_lse, layout)
+
+
+class _Call(NamedTuple):
+    """What the ranks agreed on."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    offsets_q: tuple[int, ...] | None
+    offsets_k: tuple[int, ...] | None
+    backward: bool
+
+
+class _Attention(torch.autograd.Function):
+    """A method's two passes, as autograd calls them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Method):
+        result = method.forward(q, k, v, sink)
+        ctx.method, ctx.has_sink = method, sink is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*result.saved, *(() if sink is None else (sink,)))
+        ctx.out_shape, ctx.out_dtype, ctx.out_device = result.out.shape, result.out.dtype, result.out.device
+        return result.out, result.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
+        # A rank whose results were not used still takes part.
+        saved = ctx.saved_tensors
+        sink = saved[-1] if ctx.has_sink else None
+        if dout is None:
+            dout = torch.zeros(ctx.out_shape, dtype=ctx.out_dtype, device=ctx.out_device)
+        result = ctx.method.backward(dout, dlse, saved[:-1] if ctx.has_sink else saved, sink)
+        return *result, None
+
+
+def _own_error(q: Any, k: Any, v: Any, sink: Any, options: Options) -> Exception | None:
+    """What is wrong with this rank's own arguments. The others hear of it before it is raised."""
+    try:
+        extras = NO_EXTRAS if sink is None else Extras(sink=sink)
+        check_call(q, k, v, extras, options)
+        check_sink(sink, q)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return error
+    return None
+
+
+def _agree(
+    ranks: Ranks,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    options: Options,
+    others: tuple,
+    timeout: float,
+    error: Exception | None,
+) -> _Call:
+    method, layout, meshed, offsets_q, offsets_k = others
+    if error is not None:
+        with contextlib.suppress(ValueError, RuntimeError):
+            ranks.agree({}, {}, timeout, str(error))
+        raise error
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
+    same: dict[str, Any] = {
+        "method": method,
+        "layout": layout,
+        "the GPU and its link": [of.name for of in setting_of(q.device, ranks.size)],
+        "the mesh's shape": meshed,
+        "the batch size": q.shape[0],
+        "heads of q": q.shape[2],
+        "heads of k": k.shape[2],
+        "head_dim": q.shape[3],
+        "head_dim of v": v.shape[3],
+        "dtype": str(q.dtype),
+        "cu_seqlens_q": offsets_q,
+        "cu_seqlens_k": offsets_k,
+        "sink": sink is not None,
+        "whether gradients are wanted": learns,
+        **{name: value for name, value in options._asdict().items() if name not in ("backend", "partial")},
+    }
+    own = {"tokens of q": q.shape[1], "tokens of k": k.shape[1]}
+    result = ranks.agree(same, own, timeout)
+    return _Call(
+        q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, q.device,
+        result["tokens of q"], result["tokens of k"], offsets_q, offsets_k, learns,
+    )  # fmt: skip
+
+
+def _method(
+    call: _Call, ranks: Ranks, mesh: Any, method: str, layout: str, options: Options, timeout: float
+) -> Method:
+    pieces_q = all_pieces(layout, call.lengths_q, "q")
+    pieces_k = all_pieces(layout, call.lengths_k, "k")
+    mask = _mask(call, options)
+    scale = call.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    scores = Scores(scale, options.softcap, options.deterministic, options.backend)
+    if mesh is not None and mesh.ndim == 2:
+        return _in_two_dimensions(call, mesh, pieces_q, pieces_k, mask, scores, timeout)
+    if method == "auto":
+        method = choose(_sharing(call, layout, mask), ranks.size, *setting_of(call.device, ranks.size)).method
+    shards = Shards(ranks, pieces_q, pieces_k, mask, scores, timeout)
+    if method == "ring":
+        return Ring(shards)
+    if method == "allgather":
+        return AllGather(shards)
+    return _ulysses(call, ranks, (pieces_q,), (pieces_k,), Alone(), shards)
+
+
+def _in_two_dimensions(
+    call: _Call, mesh: Any, pieces_q: tuple, pieces_k: tuple, mask: Mask, scores: Scores, timeout: float
+) -> Method:
+    ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1))
+    of_groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
+    own = of_groups[ring.rank]
+    shards = Shards(inner, pieces_q[own], pieces_k[own], mask, scores, timeout)
+    groups_q, groups_k = (tuple(of[group] for group in of_groups) for of in (pieces_q, pieces_k))
+    return _ulysses(call, inner, groups_q, groups_k, ring, shards)
+
+
+def _ulysses(
+    call: _Call, ranks: Ranks, groups_q: tuple, groups_k: tuple, ring: Ranks, shards: Shards
+) -> Method:
+    """Ulysses in each group of ranks, and a ring of the groups."""
+    inner_q, inner_k = (
+        tuple(in_order([piece for pieces in group for piece in pieces]) for group in groups)
+        for groups in (groups_q, groups_k)
+    )
+    shared = keys_shared(call.heads_q, call.heads_kv, ranks.size)
+    inner = Shards(ring, inner_q, inner_k, shards.mask, shards.scores, shards.timeout, shared)
+    return Ulysses(Ring(inner), shards, call.heads_q, call.heads_kv)
+
+
+def _mask(call: _Call, options: Options) -> Mask:
+    total_q, total_k = sum(call.lengths_q), sum(call.lengths_k)
+    starts_q = (0, total_q) if call.offsets_q is None else call.offsets_q
+    starts_k = (0, total_k) if call.offsets_k is None else call.offsets_k
+    for name, starts, total in (("cu_seqlens_q", starts_q, total_q), ("cu_seqlens_k", starts_k, total_k)):
+        if starts[-1] != total:
+            raise ValueError(f"{name} must end at the {total} tokens of all ranks together, got {starts[-1]}")
+    right = 0 if options.causal else options.window_right
+    return Mask(options.window_left, right, starts_q, starts_k)
+
+
+def _sharing(call: _Call, layout: str, mask: Mask) -> Sharing:
+    return Sharing(
+        call.batch, sum(call.lengths_q), call.heads_q, call.heads_kv, call.head_dim, call.head_dim_v,
+        str(call.dtype).removeprefix("torch."), mask.left, mask.right, layout, call.backward,
+    )  # fmt: skip
+
+
+def _offsets(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
+    if cu_seqlens_q is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_q must be given beside cu_seqlens_k, got None")
+        return None, None
+    of_q = _read_offsets("cu_seqlens_q", cu_seqlens_q)
+    of_k = of_q if cu_seqlens_k is None else _read_offsets("cu_seqlens_k", cu_seqlens_k)
+    if len(of_k) != len(of_q):
+        raise ValueError(f"cu_seqlens_k must have {len(of_q)} entries, as cu_seqlens_q, got {len(of_k)}")
+    return of_q, of_k
+
+
+def _read_offsets(name: str, offsets: Any) -> tuple[int, ...]:
+    values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
+        raise TypeError(f"{name} must be a tensor or a list of ints, got {type(offsets).__name__}")
+    if len(values) < 2 or values[0] != 0 or any(b < a for a, b in pairwise(values)):
+        raise ValueError(f"{name} must rise from 0 and have at least 2 entries, got {list(values)[:8]}")
+    return tuple(values)
+
+
+def _find_ranks(group: Any, mesh: Any, method: str) -> tuple[Ranks, tuple[int, ...] | None]:
+    if mesh is None:
+        return ranks_of(group), None
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh must have 1 dimension or 2, (ring, ulysses), got {mesh.ndim}")
+    if mesh.ndim == 2 and method != "auto":
+        raise ValueError(
+            f"method must be 'auto' on a mesh of two dimensions (Ulysses within a ring), got {method!r}"
+        )
+    return ranks_of(group, mesh), tuple(mesh.mesh.shape)

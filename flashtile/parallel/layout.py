@@ -1,0 +1,178 @@
+"""Which tokens of a sequence lie on which rank, and how to cut and join tensors accordingly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import check_dense
+from flashtile.parallel.ranks import TIMEOUT, ranks_of
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+class Piece(NamedTuple):
+    """Tokens ``start``, ``start + step``, ... of a sequence: ``length`` of them."""
+
+    start: int
+    length: int
+    step: int = 1
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * self.step
+
+
+def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...]:
+    """What ``rank`` of ``size`` has of ``total`` tokens, in its order.
+
+    "contiguous" cuts evenly. "zigzag" cuts into 2 * size chunks, of which rank r has numbers r and
+    2 * size - 1 - r: under a causal mask all ranks then have equally much to compute (Llama 3,
+    arXiv:2407.21783, section 3.3.2). "striped" gives rank r tokens r, r + size, ... (Brandon et al. 2023,
+    arXiv:2311.09431).
+    """
+    if layout == "striped":
+        return joined([Piece(rank, len(range(rank, total, size)), size)])
+    chunks = (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
+    count = size if layout == "contiguous" else 2 * size
+    bounds = [(i * total // count, (i + 1) * total // count) for i in chunks]
+    return joined([Piece(start, stop - start) for start, stop in bounds])
+
+
+def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The same tokens in the same order, in as few pieces as can be."""
+    result: list[Piece] = []
+    for piece in pieces:
+        if piece.length == 0:
+            continue
+        last = result[-1] if result else None
+        if last is not None and last.step == piece.step and last.stop == piece.start:
+            result[-1] = Piece(last.start, last.length + piece.length, last.step)
+        else:
+            result.append(piece)
+    return tuple(result)
+
+
+def tokens_of(pieces: Sequence[Piece]) -> int:
+    return sum(piece.length for piece in pieces)
+
+
+def positions(pieces: Sequence[Piece], device: Any = None) -> Tensor:
+    """The position of each token, (tokens,) int64."""
+    parts = [torch.arange(p.start, p.stop, p.step, device=device) for p in pieces]
+    return torch.cat(parts) if parts else torch.arange(0, device=device)
+
+
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mesh: Any = None) -> Tensor:
+    """This rank's part of a tensor that every rank has whole. Differentiable.
+
+    Cut tokens, labels and positions with it, once a batch; all else of a transformer works on tokens one by
+    one. The gradient of ``x`` is that of this rank's part, and 0 elsewhere.
+
+    Args:
+        x: any shape and dtype.
+        dim: of the sequence.
+        group: process group over which the sequence is cut; None is the default one.
+        layout: "contiguous", "zigzag" or "striped" (:func:`flashtile.parallel.pieces_of`). Lengths need not
+            be divisible; parts may be empty.
+        mesh: a DeviceMesh of one or two dimensions, instead of ``group``.
+
+    Returns:
+        A new tensor, (..., tokens of this rank, ...).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x = torch.arange(10)
+        >>> part = flashtile.parallel.shard(x, 0)  # all of it: there is one rank
+        >>> torch.equal(flashtile.parallel.unshard(part, 0), x)
+        True
+        >>> dist.destroy_process_group()
+    """
+    check_dense("x", x)
+    check_layout(layout)
+    dim = _checked_dim(x, dim)
+    ranks = ranks_of(group, mesh)
+    own = pieces_of(layout, x.shape[dim], ranks.size, ranks.rank)
+    return x.index_select(dim, positions(own, x.device))
+
+
+def unshard(
+    x: Tensor,
+    dim: int,
+    group: Any = None,
+    layout: str = "zigzag",
+    *,
+    mesh: Any = None,
+    timeout: float = TIMEOUT,
+) -> Tensor:
+    """The whole tensor from the parts that :func:`shard` cut, on every rank. Not recorded by autograd.
+
+    Args:
+        x: this rank's part, of one dtype and, but for ``dim``, one shape on all ranks.
+        dim, group, layout, mesh: as for :func:`shard`.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        RuntimeError: ranks disagree, or one does not answer within ``timeout``.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> flashtile.parallel.unshard(torch.ones(2, 3), 1).shape
+        torch.Size([2, 3])
+        >>> dist.destroy_process_group()
+    """
+    check_dense("x", x)
+    check_layout(layout)
+    dim = _checked_dim(x, dim)
+    ranks = ranks_of(group, mesh)
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+    record = {"layout": layout, "dim": dim, "shape of x beside dim": rest, "dtype of x": str(x.dtype)}
+    lengths = ranks.agree(record, {"tokens of x": x.shape[dim]}, timeout)["tokens of x"]
+    pieces = all_pieces(layout, lengths, "x")
+    with torch.no_grad():
+        parts = ranks.gather(x.movedim(dim, 0), lengths, timeout)
+        whole = x.new_empty((sum(lengths), *rest))
+        for part, of_rank in zip(parts, pieces, strict=True):
+            whole[positions(of_rank, x.device)] = part
+        return whole.movedim(0, dim).contiguous()
+
+
+def all_pieces(layout: str, lengths: Sequence[int], name: str) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of every rank, by the tokens that each of them has.
+
+    A contiguous layout takes any lengths; the others must be cut as :func:`shard` cuts.
+    """
+    if layout == "contiguous":
+        starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+        return tuple(joined([Piece(*of_rank)]) for of_rank in zip(starts, lengths, strict=True))
+    total, size = sum(lengths), len(lengths)
+    result = tuple(pieces_of(layout, total, size, rank) for rank in range(size))
+    for rank, (length, pieces) in enumerate(zip(lengths, result, strict=True)):
+        if length != tokens_of(pieces):
+            raise ValueError(
+                f"{name} has {length} tokens on rank {rank}, but layout {layout!r} of {total} tokens over "
+                f"{size} ranks gives it {tokens_of(pieces)}: cut it with flashtile.parallel.shard"
+            )
+    return result
+
+
+def _checked_dim(x: Tensor, dim: int) -> int:
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1}, got {dim}")
+    return dim % x.dim()

@@ -1,0 +1,294 @@
+"""What each method costs by the IO model: for a choice, and for machines that are not at hand.
+
+Times are of attention alone, with one rank a GPU. Products run at ``REACHED`` of a card's peak; a message
+takes a link's latency and its bytes over the link's bandwidth, each way at once. A ring computes beside its
+messages; the other methods do not. Merging partial results and copies are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from flashtile.io_model.calls import ELEMENT_BYTES, Call
+from flashtile.io_model.cards import Card, card_of_device, find_card
+from flashtile.parallel.blocks import Mask, Pair, pair_of
+from flashtile.parallel.layout import Piece, pieces_of, tokens_of
+from flashtile.problem import UNLIMITED
+
+METHODS = ("auto", "ring", "ulysses", "allgather")
+
+REACHED = {"forward": 0.65, "backward": 0.5}
+"""Of the peak of 16-bit products, by our kernels on one H100 at long sequences (README)."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins a GPU to the others.
+
+    Args:
+        name: of the link.
+        gbps: 10^9 bytes a second, each way at once.
+        latency_us: of one exchange, the host's work included.
+        source: where the numbers are from.
+    """
+
+    name: str
+    gbps: float
+    latency_us: float
+    source: str
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_us * 1e-6 + num_bytes / (self.gbps * 1e9) if num_bytes else 0.0
+
+
+LINKS = {
+    "nvlink": Link(
+        "nvlink", 331.0, 56.0, "two H200s (NV18), isend beside irecv, fitted to 107 us for 16 MB, 462 for 128"
+    ),
+    "infiniband": Link(
+        "infiniband", 50.0, 60.0, "NDR, 400 Gbit/s a GPU (maker's figure); the latency is assumed"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Attention of one sequence length over ranks.
+
+    Args:
+        batch, seqlen, heads_q, heads_kv, head_dim, head_dim_v, dtype: of the whole call.
+        left, right: of the window, -1 unlimited; causal is right = 0.
+        layout: "zigzag", "contiguous" or "striped".
+        backward: whether there is a backward pass.
+    """
+
+    batch: int
+    seqlen: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str = "bfloat16"
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    layout: str = "zigzag"
+    backward: bool = True
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a token's keys and values."""
+        return self.batch * self.heads_kv * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def key_gradient_bytes(self) -> int:
+        """Of a token's dK and dV as ranks send them: float32, or float64."""
+        return self.key_bytes * max(4, ELEMENT_BYTES[self.dtype]) // ELEMENT_BYTES[self.dtype]
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("forward", "backward") if self.backward else ("forward",)
+
+    def flops(self, which: str, pairs: float) -> float:
+        """Of so many scores of one head of one sequence: two products forward, five backward."""
+        both = self.head_dim + self.head_dim_v
+        per_pair = 2 * both if which == "forward" else 2 * (2 * both + self.head_dim)
+        return pairs * self.batch * self.heads_q * per_pair
+
+
+@dataclass(frozen=True)
+class ParallelEstimate:
+    """What one method costs the rank that takes the longest.
+
+    Args:
+        method, ranks: which, over how many.
+        seconds: of all passes.
+        compute_seconds: of products alone.
+        exposed_seconds: of messages that nothing is computed beside.
+        bytes: that the rank receives.
+        extra_bytes: held beside the rank's own tensors, at most.
+    """
+
+    method: str
+    ranks: int
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    bytes: float
+    extra_bytes: float
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the time that products take."""
+        return self.compute_seconds / self.seconds if self.seconds else 1.0
+
+
+def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[ParallelEstimate]:
+    """Every method, the fastest first.
+
+    Raises:
+        ValueError: the card has no peak for the dtype, or ``ranks`` is less than 1.
+
+    Examples:
+        >>> from flashtile.io_model import find_card
+        >>> from flashtile.parallel import LINKS, Sharing, estimates
+        >>> causal = Sharing(1, 131072, 32, 8, 128, 128, right=0)
+        >>> for row in estimates(causal, 8, find_card("h200"), LINKS["nvlink"]):
+        ...     print(f"{row.method}: {row.seconds * 1e3:.1f} ms, {row.efficiency:.0%} of it products")
+        ring: 69.3 ms, 99% of it products
+        ulysses: 70.2 ms, 98% of it products
+        allgather: 72.6 ms, 95% of it products
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    card.peak_tflops(sharing.dtype)  # raises
+    rows = [_ring(sharing, ranks, card, link), _ulysses(sharing, ranks, card, link)]
+    return sorted([*rows, _allgather(sharing, ranks, card, link)], key=lambda row: row.seconds)
+
+
+def choose(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
+    """The fastest, the first of METHODS where they are equal."""
+    return min(
+        estimates(sharing, ranks, card, link), key=lambda row: (row.seconds, METHODS.index(row.method))
+    )
+
+
+@dataclass(frozen=True)
+class ParallelExplanation:
+    """What ``method="auto"`` takes, and what the others would cost. ``str()`` gives a readable text."""
+
+    sharing: Sharing
+    card: Card
+    link: Link
+    rows: tuple[ParallelEstimate, ...]
+
+    @property
+    def method(self) -> str:
+        return self.rows[0].method
+
+    def __str__(self) -> str:
+        where = f"over {self.rows[0].ranks} ranks on {self.card.name}, {self.link.name}"
+        lines = [f"method: {self.method}, {where}"]
+        for row in self.rows:
+            lines.append(
+                f"{row.method}: {row.seconds * 1e3:.3g} ms, products {row.compute_seconds * 1e3:.3g} ms, "
+                f"waiting {row.exposed_seconds * 1e3:.3g} ms; receives {row.bytes / 2**20:.4g} MiB, "
+                f"holds {row.extra_bytes / 2**20:.4g} MiB more"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    sharing: Sharing, ranks: int, *, card: Card | None = None, link: Link | None = None
+) -> ParallelExplanation:
+    """Say which method ``method="auto"`` takes, and why.
+
+    Args:
+        sharing: the call, as all ranks make it together.
+        ranks: how many share the sequence.
+        card, link: of one of :data:`flashtile.io_model.CARDS` and :data:`flashtile.parallel.LINKS`; None is
+            what this machine has, an H200 with NVLink where it has no GPU.
+
+    Examples:
+        >>> from flashtile.parallel import LINKS, Sharing, explain
+        >>> windowed = Sharing(1, 131072, 32, 8, 128, 128, left=4096, right=0)
+        >>> explain(windowed, 8, link=LINKS["infiniband"]).method
+        'ring'
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    own_card, own_link = setting_of(device, ranks)
+    card, link = card or own_card, link or own_link
+    return ParallelExplanation(sharing, card, link, tuple(estimates(sharing, ranks, card, link)))
+
+
+def setting_of(device: torch.device, ranks: int) -> tuple[Card, Link]:
+    """What a choice is made by: NVLink within a host, InfiniBand beyond; H200s where there is no GPU."""
+    if device.type != "cuda":
+        return find_card("h200"), LINKS["nvlink"]
+    card = card_of_device(torch.cuda.get_device_name(device)) or find_card("h200")
+    return card, LINKS["nvlink" if ranks <= torch.cuda.device_count() else "infiniband"]
+
+
+def _seconds(sharing: Sharing, card: Card, which: str, pairs: float) -> float:
+    return sharing.flops(which, pairs) / (card.peak_tflops(sharing.dtype) * 1e12 * REACHED[which])
+
+
+def _ranks_to_look_at(ranks: int) -> Iterable[int]:
+    """Costs change evenly from rank to rank: the ends and the middle have the extremes."""
+    return sorted({0, ranks // 2, ranks - 1})
+
+
+def _pieces(sharing: Sharing, ranks: int, rank: int) -> tuple[Piece, ...]:
+    return pieces_of(sharing.layout, sharing.seqlen, ranks, rank)
+
+
+def _pair(sharing: Sharing, queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> Pair:
+    ends = (0, sharing.seqlen)
+    return pair_of.__wrapped__(queries, keys, Mask(sharing.left, sharing.right, ends, ends))
+
+
+def _ring(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
+    worst = None
+    for rank in _ranks_to_look_at(ranks):
+        own = _pieces(sharing, ranks, rank)
+        steps = [_pair(sharing, own, _pieces(sharing, ranks, (rank - t) % ranks)) for t in range(ranks)]
+        computed = waited = received = 0.0
+        for which in sharing.passes:
+            work = [_seconds(sharing, card, which, pair.pairs) for pair in steps]
+            sizes = [pair.tokens * sharing.key_bytes for pair in steps[1:]]
+            # Gradients of keys return a step later, as many tokens as came, for the ranks are alike.
+            back = [0] + [pair.tokens * sharing.key_gradient_bytes for pair in steps[1:]]
+            for t in range(ranks):
+                arriving = sizes[t] if t < ranks - 1 else 0
+                returning = back[t] if which == "backward" else 0
+                waited += max(0.0, link.seconds(arriving + returning) - work[t])
+                received += arriving + returning
+            computed += sum(work)
+        held = 2 * max([pair.tokens for pair in steps[1:]], default=0)
+        extra = held * (sharing.key_bytes + (sharing.key_gradient_bytes if sharing.backward else 0))
+        row = ParallelEstimate("ring", ranks, computed + waited, computed, waited, received, extra)
+        worst = row if worst is None or row.seconds > worst.seconds else worst
+    assert worst is not None
+    return worst
+
+
+def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
+    whole = Call(
+        1, sharing.seqlen, sharing.seqlen, 1, 1, sharing.head_dim,
+        window_left=sharing.left, window_right=sharing.right,
+    ).visible_pairs  # fmt: skip
+    most_heads = -(-sharing.heads_q // ranks)
+    pairs = whole * most_heads / sharing.heads_q
+    element = ELEMENT_BYTES[sharing.dtype]
+    per_token = sharing.batch * most_heads * (sharing.head_dim + sharing.head_dim_v) * element
+    group = sharing.heads_q // sharing.heads_kv
+    copies = -(-most_heads // group) * ranks / sharing.heads_kv  # key heads that go to several ranks
+    keys = sharing.key_bytes * max(1.0, copies) / ranks
+    others = sharing.seqlen * (ranks - 1) / ranks
+    sizes = {"forward": [others * (per_token // 2 + keys), others * per_token // 2]}
+    sizes["backward"] = [others * per_token // 2, others * (per_token // 2 + keys)]
+    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
+    waited = sum(link.seconds(size) for which in sharing.passes for size in sizes[which])
+    received = sum(size for which in sharing.passes for size in sizes[which])
+    extra = sharing.seqlen * (per_token + keys)
+    return ParallelEstimate("ulysses", ranks, computed + waited, computed, waited, received, extra)
+
+
+def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
+    pairs = 0
+    for rank in _ranks_to_look_at(ranks):
+        own = _pieces(sharing, ranks, rank)
+        keys: tuple[Piece, ...] = (Piece(0, sharing.seqlen),)
+        if any(piece.step > 1 for piece in own):
+            keys = tuple(p for other in range(ranks) for p in _pieces(sharing, ranks, other))
+        pairs = max(pairs, _pair(sharing, own, keys).pairs)
+    others = sharing.seqlen - tokens_of(_pieces(sharing, ranks, 0))
+    sizes = {"forward": [others * sharing.key_bytes]}
+    sizes["backward"] = [others * sharing.key_bytes, others * sharing.key_gradient_bytes]
+    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
+    waited = sum(link.seconds(size) for which in sharing.passes for size in sizes[which])
+    received = sum(size for which in sharing.passes for size in sizes[which])
+    extra = sharing.seqlen * (sharing.key_bytes + (sharing.key_gradient_bytes if sharing.backward else 0))
+    return ParallelEstimate("allgather", ranks, computed + waited, computed, waited, received, extra)

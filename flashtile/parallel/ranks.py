@@ -1,0 +1,251 @@
+"""The ranks that share a sequence: what they send one another, and whether they agree on what they compute.
+
+Messages are bytes, so that every backend of torch.distributed carries every dtype. On NCCL they run on its
+own stream: what is posted before a product runs beside it. On gloo every wait ends after ``timeout``; on NCCL
+its watchdog ends the process after the group's own timeout (``init_process_group(timeout=)``).
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for the others, unless a call says otherwise."""
+
+AGREEMENTS = 256
+"""Calls that a group of GPUs remembers to have agreed on."""
+
+
+class Message(NamedTuple):
+    """Some tensors for or from one rank, as bytes."""
+
+    peer: int
+    buffer: Tensor
+
+
+class Pending:
+    """Messages under way."""
+
+    def __init__(
+        self, ranks: Ranks, works: list[tuple[int, Any]], messages: Sequence[Message], timeout: float
+    ) -> None:
+        self._ranks, self._works, self._timeout = ranks, works, timeout
+        self._messages = messages  # their memory must stay until they have left
+
+    def wait(self) -> None:
+        """On the CPU until they have come; on a GPU the current stream waits, the host does not.
+
+        Raises:
+            RuntimeError: a rank is gone, or has not answered within the timeout.
+        """
+        for peer, work in self._works:
+            self._ranks.wait(work, [peer], self._timeout)
+        self._works, self._messages = [], ()
+
+
+class Ranks:
+    """A process group, as context parallelism uses it. Ranks are numbered from 0 within it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._global = dist.get_process_group_ranks(group)
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._round = 0
+        self._agreed: dict[str, dict[str, tuple[Any, ...]]] = {}
+
+    def post(self, sent: Sequence[Message], received: Sequence[Message], timeout: float) -> Pending:
+        """Send to and receive from some ranks at once; those to whom there is nothing to say are left out."""
+        operations, peers = [], []
+        for kind, messages in ((dist.isend, sent), (dist.irecv, received)):
+            for peer, buffer in messages:
+                if buffer.numel():
+                    operations.append(dist.P2POp(kind, buffer, self._global[peer], self.group))
+                    peers.append(peer)
+        if not operations:
+            return Pending(self, [], (), timeout)
+        works = self._run(lambda: dist.batch_isend_irecv(operations), peers, timeout)
+        # NCCL has one work for the whole batch.
+        named = peers if len(works) == len(peers) else peers[:1] * len(works)
+        return Pending(self, list(zip(named, works, strict=True)), (*sent, *received), timeout)
+
+    def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int], timeout: float) -> list[Tensor]:
+        """Bytes for each rank, against ``sizes`` bytes of each."""
+        outgoing = torch.cat(list(sent))
+        incoming = outgoing.new_empty(sum(sizes))
+        splits = [t.numel() for t in sent]
+        others = self._others()
+        if self.size > 1:
+            exchange = dist.all_to_all_single
+            work = self._run(
+                lambda: exchange(incoming, outgoing, list(sizes), splits, group=self.group, async_op=True),
+                others,
+                timeout,
+            )
+            self.wait(work, others, timeout)
+        else:
+            incoming = outgoing
+        return list(incoming.split(list(sizes)))
+
+    def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
+        """(lengths[rank], ...) of every rank, from ``x`` (own length, ...)."""
+        if self.size == 1:
+            return [x]
+        # Parts of one size, which every backend gathers: at most a few tokens are padding.
+        rest, longest = tuple(x.shape[1:]), max(lengths)
+        own = x.new_zeros((longest, *rest))
+        own[: x.shape[0]] = x
+        flat = as_bytes([own])
+        every = flat.new_empty(self.size * flat.numel())
+        others = self._others()
+        if flat.numel():
+            # Newer releases of torch have another name for it.
+            run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work = self._run(lambda: run(every, flat, group=self.group, async_op=True), others, timeout)
+            self.wait(work, others, timeout)
+        whole = from_bytes(every, [((self.size, longest, *rest), x.dtype)])[0]
+        return [part[:length] for part, length in zip(whole, lengths, strict=True)]
+
+    def wait(self, work: Any, peers: Sequence[int], timeout: float) -> None:
+        if work is None:
+            return
+        if "nccl" in dist.get_backend(self.group) and torch.cuda.is_available():
+            work.wait()  # of the stream: a wait with a timeout would stop the host
+        else:
+            self._run(lambda: work.wait(timedelta(seconds=timeout)), peers, timeout)
+
+    def agree(
+        self, same: dict[str, Any], own: dict[str, Any], timeout: float, error: str | None = None
+    ) -> dict[str, tuple[Any, ...]]:
+        """Each of ``own`` of every rank, once all ranks are known to have the same ``same``.
+
+        ``error`` is what this rank has to say instead: the others then raise it, too.
+
+        Over the group's store, beside the GPUs. With gloo that is done for every call. With NCCL a call that
+        was agreed on before is not looked at again, unless FLASHTILE_DEBUG=1.
+
+        Raises:
+            ValueError: ranks differ in something; it says who has what.
+            RuntimeError: some ranks have not come within ``timeout``.
+        """
+        record = repr((same, own, error))
+        always = "nccl" not in dist.get_backend(self.group) or os.environ.get("FLASHTILE_DEBUG", "0") == "1"
+        if not always and record in self._agreed:
+            return self._agreed[record]
+        records = self._exchange(record, timeout)
+        for rank, (_, _, refusal) in enumerate(records):
+            if refusal is not None:
+                raise ValueError(f"rank {rank} refuses the call: {refusal}")
+        for name in same:
+            values = [of_rank.get(name) for of_rank, _, _ in records]
+            if any(other != values[0] for other in values):
+                listed = ", ".join(f"rank {rank} has {other!r}" for rank, other in enumerate(values))
+                raise ValueError(f"the ranks disagree on {name}: {listed}; it must be the same on all")
+        result = {name: tuple(of_rank[name] for _, of_rank, _ in records) for name in own}
+        if not always:
+            if not self._agreed and self.size > 1:
+                # The first message of all must come from all, for NCCL to connect them.
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
+            if len(self._agreed) >= AGREEMENTS:
+                self._agreed.pop(next(iter(self._agreed)))
+            self._agreed[record] = result
+        return result
+
+    def _exchange(self, record: str, timeout: float) -> list[tuple[Any, Any, str | None]]:
+        """What every rank says in this round."""
+        if self.size == 1:
+            return [ast.literal_eval(record)]
+        number, self._round = self._round, self._round + 1
+        self._store.set(self._key(number, self.rank), record)
+        keys = [self._key(number, rank) for rank in range(self.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout))
+            said = [self._store.get(key).decode() for key in keys]
+        except Exception as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
+            raise self._silent(missing, timeout) from error
+        # All have read the round before the last, as they have begun the last one.
+        if number >= 2:
+            self._store.delete_key(self._key(number - 2, self.rank))
+        return [ast.literal_eval(text) for text in said]
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"flashtile/{number}/{rank}"
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except Exception:  # the store's own rank is gone
+            return False
+
+    def _run(self, function: Any, peers: Sequence[int], timeout: float) -> Any:
+        try:
+            return function()
+        except RuntimeError as error:
+            raise self._silent(peers, timeout) from error
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _silent(self, peers: Sequence[int], timeout: float) -> RuntimeError:
+        named = ", ".join(map(str, peers)) or "some"
+        return RuntimeError(
+            f"rank {self.rank} of {self.size} heard nothing from rank {named} within {timeout:g} s: it is "
+            "gone, has raised an error, or makes another call (all ranks must make the same, in one order)"
+        )
+
+
+class Alone(Ranks):
+    """One rank, which says nothing to anyone."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+
+
+_known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
+
+
+def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
+    """Of a group, or of all of a mesh; one object a group, which counts its rounds."""
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("group must be None beside mesh, got both")
+        group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("group needs torch.distributed: call torch.distributed.init_process_group first")
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed process group, got {type(group).__name__}")
+    if group not in _known:
+        _known[group] = Ranks(group)
+    return _known[group]
+
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat uint8 tensor. Those of the widest dtype come first, so that all lie aligned."""
+    flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def from_bytes(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    """The tensors of :func:`as_bytes`, as views."""
+    parts = buffer.split([num_bytes([spec]) for spec in specs])
+    return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, specs, strict=True)]
+
+
+def num_bytes(specs: Sequence[Spec]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)

@@ -1,0 +1,209 @@
+"""DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509): tokens are exchanged for heads, and back.
+
+Each rank gets all tokens of its group for some heads, and attends as one device would, or in a ring with the
+other groups (two dimensions: USP, Fang and Zhao 2024, arXiv:2405.07719). With fewer key heads than ranks, a
+key head goes to every rank that has some of its query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile.parallel.attend import wide
+from flashtile.parallel.layout import Piece, joined, positions, tokens_of
+from flashtile.parallel.methods import Forward, Gradients, Method, Shards
+from flashtile.parallel.ranks import as_bytes, from_bytes, num_bytes
+
+Heads = Callable[[int], list[int]]
+"""The heads of a rank."""
+
+
+def query_heads(heads: int, size: int, rank: int) -> range:
+    """Those of one rank; with more ranks than heads some have none."""
+    return range(rank * heads // size, (rank + 1) * heads // size)
+
+
+def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
+    """The key heads of a rank's query heads, which share them in equal groups.
+
+    Where they would not, each query head has its own: a head then comes several times.
+    """
+    group = heads_q // heads_kv
+    own = query_heads(heads_q, size, rank)
+    distinct = sorted({head // group for head in own})
+    counts = {sum(head // group == of for head in own) for of in distinct}
+    return distinct if len(counts) <= 1 else [head // group for head in own]
+
+
+def keys_shared(heads_q: int, heads_kv: int, size: int) -> bool:
+    """Whether a key head goes to several ranks, or to one several times."""
+    return sum(len(key_heads(heads_q, heads_kv, size, rank)) for rank in range(size)) > heads_kv
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Heads over the ranks of ``shards``, and ``inner`` for their tokens.
+
+    Args:
+        inner: attention of the group's tokens, by position where their pieces have no steps.
+        shards: the group that exchanges tokens for heads.
+        heads_q, heads_kv: of all ranks together.
+    """
+
+    inner: Method
+    shards: Shards
+    heads_q: int
+    heads_kv: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
+        q_heads, k_heads, v_heads = self._to_heads([q, k, v], [self._queries, self._keys, self._keys])
+        if q_heads.shape[2] == 0:
+            inner = _nothing(q_heads, k_heads, v_heads)
+        else:
+            inner = self.inner.forward(q_heads, k_heads, v_heads, self._own(sink))
+        lse, out = self._to_tokens([_as_rows(inner.lse), inner.out], [self._queries, self._queries])
+        return Forward(torch.cat(out, dim=2), _as_lse(torch.cat(lse, dim=2)), inner.saved)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
+    ) -> Gradients:
+        rows = [dout] if dlse is None else [_as_rows(dlse), dout]
+        *of_lse, of_out = self._to_heads(rows, [self._queries] * len(rows))
+        if of_out.shape[2] == 0:
+            shared = keys_shared(self.heads_q, self.heads_kv, self.shards.ranks.size)
+            dtypes = [wide(t.dtype) if shared and i else t.dtype for i, t in enumerate(saved[:3])]
+            dq, dk, dv = (torch.zeros_like(t, dtype=of) for t, of in zip(saved[:3], dtypes, strict=True))
+            inner = Gradients(dq, dk, dv, None)
+        else:
+            lse_gradient = _as_lse(of_lse[0]) if of_lse else None
+            inner = self.inner.backward(of_out, lse_gradient, saved, self._own(sink))
+        by_heads = sorted([inner.dq, inner.dk, inner.dv], key=lambda t: -t.dtype.itemsize)
+        order = [next(i for i, t in enumerate(by_heads) if t is of) for of in inner[:3]]
+        heads: list[Heads] = [self._queries if t is inner.dq else self._keys for t in by_heads]
+        parts = self._to_tokens(by_heads, heads)
+        of_queries, of_keys, of_values = (parts[i] for i in order)
+        dsink = None
+        if sink is not None:
+            dsink = torch.zeros_like(sink)
+            own = self._queries(self.shards.ranks.rank)
+            if inner.dsink is not None:
+                dsink[own[0] : own[-1] + 1] = inner.dsink
+        dk, dv = (self._sum(of).to(dout.dtype) for of in (of_keys, of_values))
+        return Gradients(torch.cat(of_queries, dim=2), dk, dv, dsink)
+
+    def _queries(self, rank: int) -> list[int]:
+        return list(query_heads(self.heads_q, self.shards.ranks.size, rank))
+
+    def _keys(self, rank: int) -> list[int]:
+        return key_heads(self.heads_q, self.heads_kv, self.shards.ranks.size, rank)
+
+    def _own(self, sink: Tensor | None) -> Tensor | None:
+        return None if sink is None else sink[self._queries(self.shards.ranks.rank)]
+
+    def _to_heads(self, tensors: list[Tensor], heads: list[Heads]) -> list[Tensor]:
+        """All tokens of this rank's heads, from this rank's tokens of all heads; widest dtypes first."""
+        shards, rank = self.shards, self.shards.ranks.rank
+        lengths = shards.lengths_q if len(tensors) < 3 else None
+        of_each = [lengths or (shards.lengths_q if i == 0 else shards.lengths_k) for i in range(len(tensors))]
+        sent = [
+            as_bytes([_heads(t, of(to)) for t, of in zip(tensors, heads, strict=True)])
+            for to in range(shards.ranks.size)
+        ]
+        specs = [
+            [
+                ((t.shape[0], tokens[of], len(mine(rank)), t.shape[3]), t.dtype)
+                for t, tokens, mine in zip(tensors, of_each, heads, strict=True)
+            ]
+            for of in range(shards.ranks.size)
+        ]
+        received = shards.ranks.all_to_all(sent, [num_bytes(spec) for spec in specs], shards.timeout)
+        parts = [from_bytes(buffer, spec) for buffer, spec in zip(received, specs, strict=True)]
+        whole = [torch.cat(of_ranks, dim=1) for of_ranks in zip(*parts, strict=True)]
+        orders = [self._order(i == 0 or lengths is not None, t.device) for i, t in enumerate(whole)]
+        return [t if order is None else t[:, order] for t, order in zip(whole, orders, strict=True)]
+
+    def _to_tokens(self, tensors: list[Tensor], heads: list[Heads]) -> list[list[Tensor]]:
+        """For each tensor: this rank's tokens of every rank's heads. The inverse of :meth:`_to_heads`."""
+        shards, rank = self.shards, self.shards.ranks.rank
+        as_they_came = []
+        of_each = []
+        for t, of in zip(tensors, heads, strict=True):
+            is_query = of == self._queries
+            order = self._order(is_query, t.device)
+            if order is not None:
+                restored = torch.empty_like(t)
+                restored[:, order] = t
+                t = restored
+            of_each.append(shards.lengths_q if is_query else shards.lengths_k)
+            as_they_came.append(t.split(of_each[-1], dim=1))
+        sent = [as_bytes(list(parts)) for parts in zip(*as_they_came, strict=True)]
+        specs = [
+            [
+                ((t.shape[0], tokens[rank], len(of(other)), t.shape[3]), t.dtype)
+                for t, tokens, of in zip(tensors, of_each, heads, strict=True)
+            ]
+            for other in range(shards.ranks.size)
+        ]
+        received = shards.ranks.all_to_all(sent, [num_bytes(spec) for spec in specs], shards.timeout)
+        parts = [from_bytes(buffer, spec) for buffer, spec in zip(received, specs, strict=True)]
+        return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
+
+    def _order(self, of_queries: bool, device: torch.device) -> Tensor | None:
+        """Where each token of the inner order stands as it comes, rank after rank; None: as it comes."""
+        of_ranks = self.shards.pieces_q if of_queries else self.shards.pieces_k
+        pieces = [piece for of_rank in of_ranks for piece in of_rank]
+        stay = in_order(pieces) == tuple(pieces)
+        if stay or (all(piece.step == 1 for piece in pieces) and pieces == sorted(pieces)):
+            return None
+        return torch.argsort(positions(pieces, device))
+
+    def _sum(self, parts: list[Tensor]) -> Tensor:
+        """Gradients of all key heads from those of each rank's, added in the order of ranks."""
+        if not keys_shared(self.heads_q, self.heads_kv, self.shards.ranks.size):
+            return torch.cat(parts, dim=2)
+        first = parts[0]
+        whole = first.new_zeros((*first.shape[:2], self.heads_kv, first.shape[3]))
+        for rank, part in enumerate(parts):
+            for i, head in enumerate(self._keys(rank)):
+                whole[:, :, head] += part[:, :, i]
+        return whole
+
+
+def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The pieces of a group by position. Those with steps lie between one another: they stay as they come,
+    unless together they have every token."""
+    if all(piece.step == 1 for piece in pieces):
+        return joined(sorted(pieces))
+    total = tokens_of(pieces)
+    if (
+        sorted(piece.start for piece in pieces) == list(range(len(pieces)))
+        and max(piece.stop - piece.step for piece in pieces) < total
+    ):
+        return (Piece(0, total),)
+    return tuple(pieces)
+
+
+def _heads(x: Tensor, heads: list[int]) -> Tensor:
+    if heads and heads == list(range(heads[0], heads[-1] + 1)):
+        return x[:, :, heads[0] : heads[-1] + 1]
+    return x[:, :, heads]
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Forward:
+    """Of a rank without heads."""
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
+    return Forward(out, lse, (q, k, v, out, lse))
+
+
+def _as_rows(lse: Tensor) -> Tensor:
+    """(batch, heads, tokens) -> (batch, tokens, heads, 1)."""
+    return lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _as_lse(rows: Tensor) -> Tensor:
+    return rows.squeeze(-1).transpose(1, 2).contiguous()

@@ -1,0 +1,180 @@
+"""Several servers behind one address: who gets a call, and what its client sees when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+import typer
+from aiohttp import web
+from typer.testing import CliRunner
+
+from flashtile.cli import application
+from flashtile.commands.options import as_arguments
+from flashtile.commands.serve import environments_of
+from flashtile.engine.server.replicas import process
+from flashtile.engine.server.replicas.front import Front
+from flashtile.engine.server.replicas.process import Replica
+from flashtile.engine.server.replicas.routing import PIECE, SLACK, Routing, prompt_of
+from flashtile.engine.server.service import Limits
+
+SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+NUMBER = os.environ["NUMBER"]
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, text, kind="application/json", status=200):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def do_GET(self):
+        if self.path == "/metrics":
+            self.answer("# TYPE a counter\\na{m=\\"x\\"} 1\\n", "text/plain")
+        elif self.headers.get("Authorization") == "wrong":
+            self.answer("{}", status=401)
+        else:
+            self.answer(json.dumps({"server_load": 2, "path": self.path}))
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        prompt = json.loads(body or "{}").get("prompt", "")
+        if prompt == "die at " + NUMBER:
+            os._exit(3)
+        if prompt == "die in a stream":
+            self.protocol_version = "HTTP/1.1"
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"a\\r\\ndata: {}\\n\\n\\r\\n")
+            os._exit(3)
+        self.answer(json.dumps({"replica": int(NUMBER), "blocks": 5}))
+    def log_message(self, *args):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(f"serving a fake at http://127.0.0.1:{server.server_port}", file=sys.stderr, flush=True)
+server.serve_forever()
+"""
+
+
+def test_calls_go_where_their_beginning_was_and_others_to_the_idlest():
+    one, two, down = (SimpleNamespace(in_flight=0, is_up=up) for up in (True, True, False))
+    routing, story = Routing(), "once upon a time " * 100
+    assert routing.choose([down], story) is None
+    assert routing.choose([down, one, two], story) is one
+    one.in_flight = SLACK
+    assert routing.choose([one, two], "else") is two
+    assert routing.choose([one, two], story[: 3 * PIECE] + "x" * PIECE) is one
+    one.in_flight = SLACK + 1
+    assert routing.choose([one, two], story) is two  # and from now on it is at home there
+    one.in_flight = 0
+    assert routing.choose([one, two], story) is two
+    assert routing.choose([one], story) is one
+
+
+def test_the_prompt_of_a_call():
+    assert prompt_of(b'{"prompt": [1, 2]}') != prompt_of(b'{"prompt": [1, 2], "cache_salt": "a"}')
+    assert prompt_of(b'{"messages": [{"content": "a"}]}') == '[null, [{"content": "a"}]]'
+    assert prompt_of(b"[1]") == prompt_of(b"\xff") == prompt_of(b"") == ""
+
+
+def test_a_replica_that_dies_is_replaced(monkeypatch):
+    monkeypatch.setattr(process, "FIRST_PAUSE", 0.01)
+
+    async def run() -> None:
+        replicas = [
+            Replica(i, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": str(i)}) for i in range(2)
+        ]
+        for one in replicas:
+            one.start()
+        assert all([await one.wait_until_up() for one in replicas])
+        runner = web.AppRunner(Front(replicas, Limits()).app())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+        async def restarted(number: int, times: int) -> None:
+            while replicas[number].restarts < times:
+                await asyncio.sleep(0.01)
+            assert await replicas[number].wait_until_up()
+
+        async with aiohttp.ClientSession(url) as client:
+
+            async def get(path: str, **headers: str) -> tuple[int, str]:
+                async with client.get(path, headers=headers) as found:
+                    return found.status, await found.text()
+
+            async def complete(prompt: str) -> tuple[int, str]:
+                async with client.post("/v1/completions", json={"prompt": prompt}) as found:
+                    return found.status, await found.text()
+
+            assert json.loads((await get("/health"))[1]) == {"status": "ok", "replicas": [True, True]}
+            assert json.loads((await get("/load"))[1]) == {"server_load": 4, "replicas": [2, 2]}
+            assert (await get("/load", Authorization="wrong"))[0] == 401
+            assert json.loads((await get("/v1/models?a=b%20c"))[1])["path"] == "/v1/models?a=b%20c"
+            lines = (await get("/metrics"))[1].splitlines()
+            assert lines == ["# TYPE a counter", 'a{replica="0",m="x"} 1', 'a{replica="1",m="x"} 1']
+            async with client.post("/reset_prefix_cache") as found:
+                assert await found.json() == {"blocks": 10}
+
+            # Nothing of the answer was sent: the other one gives it.
+            status, text = await complete("die at 0")
+            assert (status, json.loads(text)["replica"]) == (200, 1)
+            await restarted(0, 1)
+            # A stream that has begun ends with an error.
+            status, text = await complete("die in a stream")
+            assert status == 200
+            events = text.split("\n\n")
+            assert events[0] == "data: {}"
+            assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+            assert events[2] == "data: [DONE]"
+            await restarted(0, 2)
+            for one in replicas:
+                one.signal(signal.SIGTERM)
+            status, text = await complete("hello")
+            assert (status, json.loads(text)["error"]["code"]) == (503, "engine_dead")
+            assert (await get("/health"))[0] == 503
+            for one in replicas:
+                await one.wait()
+        await runner.cleanup()
+        broken = Replica(0, [sys.executable, "-c", "raise SystemExit(5)"], os.environ)
+        broken.start()
+        assert not await broken.wait_until_up()
+        await broken.wait()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_replica_gets_the_options_and_gpus_that_are_its_own(monkeypatch):
+    app, found = typer.Typer(), []
+
+    @app.command()
+    def command(
+        context: typer.Context, model: str, n: int = 1, on: bool = True, key: list[str] | None = None,
+        other: str | None = None, port: int = 8000,
+    ) -> None:  # fmt: skip
+        found.extend(as_arguments(context, port=0))
+
+    CliRunner().invoke(app, ["M", "--n", "3", "--no-on", "--key", "a", "--key", "b"])
+    assert found == ["M", "--n", "3", "--no-on", "--key", "a", "--key", "b", "--port", "0"]
+    assert "CUDA_VISIBLE_DEVICES" not in environments_of(2, 1, "cpu")[0]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments_of(2, 2, None)] == ["4,5", "6,7"]
+    with pytest.raises(ValueError, match="at most the 4 GPUs here, got 3"):
+        environments_of(3, 2, None)
+
+
+def test_bad_json_is_an_error_of_the_command_line(model):
+    result = CliRunner().invoke(application(), ["serve", str(model), "--speculative-config", "{"])
+    assert result.exit_code == 2
+    assert "speculative_config must be JSON" in " ".join(result.output.replace("│", " ").split())

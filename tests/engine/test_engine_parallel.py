@@ -1,0 +1,79 @@
+"""Tensor parallelism: two processes answer as one does."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from engine_models import VOCABULARY, folder, greedy, prompts
+
+from flashtile.engine import LLM, SamplingParams
+from flashtile.engine.parallel import ProcessRanks, dismiss, follow, lead
+
+LENGTH = 10
+
+
+def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["WORLD_SIZE"] = str(world)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    answers = {}
+    params = SamplingParams(temperature=0, max_tokens=LENGTH)
+    for name, path in folders.items():
+        llm = LLM(path, device="cpu", skip_tokenizer_init=True, tensor_parallel_size=world, block_size=4)
+        assert llm.engine.runner.memory.k.shape[3] == llm.model_config.num_kv_heads // world
+        answers[name] = [one.outputs[0].token_ids for one in llm.generate(prompts(), params)]
+    guesses = {"model": folders["llama2"], "num_speculative_tokens": 3, "tree_width": 2}
+    llm = LLM(
+        folders["llama3"], device="cpu", skip_tokenizer_init=True, tensor_parallel_size=world, block_size=4,
+        speculative_config=guesses, num_gpu_blocks_override=14 + rank,
+    )  # fmt: skip
+    assert llm.engine.scheduler.manager.pool.num_blocks == 14
+    if rank:
+        follow(llm.engine)
+    else:
+        lead(llm.engine)
+        llm.engine.add_request("aborted", prompts()[0], params)
+        llm.engine.step()
+        llm.engine.abort("aborted")
+        answers["drafted"] = [one.outputs[0].token_ids for one in llm.generate(prompts(), params)]
+        llm.reset_prefix_cache()
+        dismiss(llm.engine)
+    assert llm.engine.requests == {}
+    ranks = ProcessRanks(world, torch.device("cpu"))
+    if rank:
+        assert ranks.hear() == "x" * 5000
+    else:
+        ranks.tell("x" * 5000)
+    with open(f"{found}-{rank}", "w") as file:
+        json.dump(answers, file)
+    dist.destroy_process_group()
+
+
+def test_two_processes_answer_as_one_does(tmp_path):
+    """Each holds half of the heads, of the MLP and of the vocabulary; one of them leads the other."""
+    folders = {name: str(folder(name)) for name in ("llama2", "llama3", "gemma2", "gpt_oss")}
+    torch.multiprocessing.spawn(
+        in_a_process, (2, str(tmp_path / "store"), folders, str(tmp_path / "found")), nprocs=2
+    )
+    expected = {name: [tokens[:LENGTH] for tokens in greedy(name, 14)] for name in folders}
+    expected["drafted"] = expected["llama3"]
+    answers = [json.loads((tmp_path / f"found-{rank}").read_text()) for rank in range(2)]
+    assert answers[0] == expected
+    assert answers[1] == {name: expected[name] for name in folders}
+
+
+def test_random_weights_are_parts_of_the_same_model():
+    """What all processes have is the same in all of them; what is divided differs."""
+    from flashtile.engine.config import read_config
+    from flashtile.engine.weights import Shard, random_weights
+
+    config = read_config(folder("llama3"))
+    one, two = (
+        random_weights(config, torch.device("cpu"), torch.float32, shard=Shard(rank, 2)) for rank in (0, 1)
+    )
+    assert torch.equal(one("model.embed_tokens.weight"), two("model.embed_tokens.weight"))
+    assert one("lm_head.weight").shape == (VOCABULARY // 2, 64)
+    assert not torch.equal(one("lm_head.weight"), two("lm_head.weight"))

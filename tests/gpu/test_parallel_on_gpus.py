@@ -1,0 +1,82 @@
+"""Context parallelism over NCCL on two GPUs, and the float32 results that it is made of, on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile.attn.operators import BACKWARD, FORWARD
+from flashtile.attn.problem import NO_EXTRAS, Options
+from flashtile.testing import poisoned_memory
+from targets import CUDA
+
+pytestmark = pytest.mark.gpu
+two = pytest.mark.skipif(not CUDA or torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window_left": 300, "window_right": 70}, {}])
+def test_partial_results_are_not_rounded(backend, head_dim, mask):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 2, 1001, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind()
+    k, v = torch.randn(2, 2, 777, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind()
+    options = Options(**mask, backend=backend)
+    with poisoned_memory():
+        rounded, lse = FORWARD.launch((q, k, v), NO_EXTRAS, options)
+        out, same = FORWARD.launch((q, k, v), NO_EXTRAS, options._replace(partial=True))
+        tensors = (dout, None, q, k, v, rounded, lse)
+        gradients = BACKWARD.launch(tensors, NO_EXTRAS, options)[:3]
+        parts = BACKWARD.launch(tensors, NO_EXTRAS, options._replace(partial=True))[:3]
+    torch.testing.assert_close(lse, same, rtol=1e-5, atol=1e-5)
+    for part, whole in zip((out, *parts), (rounded, *gradients), strict=True):
+        assert part.dtype == torch.float32
+        assert not torch.equal(part, part.bfloat16().float())
+        torch.testing.assert_close(
+            part.bfloat16(), whole, rtol=2**-7, atol=2**-7 * whole.abs().max().item() / 8
+        )
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    from ranks_pool import pool
+
+    with pool(2, backend="nccl") as started:
+        yield started
+
+
+@two
+@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window_size": (500, 0)}, {"softcap": 20.0}])
+def test_two_gpus_are_as_exact_as_one(ranks, method, mask):
+    import parallel_tasks
+
+    for sizes in ((2048, 128), (1537, 64)):
+        for errors in ranks.run(parallel_tasks.on_gpus, 2, method=method, sizes=sizes, **mask):
+            assert isinstance(errors, dict), errors
+            for name, (shared, single) in errors.items():
+                assert shared <= 1.1 * single, (name, errors)
+
+
+@two
+def test_decoding_over_two_gpus_in_a_graph(ranks):
+    import parallel_tasks
+
+    for errors in ranks.run(parallel_tasks.decode_in_a_graph, 2):
+        assert isinstance(errors, list), errors
+        assert max(errors) < 2e-2
+
+
+@two
+def test_two_gpus_that_disagree_say_so(ranks):
+    import parallel_tasks
+
+    different = [{"causal": True}, {}]
+    for said in ranks.run(parallel_tasks.faulty, 2, by_rank=different):
+        assert said.startswith("ValueError: the ranks disagree on causal"), said

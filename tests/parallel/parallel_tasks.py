@@ -1,0 +1,293 @@
+"""What the ranks of the tests compute."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flashtile
+from flashtile import parallel, reference
+
+
+def compare(
+    group: Any,
+    *,
+    tokens: tuple[int, int] = (50, 50),
+    heads: tuple[int, int] = (4, 2),
+    sizes: tuple[int, int] = (16, 16),
+    batch: int = 2,
+    documents: tuple[list[int], list[int]] | None = None,
+    sink: bool = False,
+    layout: str = "zigzag",
+    method: str = "auto",
+    mesh: tuple[int, int] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **mask: Any,
+) -> dict[str, float]:
+    """Largest error of out, lse and every gradient of all ranks together, against one device."""
+    torch.manual_seed(0)
+    batch = 1 if documents else batch
+    of_keys = tokens[1], heads[1]
+    shapes = [(tokens[0], heads[0], sizes[0]), (*of_keys, sizes[0]), (*of_keys, sizes[1])]
+    whole = [torch.randn(batch, *shape, dtype=dtype) for shape in shapes]
+    dout = torch.randn(batch, tokens[0], heads[0], sizes[1], dtype=dtype)
+    dlse = torch.randn(batch, heads[0], tokens[0], dtype=dtype)
+    of_sink = [torch.randn(heads[0], dtype=dtype)] if sink else []
+    dim, over = 1, group
+    packed: dict[str, Any] = {}
+    if documents:
+        whole, dout, dlse, dim = [t[0] for t in whole], dout[0], dlse[0], 0
+        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(_offsets, documents), strict=True))
+    where: dict[str, Any] = {"group": group}
+    if mesh is not None:
+        over = None
+        where = {"mesh": _mesh(mesh)}
+    cut = [parallel.shard(t, dim, over, layout, mesh=where.get("mesh")) for t in (*whole, dout)]
+    part_dlse = parallel.shard(dlse, -1, over, layout, mesh=where.get("mesh"))
+    own = [t.clone().requires_grad_() for t in (*cut[:3], *of_sink)]
+    out, lse = parallel.context_parallel_attention(
+        *own[:3], sink=own[3] if sink else None, layout=layout, method=method, return_lse=True, timeout=60,
+        **where, **packed, **mask,
+    )  # fmt: skip
+    gradients = torch.autograd.grad([out, lse], own, [cut[3], part_dlse])
+
+    leaves = [t.clone().requires_grad_() for t in (*whole, *of_sink)]
+    if packed:
+        packed |= {"max_seqlen_q": tokens[0], "max_seqlen_k": tokens[1]}
+    if sink:
+        mask["sink"] = leaves[3]
+    exact = reference.attention(*leaves[:3], **packed, **mask)
+    expected = [*exact, *torch.autograd.grad(exact, leaves, [dout, dlse])]
+    if sink:
+        total = gradients[3].clone()
+        dist.all_reduce(total, group=group if mesh is None else None)
+        gradients = (*gradients[:3], total)
+    dims = [dim, -1, dim, dim, dim]
+    errors = {}
+    for name, got, right, along in zip(
+        ("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), expected, dims, strict=False
+    ):
+        part = parallel.shard(right, along, over, layout, mesh=where.get("mesh"))
+        assert got.shape == part.shape, f"{name}: {tuple(got.shape)} instead of {tuple(part.shape)}"
+        errors[name] = _error(got, part)
+    if sink:
+        errors["dsink"] = _error(gradients[3], expected[5])
+    return errors
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _error(got: Tensor, right: Tensor) -> float:
+    if not got.numel():
+        return 0.0
+    both = (got == right) | (got - right).abs().isfinite()
+    return float("inf") if not both.all() else (got - right).nan_to_num(0.0).abs().max().item()
+
+
+_meshes: dict[tuple[int, int], Any] = {}
+
+
+def _mesh(shape: tuple[int, int]) -> Any:
+    if shape not in _meshes:
+        _meshes[shape] = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+    return _meshes[shape]
+
+
+def decode(group: Any, *, steps: int, pages: bool, merge: str, interleave: int, seqlen_q: int) -> list[float]:
+    """Errors of steps of decoding over a cache that begins empty, against a whole one; of out, and of lse."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(1)
+    batch, heads, heads_kv, width, capacity = 3, 4, 2, 16, 32
+    whole = torch.zeros(2, batch, capacity, heads_kv, width, dtype=torch.float64)
+    own = torch.zeros(2, batch, capacity, heads_kv, width, dtype=torch.float64)
+    table = None
+    if pages:  # pages of 4 tokens in an order of their own; what no sequence has holds NaN
+        own = torch.full((2, batch * 8 + 1, 4, heads_kv, width), torch.nan, dtype=torch.float64)
+        table = torch.randperm(batch * 8).view(batch, 8).to(torch.int32) + 1
+    sink = torch.randn(heads, dtype=torch.float64)
+    lengths = torch.tensor([0, 1, 5], dtype=torch.int32)
+    prefix = torch.randn(2, batch, 5, heads_kv, width, dtype=torch.float64)
+    whole[:, :, :5] = prefix
+    for b in range(batch):
+        for position in range(int(lengths[b])):
+            if position // interleave % size == rank:
+                index = position // (interleave * size) * interleave + position % interleave
+                row, column = (b, index) if table is None else (int(table[b, index // 4]), index % 4)
+                own[:, row, column] = prefix[:, b, position]
+    part = slice(None)
+    if merge == "reduce_scatter":
+        part = slice(rank * heads // size, (rank + 1) * heads // size)
+    errors = []
+    for _ in range(steps):
+        q = torch.randn(batch, seqlen_q, heads, width, dtype=torch.float64)
+        k, v = torch.randn(2, batch, seqlen_q, heads_kv, width, dtype=torch.float64).unbind()
+        arguments: dict[str, Any] = {"cache_seqlens": lengths, "sink": sink}
+        out, lse = parallel.context_parallel_decode(
+            q, *own, k, v, block_table=table, group=group, interleave=interleave, merge=merge,
+            return_lse=True, timeout=60, **arguments,
+        )  # fmt: skip
+        right, right_lse = flashtile.flash_attn_with_kvcache(
+            q, *whole, k, v, causal=True, return_softmax_lse=True, **arguments
+        )
+        errors += [_error(out, right[:, :, part]), _error(lse, right_lse[:, part])]
+        lengths = lengths + seqlen_q
+    return errors
+
+
+def through_layers(group: Any, *, layers: int) -> tuple[float, float]:
+    """Relative errors of many layers of attention in bfloat16: over ranks, and on one device."""
+    torch.manual_seed(2)
+    heads, width, tokens = 2, 32, 96
+    weights = torch.randn(layers, 3, heads * width, heads * width) / (heads * width) ** 0.5
+    x = torch.randn(1, tokens, heads * width)
+
+    def run(x: Tensor, dtype: torch.dtype, attend: Any) -> Tensor:
+        x = x.to(dtype)
+        for layer in weights.to(dtype):
+            q, k, v = (torch.nn.functional.rms_norm(x, x.shape[-1:]) @ w for w in layer)
+            x = x + attend(*(t.unflatten(-1, (heads, width)) for t in (q, k, v))).flatten(-2)
+        return x
+
+    def over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return parallel.context_parallel_attention(q, k, v, group=group, causal=True, method="ring")
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtile.attention(q, k, v, causal=True)
+
+    exact = run(x, torch.float64, alone)
+    single = run(x, torch.bfloat16, alone)
+    shared = parallel.unshard(run(parallel.shard(x, 1, group), torch.bfloat16, over_ranks), 1, group)
+    return tuple(((t - exact).norm() / exact.norm()).item() for t in (shared, single))
+
+
+def distributed(group: Any, *, shape: tuple[int, int], placements: tuple[int, int], public: bool) -> float:
+    """Largest error of DTensors on a mesh of two dimensions; ``public``: of flashtile.attention."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(3)
+    mesh = _mesh(shape)
+    whole = [torch.randn(2, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    placed = [distribute_tensor(t.detach(), mesh, [Shard(d) for d in placements]) for t in whole]
+    placed = [t.requires_grad_() for t in placed]
+    if public:
+        out = flashtile.attention(*placed, causal=True)
+    else:
+        out = parallel.context_parallel_attention(*placed, causal=True, layout="contiguous", timeout=60)
+        assert out.placements == placed[0].placements
+    right = flashtile.attention(*whole, causal=True)
+    dout = torch.randn_like(right)
+    gradients = torch.autograd.grad(right, whole, dout)
+    given = distribute_tensor(dout, mesh, [Shard(d) for d in placements])
+    out.backward(given.redistribute(mesh, out.placements))
+    found = [out, *(t.grad for t in placed)]
+    return max(_error(a.full_tensor(), b) for a, b in zip(found, (right, *gradients), strict=True))
+
+
+def faulty(group: Any, *, timeout: float = 30, stays_away: bool = False, **arguments: Any) -> str:
+    """What a rank hears of a call that cannot go well."""
+    if stays_away:
+        return "stayed away"
+    tokens, heads = arguments.pop("tokens", 8), arguments.pop("heads", 2)
+    dtype = arguments.pop("dtype", torch.float32)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    learns = arguments.pop("learns", False)
+    x = torch.randn(1, tokens, heads, 16, dtype=dtype, device=device, requires_grad=learns)
+    try:
+        parallel.context_parallel_attention(x, x, x, group=group, timeout=timeout, **arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def dies_between_passes(group: Any, *, timeout: float, dies: bool) -> str:
+    """What a rank hears in the backward pass when another has gone."""
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    out = parallel.context_parallel_attention(x, x, x, group=group, timeout=timeout, method="ring")
+    if dies:
+        os._exit(1)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def on_gpus(
+    group: Any, *, method: str, sizes: tuple[int, int], **mask: Any
+) -> dict[str, tuple[float, float]]:
+    """Root-mean-square errors in bfloat16 of this rank's out and gradients, and those of one GPU's."""
+    torch.manual_seed(dist.get_world_size(group))
+    tokens, width = sizes
+    shapes = [(1, tokens, heads, width) for heads in (8, 2, 2, 8)]
+    whole = [torch.randn(shape).cuda().bfloat16() for shape in shapes]
+    dout = whole.pop()
+
+    def both(attend: Any, tensors: list[Tensor], dout: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = attend(*leaves, **mask)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def shared(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+        return parallel.context_parallel_attention(q, k, v, group=group, method=method, **mask)
+
+    exact = both(reference.attention, [t.double() for t in whole], dout.double())
+    alone = both(flashtile.attention, whole, dout)
+    cut = [parallel.shard(t, 1, group) for t in (*whole, dout)]
+    errors = {}
+    for name, got, single, right in zip(
+        ("out", "dq", "dk", "dv"), both(shared, cut[:3], cut[3]), alone, exact, strict=True
+    ):
+        parts = [parallel.shard(t, 1, group) for t in (single, right)]
+        errors[name] = tuple((t - parts[1]).square().mean().sqrt().item() for t in (got, parts[0]))
+    return errors
+
+
+def decode_in_a_graph(group: Any) -> list[float]:
+    """Errors of steps of a captured decoding loop over sharded caches of two lengths, against one GPU."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    cache = torch.randn(2, 3, 4096, 2, 128).cuda().bfloat16()
+    q = torch.randn(3, 1, 8, 128).cuda().bfloat16()
+    own = cache[:, :, rank::size].contiguous()
+    lengths = torch.tensor([0, 1, 4096], dtype=torch.int32).cuda()
+
+    def step() -> Tensor:
+        return parallel.context_parallel_decode(q, *own, cache_seqlens=lengths, group=group)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    errors = []
+    for change in ([0, 1, 4096], [5, 0, 77], [4095, 2048, 3]):
+        lengths.copy_(torch.tensor(change, dtype=torch.int32))
+        q.normal_()
+        dist.broadcast(q, 0, group=group)
+        graph.replay()
+        right = flashtile.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths)
+        errors.append((out.float() - right.float()).abs().max().item())
+    return errors
+
+
+def example(group: Any, *, path: str, steps: int, checkpoint: Any) -> list[float]:
+    """Losses of the example of a long sequence, from its checkpoint on."""
+    import script_runner
+
+    script = script_runner.load(path)
+    torch.manual_seed(0)
+    model = script.Llama(script.sized(1, 2, 32))
+    text = torch.arange(4000).remainder(61).add(32).to(torch.uint8)
+    corpus = script.Corpus("numbers", 1, text, text)
+    attend = script.partial(script.attention, method="ring", window=-1)
+    return script.train(model, corpus, attend, 90, steps, 1e-2, 0, checkpoint, 2, group)

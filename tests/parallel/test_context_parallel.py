@@ -1,0 +1,147 @@
+"""Attention over ranks, against standard attention on one device in float64: out, lse and every gradient."""
+
+from __future__ import annotations
+
+import parallel_tasks
+import pytest
+import torch
+from ranks_pool import pool
+
+CASES = {
+    "ring causal": {"ranks": 4, "method": "ring", "causal": True},
+    "ring of two, odd": {"ranks": 2, "method": "ring", "tokens": (37, 37), "causal": True},
+    "ring window": {"ranks": 8, "method": "ring", "tokens": (100, 100), "window_size": (17, 0)},
+    "ring window both": {"ranks": 3, "method": "ring", "window_size": (5, 9), "softcap": 3.0},
+    "ring no mask": {"ranks": 3, "method": "ring", "layout": "contiguous", "sizes": (16, 24)},
+    "ring striped": {"ranks": 4, "method": "ring", "layout": "striped", "window_size": (13, 0)},
+    "ring striped causal": {"ranks": 3, "method": "ring", "layout": "striped", "causal": True, "sink": True},
+    "ring, fewer tokens than ranks": {"ranks": 8, "method": "ring", "tokens": (5, 5), "causal": True},
+    "ring, no token": {"ranks": 2, "method": "ring", "tokens": (0, 0), "causal": True},
+    "ring, other keys": {"ranks": 4, "method": "ring", "tokens": (21, 60), "causal": True, "sink": True},
+    "ring, fewer keys": {"ranks": 4, "method": "ring", "tokens": (60, 21), "causal": True},
+    "ring documents": {
+        "ranks": 4, "method": "ring", "causal": True, "tokens": (64, 64),
+        "documents": ([3, 20, 1, 0, 30, 10], [3, 20, 1, 0, 30, 10]),
+    },
+    "ring documents window": {
+        "ranks": 3, "method": "ring", "window_size": (4, 2), "tokens": (64, 64), "sink": True,
+        "documents": ([33, 20, 11], [33, 20, 11]),
+    },
+    "ring documents other keys": {
+        "ranks": 2, "method": "ring", "causal": True, "tokens": (30, 50),
+        "documents": ([10, 5, 0, 15], [20, 3, 7, 20]),
+    },
+    "ulysses": {"ranks": 4, "method": "ulysses", "causal": True, "heads": (8, 4), "sink": True},
+    "ulysses, fewer key heads": {"ranks": 4, "method": "ulysses", "causal": True, "heads": (8, 2)},
+    "ulysses, odd heads": {"ranks": 4, "method": "ulysses", "window_size": (9, 3), "heads": (6, 2)},
+    "ulysses, fewer heads": {"ranks": 3, "method": "ulysses", "causal": True, "heads": (2, 1), "sink": True},
+    "ulysses striped": {
+        "ranks": 2, "method": "ulysses", "layout": "striped", "causal": True, "tokens": (31, 40),
+    },
+    "ulysses documents": {
+        "ranks": 2, "method": "ulysses", "causal": True, "documents": ([13, 30, 7], [13, 30, 7]),
+    },
+    "allgather": {"ranks": 4, "method": "allgather", "causal": True, "sink": True},
+    "allgather window": {"ranks": 3, "method": "allgather", "window_size": (7, 0), "tokens": (31, 31)},
+    "allgather striped": {"ranks": 2, "method": "allgather", "layout": "striped", "causal": True},
+    "allgather documents": {
+        "ranks": 4, "method": "allgather", "causal": True, "documents": ([13, 30, 7], [13, 30, 7]),
+    },
+    "auto": {"ranks": 2, "causal": True},
+    "two dimensions": {"ranks": 8, "mesh": (4, 2), "causal": True, "tokens": (67, 67), "sink": True},
+    "two dimensions, one key head": {"ranks": 8, "mesh": (2, 4), "window_size": (20, 0), "heads": (4, 1)},
+    "two dimensions striped": {"ranks": 8, "mesh": (4, 2), "layout": "striped", "causal": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    with pool(8, groups=(2, 3, 4)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_exact(ranks, name):
+    case = dict(CASES[name])
+    count = case.pop("ranks")
+    for rank, errors in enumerate(ranks.run(parallel_tasks.compare, count, **case)):
+        assert isinstance(errors, dict), f"rank {rank}: {errors!r}"
+        assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments"),
+    [
+        (4, {"pages": True, "merge": "allgather", "interleave": 1, "seqlen_q": 1}),
+        (3, {"pages": False, "merge": "allgather", "interleave": 2, "seqlen_q": 2}),
+        (2, {"pages": True, "merge": "reduce_scatter", "interleave": 4, "seqlen_q": 3}),
+    ],
+)
+def test_decoding_over_a_sharded_cache(ranks, count, arguments):
+    """It begins with sequences that some ranks have no token of."""
+    for errors in ranks.run(parallel_tasks.decode, count, steps=6, **arguments):
+        assert max(errors) < 1e-12, errors
+
+
+def test_many_layers_are_as_exact_as_on_one_device(ranks):
+    for shared, single in ranks.run(parallel_tasks.through_layers, 4, layers=64):
+        assert shared <= 1.1 * single
+
+
+@pytest.mark.parametrize("placements", [(1, 0), (1, 2), (0, 1)])
+@pytest.mark.parametrize("public", [False, True])
+def test_distributed_tensors(ranks, placements, public):
+    for error in ranks.run(parallel_tasks.distributed, 8, shape=(4, 2), placements=placements, public=public):
+        assert error < 1e-12
+
+
+DISAGREEMENTS = {
+    "causal": ({"causal": True}, {}),
+    "window_left": ({"window_size": (3, 0)}, {"window_size": (4, 0)}),
+    "method": ({"method": "ring"}, {"method": "ulysses"}),
+    "layout": ({"layout": "striped"}, {"layout": "zigzag"}),
+    "heads of q": ({"heads": 2}, {"heads": 4}),
+    "dtype": ({"dtype": torch.float64}, {"dtype": torch.float32}),
+    "whether gradients are wanted": ({"learns": True}, {}),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree_say_so(ranks, name):
+    for said in ranks.run(parallel_tasks.faulty, 2, by_rank=DISAGREEMENTS[name]):
+        assert said.startswith(f"ValueError: the ranks disagree on {name}: rank 0 has "), said
+
+
+def test_a_rank_with_other_tokens_is_named(ranks):
+    for said in ranks.run(parallel_tasks.faulty, 2, by_rank=[{"tokens": 8}, {"tokens": 5}]):
+        assert "rank" in said, said
+        assert "cut it with flashtile.parallel.shard" in said
+
+
+def test_a_refused_call_is_refused_on_all_ranks(ranks):
+    said = ranks.run(parallel_tasks.faulty, 2, by_rank=[{}, {"softcap": -1.0}])
+    assert said[0].startswith("ValueError: rank 1 refuses the call: softcap")
+    assert said[1].startswith("ValueError: softcap must be")
+
+
+def test_an_absent_rank_is_named_in_time_and_nothing_hangs():
+    with pool(3) as few:
+        away = [{}, {}, {"stays_away": True}]
+        for said in few.run(parallel_tasks.faulty, 3, by_rank=away, timeout=1.0)[:2]:
+            assert said.startswith("RuntimeError: rank "), said
+            assert "from rank 2 within 1 s" in said
+    with pool(2) as few:
+        dying = [{"dies": False}, {"dies": True}]
+        alive, _ = few.run(parallel_tasks.dies_between_passes, 2, by_rank=dying, timeout=5.0)
+        assert alive.startswith("rank 0 of 2 heard nothing from rank 1 within 5 s"), alive
+
+
+def test_the_example_goes_on_from_its_checkpoint_with_other_ranks(ranks, tmp_path):
+    run = {"path": "examples/train_long_gpt.py"}
+    whole = ranks.run(parallel_tasks.example, 2, steps=6, checkpoint=None, **run)
+    first = ranks.run(parallel_tasks.example, 3, steps=4, checkpoint=tmp_path / "long.pt", **run)
+    rest = ranks.run(parallel_tasks.example, 2, steps=6, checkpoint=tmp_path / "long.pt", **run)
+    assert whole[0] == whole[1]
+    assert len(rest[0]) == 2
+    assert first[0] + rest[0] == pytest.approx(whole[0], abs=1e-4)
+    assert whole[0][-1] < whole[0][0]

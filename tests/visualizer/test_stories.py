@@ -1,0 +1,242 @@
+"""The stories of the page: their numbers against numbers computed apart."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from visits import Visit
+
+from flashtile.algorithms import reservation
+from flashtile.visualizer import stories
+from flashtile.visualizer.stories import fp8, matmul, pool, unified, warps
+
+END = 10**9
+
+
+@pytest.fixture(scope="module")
+def told(chromium: Any, page_file: Path) -> Iterator[Visit]:
+    """One page for all of these tests; at its end, nothing must have complained."""
+    context = chromium.new_context(viewport={"width": 1400, "height": 1000}, locale="en-US")
+    page = context.new_page()
+    visit = Visit(page, page_file.as_uri())
+    page.on("console", lambda message: visit.complaints.append(message.text))
+    page.on("pageerror", lambda error: visit.complaints.append(str(error)))
+    page.on("request", lambda sent: visit.requests.append(sent.url))
+    visit.go("story=softmax&at=0")
+    yield visit
+    context.close()
+    assert not visit.complaints
+    assert not [url for url in visit.requests if not url.startswith((visit.url, "about:", "data:", "blob:"))]
+
+
+def tell(visit: Visit, name: str, at: int = END, **more: str) -> dict[str, dict[str, str]]:
+    """The counters of each case of a story after ``at`` events of the longest."""
+    visit.show("&".join([f"story={name}", f"at={at}", *(f"{key}={value}" for key, value in more.items())]))
+    counters = visit.each(
+        ".case [data-counter]", "[e.closest('.case').dataset.case, e.dataset.counter, e.dataset.value]"
+    )
+    found: dict[str, dict[str, str]] = {}
+    for case, counter, value in counters:
+        found.setdefault(case, {})[counter] = value
+    return found
+
+
+def column(found: dict[str, dict[str, str]], counter: str) -> dict[str, float]:
+    return {case: float(counters[counter]) for case, counters in found.items() if counter in counters}
+
+
+def strip(visit: Visit, case: str, name: str) -> list[str]:
+    return visit.each(f"[data-case={case}] [data-strip='{name}'] span", "e.dataset.value ?? e.textContent")
+
+
+def test_softmax_in_three_passes_two_and_one(told: Visit) -> None:
+    found = tell(told, "softmax", variant="article")
+    assert column(found, "passes") == {"naive": 2, "safe": 3, "online": 2, "average": 1}
+    assert column(found, "hbm_read") == {"naive": 16, "safe": 24, "online": 16, "average": 8 + 8}
+    total = sum(math.exp(x - 4) for x in (1, 2, 3, 4))
+    exact = [math.exp(x - 4) / total for x in (1, 2, 3, 4)]
+    for case in ("naive", "safe", "online"):
+        assert [float(value) for value in strip(told, case, "softmax")] == pytest.approx(exact, rel=1e-5)
+    average = sum(p * v for p, v in zip(exact, (10, 20, 30, 40), strict=True))
+    assert float(strip(told, "average", "result")[0]) == pytest.approx(average, rel=1e-5)
+
+
+def test_the_sum_is_corrected_when_the_second_block_comes(told: Visit) -> None:
+    """m = 2, l = e^-1 + 1; then m = 4, l = (e^-1 + 1) e^-2 + e^-1 + 1."""
+    case = next(case for case in stories.recorded("softmax") if case.name == "online")
+    sums = [at for at, event in enumerate(case.trace.events, 1) if event.name == "l" and event.op]
+    first = math.exp(-1) + 1
+    longest = max(len(case.trace.events) for case in stories.recorded("softmax"))
+    for at, maximum, total in zip(sums, (2, 4), (first, first * math.exp(-2) + first), strict=True):
+        place = math.ceil((at + 1) / len(case.trace.events) * longest)  # m is stored right after l
+        tell(told, "softmax", place, variant="article")
+        assert float(strip(told, "online", "m")[0]) == maximum
+        assert float(strip(told, "online", "l")[0]) == pytest.approx(total, rel=1e-4)
+
+
+def test_only_the_naive_softmax_overflows(told: Visit) -> None:
+    tell(told, "softmax", variant="large")
+    assert strip(told, "naive", "softmax")[-1] == "nan"
+    assert float(strip(told, "online", "softmax")[-1]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("variant", "beta"), [("product", 0), ("scaled", 1)])
+def test_tiles_of_blocks_and_of_warps(told: Visit, variant: str, beta: int) -> None:
+    found = tell(told, "matmul", variant=variant)
+    n = matmul.SIZE
+    reads = {name: 2 * (2 * n**3 // block + beta * n * n) for name, (block, _) in matmul.TILES.items()}
+    assert column(found, "hbm_read") == reads
+    assert column(found, "shared_read") == {name: 2 * 2 * n**3 // w for name, (_, w) in matmul.TILES.items()}
+    barriers = {
+        name: 2 * (n // block) ** 2 * (n // matmul.STRIP) for name, (block, _) in matmul.TILES.items()
+    }
+    assert column(found, "barriers") == barriers
+    assert set(column(found, "finished").values()) == {n * n}
+
+
+def test_the_chain_of_products(told: Visit) -> None:
+    found = tell(told, "chain")
+    n, d, block = 6, 4, 2
+    assert column(found, "middle") == {"separate": 2 * n * n, "fused": 0, "reordered": 2 * d * d}
+    assert column(found, "hbm_read")["fused"] == 2 * (n * d + n // block * 2 * n * d)
+    assert column(found, "matmul_flops") == {
+        "separate": 4 * n * n * d, "fused": 4 * n * n * d, "reordered": 4 * n * d * d,
+    }  # fmt: skip
+    assert column(found, "hbm_peak")["separate"] - column(found, "hbm_peak")["fused"] == 2 * n * n
+
+
+def test_warps_split_keys_or_rows(told: Visit) -> None:
+    found = tell(told, "warps")
+    w, rows, d, tile = warps.NUM_WARPS, warps.ROWS, warps.HEAD_DIM, warps.BLOCK
+    tiles = warps.KEYS // tile
+    assert column(found, "shared_read")["split_q"] == 2 * rows * d + tiles * w * 2 * tile * d * 2
+    assert column(found, "shared_written") == {
+        "split_k": tiles * 4 * w * rows * (1 + 1 + d), "split_q": 0,
+    }  # fmt: skip
+    assert column(found, "barriers") == {"split_k": 1 + 4 * tiles, "split_q": 1 + 2 * tiles}
+    cases = {case.name: case for case in stories.recorded("warps")}
+    ends = {name: round(max(span.end for span in case.trace.spans)) for name, case in cases.items()}
+    assert column(found, "cycles") == ends
+    assert ends["split_k"] > 1.5 * ends["split_q"]
+    bars = told.each(".lanes-of-warps rect title", "e.textContent")
+    assert len(bars) == sum(len(case.trace.spans) for case in cases.values())
+
+
+@pytest.mark.parametrize("variant", ["column", "huge", "none"])
+def test_eight_bits_and_an_outlier(told: Visit, variant: str) -> None:
+    """What is coarser than e4m3's 1/16, or gone: rounded here by hand, block by block."""
+    found = tell(told, "fp8", variant=variant)
+    q, k, _ = fp8.inputs(variant)
+    for case, rows in (("tensor", fp8.SEQLEN), ("block", fp8.BLOCK)):
+        coarse = lost = 0
+        for x, start in itertools.product((q, k), range(0, fp8.SEQLEN, rows)):
+            part = x[start : start + rows].double()
+            scale = part.abs().max().float().double() / 448
+            step = 2.0 ** (torch.floor(torch.log2((part / scale).abs())).clamp(min=-6) - 3)
+            stored = torch.round(part / scale / step) * step * scale
+            gone = stored == 0
+            lost += int(gone.sum())
+            coarse += int((~gone & ((stored - part).abs() > part.abs() / 16 * (1 + 1e-5))).sum())
+        assert (found[case]["coarse"], found[case]["lost"]) == (str(coarse), str(lost)), case
+    error = column(found, "error")
+    if variant == "column":
+        assert error["rotated"] < 0.5 * min(error["tensor"], error["block"])
+    if variant == "huge":
+        assert error["block"] < 0.6 * error["tensor"]
+
+
+@pytest.mark.parametrize("variant", ["spike", "calm"])
+def test_a_unified_maximum_falls_back(told: Visit, variant: str) -> None:
+    found = tell(told, "unified", variant=variant)
+    blocks, again = len(unified.SCORES) // unified.BLOCK, variant == "spike"
+    assert column(found, "again") == {"running": 0, "unified": again}
+    corrections = {"running": blocks + unified.NUM_SPLITS, "unified": blocks * again}
+    assert column(found, "corrections") == corrections
+    red = told.each("[data-case=unified] circle.wrong", "Number(e.dataset.score)")
+    assert red == ([unified.SPIKE] if again else [])
+    for case in stories.recorded("unified"):
+        weights = [math.exp(score) for score in case.facts["scores"]]
+        out = sum(i * weight for i, weight in enumerate(weights)) / sum(weights)
+        assert case.facts["out"] == [pytest.approx(out, rel=1e-5)]
+
+
+def test_reservations_against_pages(told: Visit) -> None:
+    """Reserving for the longest is a queue with as many places as fit: simulated here without addresses."""
+    found = tell(told, "pool")
+    requests, places = reservation.random_requests(pool.REQUESTS), pool.SLOTS // reservation.LONGEST
+    waiting, running, tokens, steps = list(requests), [], 0, 0
+    while waiting or running:
+        while waiting and len(running) < places:
+            prompt, output = waiting.pop(0)
+            running.append([prompt, prompt + output])
+        if waiting:
+            tokens, steps = tokens + sum(length for length, _ in running), steps + 1
+        running = [[length + 1, final] for length, final in running if length + 1 < final]
+    assert column(found, "sequences")["longest"] == places
+    waste = column(found, "waste")
+    assert waste["longest"] == pytest.approx(1 - tokens / (steps * places * reservation.LONGEST))
+    assert 0.6 < waste["longest"] < 0.8
+    assert waste["pages"] < 0.04
+    assert column(found, "sequences")["pages"] > 5 * places
+
+
+def test_memories_are_shown_at_the_same_step(told: Visit) -> None:
+    found = tell(told, "pool", 20)
+    traces = {case.name: case.trace.events for case in stories.recorded("pool")}
+    step = traces["longest"][19].data["step"]  # type: ignore[index]
+    for name, events in traces.items():
+        data = [event.data for event in events if event.data["step"] <= step][-1]  # type: ignore[index]
+        assert data is not None
+        assert int(found[name]["now"]) == len(data["sequences"])
+        assert float(found[name]["waste_now"]) == pytest.approx(1 - data["used"] / data["held"])
+        used = told.each(f"[data-case={name}] .cells .used", "1")
+        sizes = [-(-length // pool.PAGE_SIZE) for _, length, *_ in data["sequences"]]
+        if name == "pages":
+            assert len(used) == sum(sizes)
+
+
+def test_buttons_player_and_the_way_back(told: Visit) -> None:
+    told.show("a=flash2;block=4x4&seqlen=8&head_dim=4&at=3&story=none")
+    assert told.page.is_visible("article.a")
+    told.page.click("[data-story=chain]")
+    told.settle()
+    assert told.state["story"] == "chain"
+    assert told.page.get_attribute("#play", "aria-label") == "Pause"
+    assert told.page.is_hidden("article.a")
+    told.press(" ", "Home", "ArrowRight", "ArrowRight", "ArrowLeft")
+    assert told.state["at"] == "1"
+    told.press("End")
+    state = told.state
+    assert state["at"] == told.page.get_attribute("#position", "max")
+    told.press("l")
+    assert told.text(".story h2") == "没有 softmax 的 Q Kᵀ V"
+    told.press("l")
+    told.page.click("#story-end")
+    told.settle()
+    assert told.page.is_visible("article.a")
+    assert "story" not in told.state
+    assert told.state["at"] == "3"
+    told.page.click("[data-story=fp8]")
+    told.settle()
+    told.page.click("#play")
+    told.page.select_option(".variants", "huge")
+    told.settle()
+    assert told.state["variant"] == "huge"
+    told.press("1")
+    assert told.page.is_visible("article.a")
+
+
+def test_every_story_fits_on_a_phone(told: Visit) -> None:
+    """In Chinese: no text is missing, nothing is wider than the screen."""
+    told.page.set_viewport_size({"width": 390, "height": 844})
+    for name in stories.STORIES:
+        tell(told, name, 5, lang="zh")
+        assert told.page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        assert len(told.text(".story .about")) > 100
+    told.page.set_viewport_size({"width": 1400, "height": 1000})

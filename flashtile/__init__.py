@@ -44,8 +44,10 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flash_attn_with_shared_prefix",
+    "flex_attention",
     "fp8",
     "linear",
+    "masks",
     "merge_states",
     "nn",
     "parallel",
@@ -53,8 +55,9 @@ __all__ = [
     "sdpa",
 ]
 
-_LATER = ("compat", "fp8", "linear", "nn", "parallel")
+_LATER = ("compat", "fp8", "linear", "masks", "nn", "parallel")
 _IN_MODULES = {
+    "flex_attention": "flashtile.masks.flex",
     "LLM": "flashtile.engine",
     "SamplingParams": "flashtile.engine",
     "sdpa": "flashtile.integrations.sdpa",

@@ -89,6 +89,7 @@ class CompileCase:
         options: further compiler options, such as ``maxnreg``.
         spill_budget: bytes of spill stores that were measured and accepted for this configuration.
         tensor_cores: whether its products must run on the tensor cores.
+        exhaustive: whether it is left to tests of every configuration, for it differs little from another.
     """
 
     name: str
@@ -101,6 +102,7 @@ class CompileCase:
     options: dict[str, Any] = field(default_factory=dict)
     spill_budget: int = 0
     tensor_cores: bool = True
+    exhaustive: bool = False
 
     def compile(self, target: Architecture) -> Any:
         """Compile for an architecture (from Triton's disk cache if it is there).

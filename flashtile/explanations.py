@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashtile.attn.functional import attention
 from flashtile.attn.operators import BACKWARD, FORWARD
 from flashtile.backends.common.device import Target
+from flashtile.masks.operators import FORWARD as MODIFIED
 from flashtile.op.operation import describing
 from flashtile.op.selection import Choice, choose
 
@@ -96,7 +97,7 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
         if card is not None:
             problem = _on_card(problem, Target(card.name, card.capability, card.sm_count))
         choices.append(choose(operation, problem, backend))
-        if operation is FORWARD:
+        if operation in (FORWARD, MODIFIED):
             choices.append(choose(BACKWARD, problem, backend))
     return Explanation(tuple(choices))
 

@@ -39,6 +39,9 @@ def attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -64,6 +67,8 @@ def attention(
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
 
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
     masks = [] if mask is None else [mask]
     if key_padding_mask is not None:
         masks.append(key_padding_mask[:, None, None])
@@ -75,6 +80,10 @@ def attention(
             seen = seen & same_chunk(q.shape[1], k.shape[1], attention_chunk, q.device)
         for one in masks:
             seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
+        grids = _grids(q, k)
+        if mask_mod is not None:
+            seen = seen & torch.as_tensor(mask_mod(*grids), device=q.device)
+        modify = None if score_mod is None else lambda scores: score_mod(scores, *grids)
         added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
         factors = None
         if dropout_p > 0 and rng_state is not None:
@@ -84,7 +93,7 @@ def attention(
             factors = mask.to(q.dtype) / (1 - dropout_p)
         return masked(
             q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
-            softcap=problem.softcap, sink=sink, round_p=round_p, factors=factors,
+            softcap=problem.softcap, modify=modify, sink=sink, round_p=round_p, factors=factors,
         )  # fmt: skip
 
     if cu_seqlens_q is None and (seqused_q is seqused_k is None or problem.batch == 0):
@@ -127,6 +136,7 @@ def standard(
     hidden: Tensor | None = None,
     empty: Tensor | None = None,
     bias: Tensor | None = None,
+    modify: Callable[[Tensor], Tensor] | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
@@ -143,6 +153,7 @@ def standard(
         empty: bool, broadcast to (..., heads_q, seqlen_q, 1): True for rows that see no key, whose out is 0
             and lse -inf. None: there are none.
         bias: added to the scores after the soft-cap.
+        modify: a function of all scores, after the bias.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0 turns it off.
         sink: (heads_q,), a score that every row sees and that has no value; or broadcast to (..., heads_q,
             seqlen_q, 1).
@@ -158,8 +169,12 @@ def standard(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
+    if modify is not None:
+        scores = torch.as_tensor(modify(scores)).to(scores.dtype).expand(scores.shape).clone()
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
+    if modify is not None:  # which may hide whatever is left of a row
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
     if sink is not None:  # one more key
         column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
         column = column.expand(*scores.shape[:-1], 1)
@@ -222,6 +237,13 @@ def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tens
     if b is not None and cells.shape[0] > 1:
         cells = cells[b : b + 1]
     return cells[:, :, :seqlen_q, :seqlen_k]
+
+
+def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch, head, row and key of every score of dense q and k, broadcast against each other."""
+    batch, rows, heads, _ = q.shape
+    b, h, i, j = (torch.arange(n, device=q.device) for n in (batch, heads, rows, k.shape[1]))
+    return b[:, None, None, None], h[:, None, None], i[:, None], j
 
 
 def visible(

@@ -9,6 +9,8 @@ asked for, the result is a tuple, which needs no cast.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +31,7 @@ from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
 from flashtile.dropout import draw_state
+from flashtile.masks.functional import attend as attend_modified
 
 # What the packed functions call these arguments, for their errors.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -64,6 +67,9 @@ def attention(
     key_padding_mask: Tensor | None = None,
     bias: Tensor | None = None,
     rng_state: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
     deterministic: bool = False,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -119,6 +125,12 @@ def attention(
         bias: float32 or of q's dtype, learnable, shaped and laid out as ``mask``: added to the scores after
             scale and softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
             along, in one order.
+        score_mod: FlexAttention's function of a score: ``score_mod(score, batch, head, q_idx, kv_idx)`` takes
+            its place, after softcap and alibi_slopes and before masks. Captured tensors get gradients.
+        mask_mod: FlexAttention's ``mask_mod(batch, head, q_idx, kv_idx)``, True for a key that takes part. It
+            joins causal and window_size. See :mod:`flashtile.masks` for both; positions count from 0.
+        block_mask: which blocks ``mask_mod`` leaves to do, from :func:`flashtile.masks.create_block_mask` or
+            FlexAttention's own, in place of ``mask_mod``: empty blocks cost nothing.
         deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
             with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
             ``torch.use_deterministic_algorithms(True)`` asks for it, too.
@@ -174,7 +186,13 @@ def attention(
     if options.dropout_p != 0.0:
         extras = _with_state(extras, options, q, rng_state)
     buffers = () if out is lse is None else (out, lse)
-    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
+    descales = (q_descale, k_descale, v_descale)
+    if not (score_mod is mask_mod is block_mask is None):
+        _check_beside_functions(q, descales, buffers)
+        attend: Any = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+        out, lse = _call(q, k, v, extras, options, descales, buffers, attend)
+    else:
+        out, lse = _call(q, k, v, extras, options, descales, buffers)
     return (out, lse) if return_lse else out
 
 
@@ -540,10 +558,12 @@ def _call(
     options: Options,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     buffers: tuple,
+    attend: Callable[..., tuple[Tensor, Tensor]] = operators.forward,
 ) -> tuple[Tensor, Tensor]:
+    """``attend`` is the operation where the results are new ones."""
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
-    others: Any = (extras, options, descales, buffers)
+    others: Any = (extras, options, descales, buffers, attend)
     if torch.compiler.is_dynamo_compiling():  # which traces no check of strides
         return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
     try:
@@ -563,6 +583,7 @@ def _attend(
     options: Options,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     buffers: tuple,
+    attend: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         from flashtile.fp8.functional import attend_descaled
@@ -577,7 +598,23 @@ def _attend(
         assert out is not None
         assert lse is not None
         return out, lse
-    return operators.forward(q, k, v, extras, options)
+    return attend(q, k, v, extras, options)
+
+
+def _check_beside_functions(
+    q: Tensor, descales: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple
+) -> None:
+    """What a call with functions of the user's cannot have, and only the front door knows of."""
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError(
+            f"q must be of 16 bits or more beside score_mod, mask_mod and block_mask, got {q.dtype}"
+        )
+    refuse_descales(*descales, "without score_mod, mask_mod and block_mask")
+    if buffers:
+        name = "lse" if buffers[0] is None else "out"
+        raise NotImplementedError(
+            f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor"
+        )
 
 
 def _with_state(extras: Extras, options: Options, q: Tensor, rng_state: Tensor | None = None) -> Extras:

@@ -36,7 +36,7 @@ def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(out, dtype=dtype), q.new_empty(lse, dtype=lse_dtype)
 
 
-def _of_forward(
+def of_forward(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *others: Any
 ) -> Any:
     """The arguments of the forward pass whose backward pass these are."""
@@ -44,7 +44,7 @@ def _of_forward(
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, extras, options = _of_forward(*arguments)
+    q, k, v, extras, options = of_forward(*arguments)
     sink, bias = extras.sink, extras.bias
     dsink = None if sink is None else sink.new_empty(sink.shape)
     dbias = bias.new_empty(bias.shape) if options.bias_grad else None
@@ -57,7 +57,7 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opt
 
 
 def _backward_flops(*arguments: Any) -> int:
-    q, k, v, extras, options = _of_forward(*arguments)
+    q, k, v, extras, options = of_forward(*arguments)
     return backward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
 
 
@@ -66,14 +66,14 @@ def _count_scores(q: Tensor, k: Tensor, extras: Extras, options: Options) -> int
     return count_scores(q, *of_q, k.shape[1], extras.cu_seqlens_k, options.max_seqlen_k)
 
 
-class _Forward(Operation):
+class ForwardOperation(Operation):
     def check_values(self, tensors: tuple, extras: Extras, options: Options) -> None:
         """Offsets and lengths are among the extras: a call without any has no data to check."""
         if extras is not NO_EXTRAS:
             super().check_values(tensors, extras, options)
 
 
-class _Backward(Operation):
+class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
         """(dq, dk, dv, dsink, dbias) from the gradients of out and lse, of which one may be None (zero)."""
         # Autograd hands over expanded gradients (out.sum()) and ones with any strides.
@@ -83,7 +83,7 @@ class _Backward(Operation):
         return super().launch((dout, dlse, q, k, v, out, lse), extras, options)
 
 
-FORWARD = _Forward(
+FORWARD = ForwardOperation(
     "forward",
     tensors=("q", "k", "v"),
     beside=NO_EXTRAS,
@@ -98,14 +98,14 @@ FORWARD = _Forward(
     shardings=forward_shardings,
 )
 FORWARD_INTO = Into(FORWARD, ("out", "lse"), _forward_results)
-BACKWARD = _Backward(
+BACKWARD = BackwardOperation(
     "backward",
     tensors=("dout?", "dlse?", "q", "k", "v", "out", "lse"),
     beside=NO_EXTRAS,
     options=Options,
     results=5,
     check=lambda *arguments: None,  # the forward pass checked what it saved
-    describe=lambda *arguments: Problem.from_tensors(*_of_forward(*arguments)),
+    describe=lambda *arguments: Problem.from_tensors(*of_forward(*arguments)),
     fake=_fake_backward,
     flops=_backward_flops,
     shardings=backward_shardings,

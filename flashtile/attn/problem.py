@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.masks.problem import Mods
 from flashtile.problem import UNLIMITED, Results, address_of
 
 
@@ -97,6 +98,8 @@ class Problem(Results):
     seqused_q: bool = False
     bias_grad: bool = False
     """Whether the backward pass computes the gradient of the bias."""
+    mods: Mods | None = None
+    """Functions of scores and masks."""
     partial: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""

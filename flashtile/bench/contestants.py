@@ -22,6 +22,7 @@ from flashtile.problem import PREFERENCE, UNLIMITED
 
 OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "attention": (Flashtile,),
+    "masks": (Flashtile,),
     "fp8": (fp8_peers.Quantized, fp8_peers.Quantizing),
     "decode": (decode_peers.Decoding, decode_peers.SharedPrefix),
 }
@@ -34,6 +35,8 @@ def peers(kind: str) -> tuple[Peer, ...]:
         return (fp8_peers.InBf16(), fp8_peers.FlashAttention3())
     if kind == "decode":
         return (decode_peers.FlashAttention3(),)
+    if kind == "masks":
+        return (FlexAttention(),)
     return (
         Sdpa("sdpa-flash", "FLASH_ATTENTION", "cuda"),
         Sdpa("sdpa-cudnn", "CUDNN_ATTENTION", "cuda"),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flashtile import reference, testing
 from flashtile.bench.inputs import Inputs
+from flashtile.bench.mods import MODS
 from flashtile.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
@@ -105,7 +106,7 @@ class Oracle:
                 for name in ("alibi_slopes", "sink")
                 if (t := getattr(inputs, name)) is not None
             }
-            results = _attend_head(self._workload, q, k, v, dout, by_head, gradients)
+            results = _attend_head(self._workload, head, q, k, v, dout, by_head, gradients)
             for name, result in zip(names, results, strict=True):
                 parts[name].append(result.flatten())
         return {name: torch.cat(results) for name, results in parts.items()}
@@ -138,6 +139,7 @@ def sample_heads(workload: Workload, device_type: str) -> list[Head]:
 
 def _attend_head(
     workload: Workload,
+    head: Head,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,7 +159,8 @@ def _attend_head(
     step = max(1, CHUNK_SCORES[q.device.type] // max(1, k.shape[0] * q.shape[1]))
     for start in range(0, q.shape[0], step):
         rows = q[start : start + step].detach().requires_grad_(gradients)
-        out = _attend_rows(workload, rows, k, v, start + k.shape[0] - q.shape[0], **by_head)
+        position = start + k.shape[0] - q.shape[0]
+        out = _attend_rows(workload, head, rows, k, v, position, **by_head)
         outs.append(out.detach())
         if gradients:
             dq, *shares = torch.autograd.grad(out, (rows, k, v), dout[start : start + step])
@@ -170,6 +173,7 @@ def _attend_head(
 
 def _attend_rows(
     workload: Workload,
+    head: Head,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -190,8 +194,19 @@ def _attend_rows(
         bias = (-alibi_slopes[:, None] * distance[:, None]).flatten(0, 1)
     if sink is not None:
         column = sink.repeat(rows)[None, :, None]
+    modify = None
+    if workload.mod:  # of squares, so that a row stands at its own number
+        score_mod, mask_mod = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, q.device)
+        grids = (
+            torch.tensor(head.sequence, device=q.device),
+            (head.kv_head * group + torch.arange(group, device=q.device)).repeat(rows)[:, None],
+            torch.arange(position, position + rows, device=q.device).repeat_interleave(group)[:, None],
+            torch.arange(k.shape[0], device=q.device),
+        )
+        hidden = hidden if mask_mod is None else hidden | ~mask_mod(*grids)
+        modify = None if score_mod is None else lambda scores: score_mod(scores, *grids)
     out, _ = reference.standard(
         q.flatten(0, 1)[None], k[None], v[None], workload.head_dim**-0.5, hidden=hidden,
-        empty=hidden.all(-1, keepdim=True), bias=bias, softcap=workload.softcap, sink=column,
+        empty=hidden.all(-1, keepdim=True), bias=bias, softcap=workload.softcap, modify=modify, sink=column,
     )  # fmt: skip
     return out[0].unflatten(0, (rows, group))

@@ -22,7 +22,9 @@ from torch import Tensor
 from flashtile import machine, reference
 from flashtile.attn import functional
 from flashtile.bench.inputs import Inputs
+from flashtile.bench.mods import MODS
 from flashtile.bench.workloads import Workload
+from flashtile.masks import create_block_mask
 from flashtile.problem import UNLIMITED
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,6 +96,8 @@ class Flashtile(Peer):
         self._backend = backend
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
+        if workload.mod:
+            return Call(partial(functional.attention, **_functions(workload, inputs), backend=self._backend))
         function: Any = functional.flash_attn_func
         if workload.varlen:
             function = functional.flash_attn_varlen_func
@@ -245,6 +249,12 @@ class FlexAttention(Peer):
             torch.compiler.reset()
             attend = torch.compile(attend, dynamic=False)
         options: dict[str, Any] = {"enable_gqa": workload.group_size > 1}
+        if workload.mod:
+            given = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, inputs.q.device)
+            options["score_mod"] = given.score_mod
+            mask = given.mask_mod
+        else:
+            mask = _flex_mask(workload, inputs)
         if workload.softcap:
             softcap = workload.softcap
             options["score_mod"] = lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
@@ -252,7 +262,6 @@ class FlexAttention(Peer):
         if slopes is not None:
             shift = workload.seqlen_k - workload.seqlen_q
             options["score_mod"] = lambda score, b, h, i, j: score - slopes[h] * (i + shift - j).abs()
-        mask = _flex_mask(workload, inputs)
         if mask is not None:
             rows, keys = (tensor.shape[0 if workload.varlen else 1] for tensor in (inputs.q, inputs.k))
             options["block_mask"] = flex.create_block_mask(
@@ -317,6 +326,16 @@ def options(workload: Workload, inputs: Inputs) -> dict[str, Any]:
         "max_seqlen_q": workload.seqlen_q,
         "max_seqlen_k": workload.seqlen_k,
     }
+
+
+def _functions(workload: Workload, inputs: Inputs) -> dict[str, Any]:
+    """The functions of a workload as arguments of ``flashtile.attention``; masks as block masks."""
+    device, length = inputs.q.device, workload.seqlen_q
+    score_mod, mask_mod = MODS[workload.mod](length, workload.num_heads_q, device)
+    given: dict[str, Any] = {} if score_mod is None else {"score_mod": score_mod}
+    if mask_mod is not None:
+        given["block_mask"] = create_block_mask(mask_mod, None, None, length, length, device)
+    return given
 
 
 def first_of(result: Any) -> Tensor:

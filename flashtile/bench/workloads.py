@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flashtile.bench import mods
 from flashtile.bench.shapes import SHAPES
 from flashtile.io_model.calls import Call
 from flashtile.problem import UNLIMITED
@@ -61,6 +62,7 @@ class Workload:
         window_left: keys that a query sees before its own position; -1 is unlimited.
         lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None: all
             sequences are as long.
+        mod: a function of scores or masks, by its name in :data:`flashtile.bench.mods.MODS`.
         cache: for decoding, attention of ``seqlen_q`` new tokens of each sequence over a cache.
         head_dim_v: of v and out; None is ``head_dim``.
         alibi, sink: with ALiBi's slopes for the number of heads; with a learned sink a head.
@@ -81,6 +83,7 @@ class Workload:
     softcap: float = 0.0
     lengths: tuple[tuple[int, int], ...] | None = None
     cache: Cache | None = None
+    mod: str = ""
     head_dim_v: int | None = None
     alibi: bool = False
     sink: bool = False
@@ -88,7 +91,9 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """ "attention", "fp8" or "decode": each kind has contestants of its own."""
+        """ "attention", "masks", "fp8" or "decode": each kind has contestants of its own."""
+        if self.mod:
+            return "masks"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property
@@ -144,7 +149,7 @@ class Workload:
     @property
     def mask(self) -> str:
         """The mask in words, for tables and plots."""
-        words = ["causal" if self.causal else "full"]
+        words = [self.mod] if self.mod else ["causal" if self.causal else "full"]
         words += [f"window {self.window_left + 1}"] if self.window_left != UNLIMITED else []
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
         words += ["ALiBi"] if self.alibi else []
@@ -167,6 +172,8 @@ class Workload:
 
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head over the batch; seqlen^2 / 2 each for a dense causal square."""
+        if self.mod:
+            return self.batch * mods.visible_pairs(self.mod, self.seqlen_q)
         square = self.seqlen_q == self.seqlen_k and self.lengths is None
         if square and self.causal and self.window_left == UNLIMITED:
             return self.batch * self.seqlen_q * self.seqlen_k // 2
@@ -433,6 +440,14 @@ WORKLOADS: tuple[Workload, ...] = (
         for b, s, n in ((8, 8192, 8), (32, 4096, 8), (8, 8192, 64), (32, 4096, 64), (1, 32768, 256))
     ),
     _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
+    # Functions of scores and masks, as FlexAttention's users write them
+    *(
+        workload
+        for name in mods.MODS
+        for workload in _dense(
+            f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name
+        )
+    ),
     # Sized for two cores
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
     *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
@@ -449,6 +464,10 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("ci-sink", (70,), 0, "ci", (4, 2, 48), head_dim_v=32, sink=True, **FLOAT32),
     Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
     _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
+    *_dense(
+        "ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32,
+    ),
+    *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
     _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
@@ -465,4 +484,5 @@ def small_call(kind: str, device_type: str) -> Workload:
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)
-    return Workload("small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=True)
+    mod = "relative-document" if kind == "masks" else ""
+    return Workload("small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod)

@@ -115,7 +115,7 @@ def bench(
         _finish(earlier, out, unit, plot_path, report_path)
         return
     if list_all:
-        out.print(_workload_table(), *map(_peer_table, contestants.OURS, [chosen_device] * 3))
+        out.print(_workload_table(), *(_peer_table(kind, chosen_device) for kind in contestants.OURS))
         return
     with bad_parameters():
         for kind_of_bench in (linear_bench, engine_bench):
@@ -211,7 +211,7 @@ def _passes(values: Names | None, kind: str, device: torch.device) -> tuple[str,
     if not chosen:
         return ("forward", "graph") if kind == "decode" and device.type == "cuda" else ("forward",)
     backward = [which for which in chosen if which in workloads.PASSES and runner.needs_gradients(which)]
-    if kind != "attention" and backward:
+    if kind not in ("attention", "masks") and backward:
         raise ValueError(f"pass must be forward or graph for {kind} workloads, got {', '.join(backward)}")
     return chosen
 

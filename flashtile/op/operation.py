@@ -98,7 +98,7 @@ class Operation:
         if shardings is not None:
             remember_shardings(self)
         self._check_values, self._check_traced = check_values, check_traced or check
-        self.tensors, self.nothing, self.options = tensors, beside, options
+        self.tensors, self.nothing, self.options, self.results = tensors, beside, options, results
         self._num_tensors = len(tensors)
         self._num_beside = len(beside._fields)
         self.names = tuple(n.rstrip("?") for n in tensors) + beside._fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -37,3 +38,10 @@ def _schema_type(annotation: Any) -> str:
         (kind,) = (t for t in typing.get_args(annotation) if t is not types.NoneType)
         return f"{_TYPES[kind]}?"
     return _TYPES[annotation]
+
+
+def extended(name: str, base: Any, more: dict[str, Any]) -> Any:
+    """A NamedTuple with the fields of another and ``more``, which have no defaults."""
+    made: Any = namedtuple(name, (*base._fields, *more))  # type: ignore[misc]
+    made.__annotations__ = typing.get_type_hints(base) | more
+    return made

@@ -41,7 +41,7 @@ CI = workloads.select(["ci"])
 QUICK = runner.Settings(CPU, ("forward", "backward"), rounds=1, rep=1.0, host_time=False)
 FULL, CHUNK = (next(w for w in CI if w.name == name) for name in ("ci-full-s96", "ci-chunk"))
 
-SHORT = list({(w.sequences, w.mask): w for w in WORKLOADS if w.seqlen_k <= 2048}.values())
+SHORT = list({(w.sequences, w.mask): w for w in WORKLOADS if w.seqlen_k <= 2048 and not w.mod}.values())
 """One workload of each mask and length."""
 
 

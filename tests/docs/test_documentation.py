@@ -206,6 +206,16 @@ def test_fp8_errors_are_those_of_the_linked_run(monkeypatch):
     assert fp8_tables.with_tables(text) == text
 
 
+def test_pictures_of_masks_are_those_of_the_functions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    import mask_pictures
+
+    drawn = mask_pictures.pictures()
+    assert {path.name for path in mask_pictures.FOLDER.iterdir()} == set(drawn)
+    for name, text in drawn.items():
+        assert (mask_pictures.FOLDER / name).read_text() == text, f"{name}: python {mask_pictures.__file__}"
+
+
 def test_the_readme_s_picture_shows_the_measurements(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
     import speed_picture

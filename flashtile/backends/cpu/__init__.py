@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
-from flashtile.backends.cpu import fused, padded, sink, tiled, varlen
+from flashtile.backends.cpu import fused, mods, padded, sink, tiled, varlen
 from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
@@ -53,6 +53,8 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
     """A launch that leaves the sink out."""
+    if problem.mods is not None:
+        return partial(mods.forward, problem, config.backward_lse)
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     if padded.covers(problem) and isinstance(config.forward, Fused):
         of_parts = partial(_forward_part, config.forward), partial(_forward_part, config.backward_lse)
@@ -67,6 +69,8 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
     """A launch ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, dlse or None."""
+    if problem.mods is not None:
+        return partial(_backward_with_functions, problem, config)
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_backward(*_widened(problem)), 7)
 
@@ -103,6 +107,26 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         return *gradients, dsink, None if bias is None or dbias is None else dbias.to(bias.dtype)
 
     return launch
+
+
+def _backward_with_functions(
+    problem: Problem,
+    config: Config,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Any,
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dsink, and the gradients of captured tensors)."""
+    dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
+    gradients, of_captured = mods.backward(
+        problem, config.backward_lse, dout, dlse, q, k, v, out, lse, extras
+    )
+    return *gradients, dsink, *of_captured
 
 
 def _forward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         return "its kernels for head sizes over 128 write 16 bits, partial results are float32"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
+    if problem.mods is not None:
+        return f"it takes no {problem.mods.given}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             return f"{name} must be a multiple of 8 for TMA, it is {size}"

@@ -20,7 +20,10 @@ def interpreting() -> bool:
 
 def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
-    return reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
+    reason = reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
+    if reason is None and problem.mods is not None and problem.mods.learned and problem.deterministic:
+        return "it adds to the gradients of captured tensors in any order, not deterministically"
+    return reason
 
 
 def reason_of_device(
@@ -53,6 +56,10 @@ def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
 
 
 def configure_forward(problem: Problem):
+    if problem.mods is not None:
+        from flashtile.backends.portable.mods.config import choose as choose_modified
+
+        return choose_modified(problem)
     from flashtile.backends.portable.config import choose
 
     return choose(problem)
@@ -62,12 +69,20 @@ configure_backward = configure_forward
 
 
 def prepare_forward(problem: Problem, config):
+    if problem.mods is not None:
+        from flashtile.backends.portable.mods.launch import ForwardLaunch as ModifiedLaunch
+
+        return ModifiedLaunch(problem, config)
     from flashtile.backends.portable.launch import ForwardLaunch
 
     return ForwardLaunch(problem, config)
 
 
 def prepare_backward(problem: Problem, config):
+    if problem.mods is not None:
+        from flashtile.backends.portable.mods.launch import BackwardLaunch as ModifiedLaunch
+
+        return ModifiedLaunch(problem, config)
     from flashtile.backends.portable.launch import BackwardLaunch
 
     return BackwardLaunch(problem, config)

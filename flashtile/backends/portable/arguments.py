@@ -46,6 +46,15 @@ class Variant:
     """Any block may hold hidden keys, so that all of them take a mask, in one run."""
     PRECISION: str
     """Of the products, in Triton's terms (``input_precision``)."""
+    SCORE_MOD: Any = None
+    """A user's functions, ``@triton.jit`` (``mods.functions``): of scores, of masks, and what adds to the
+    gradients of the tensors that the first reads."""
+    MASK_MOD: Any = None
+    ADD_GRADIENTS: Any = None
+    OWN: int = 0
+    """Own rows or keys to a block of a block mask; 0 without one."""
+    PARTS: int = 1
+    """Blocks of the other sequence to a block of a block mask."""
 
 
 class Strides(NamedTuple):
@@ -128,13 +137,18 @@ class Sequence(NamedTuple):
 
 class Block(NamedTuple):
     """A program's rows or keys: of which sequence and query head, the first, ``offset`` (row i stands at key
-    i + offset), the ALiBi slope."""
+    i + offset), the ALiBi slope.
+
+    ``captured`` are the tensors of a user's functions, ``listed`` a list of a block mask; None without.
+    """
 
     b: Any
     head: Any
     start: Any
     offset: Any
     slope: Any
+    captured: Any
+    listed: Any
 
 
 class Cells(NamedTuple):
@@ -149,3 +163,4 @@ class Cells(NamedTuple):
     """At which the rows stand among the keys."""
     distance: Any
     """Key minus the row's own position, in the tile's shape."""
+    captured: Any

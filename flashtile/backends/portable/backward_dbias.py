@@ -139,9 +139,8 @@ def dbias_kernel(
             # A loop without rounds rather than a branch: the accumulator stays where it is.
             for h in range(tl.where(reached, heads, 0)):
                 head = own_head + h
-                block = Block(
-                    b, head, row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI)
-                )
+                slope = load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI)
+                block = Block(b, head, row_start, offset, slope, None, None)
                 head_kv = head // group_size
                 q_rows = head_of(q, q_strides, b, sequence.start_q, head, sequence.len_q)
                 k_rows = head_of(k, k_strides, b, sequence.start_k, head_kv, sequence.len_k)

@@ -28,6 +28,7 @@ from flashtile.backends.portable.tiles import (
     modify_scores,
     seen_cells,
     store_tile,
+    walked_block,
 )
 
 
@@ -55,6 +56,16 @@ class Pointers(NamedTuple):
 
 
 @triton.jit
+def load_statistics(pointer, start, length, other, block, C: tl.constexpr):
+    """Of the rows from ``start`` on. Those of a list may lie past all that there is for the sequence."""
+    rows = start + tl.arange(0, C.BLOCK_M)
+    if block.listed is None:
+        return tl.load(pointer + rows)
+    else:
+        return tl.load(pointer + rows, mask=rows < length, other=other)
+
+
+@triton.jit
 def dkdv_blocks(
     dk, dv, k, v, q, dout, neg_lse, neg_delta, first, last, block, lengths, numbers, mods, WINDOWED:
     tl.constexpr, C: tl.constexpr,
@@ -65,9 +76,9 @@ def dkdv_blocks(
     row's. Rows past the end load as zeros that no key reaches, so only the window needs a mask (WINDOWED).
     """
     for m in range(first, last):
-        start = m * C.BLOCK_M
+        start = walked_block(block, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
-        neg_lse_rows = tl.load(neg_lse + start + tl.arange(0, C.BLOCK_M))
+        neg_lse_rows = load_statistics(neg_lse, start, q.length, -float("inf"), block, C)
         scores = tl.dot(k, tl.trans(q_tile), input_precision=C.PRECISION)  # S^T [BLOCK_N, BLOCK_M]
         if C.HAS_SCORE_MOD or WINDOWED:
             keys = block.start + tl.arange(0, C.BLOCK_N)
@@ -89,12 +100,12 @@ def dkdv_blocks(
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
         # Loaded late: it runs along the columns, where a thread holds many of it.
-        neg_delta_rows = tl.load(neg_delta + start + tl.arange(0, C.BLOCK_M))
+        neg_delta_rows = load_statistics(neg_delta, start, q.length, 0.0, block, C)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
         if C.HAS_DROPOUT:
             dp = tl.where(kept, dp * numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta_rows[None, :])
-        if C.HAS_SOFTCAP:
+        if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
             ds = ds * score_grad
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk, dv
@@ -184,7 +195,7 @@ def dkdv_kernel(
     for g in range(group_size):
         head = head_kv * group_size + g
         slope = load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI)
-        block = Block(b, head, key_start, offset, slope)
+        block = Block(b, head, key_start, offset, slope, None, None)
         q_rows = Matrix(q_base + head.to(tl.int64) * q_strides.head, q_strides.token, sequence.len_q)
         dout_rows = Matrix(dout_base + head * C.HEAD_DIM_V, num_heads_q * C.HEAD_DIM_V, sequence.len_q)
         statistics = statistics_offset(b, head, sequence.start_q, num_heads_q, padded_rows, C.VARLEN)

@@ -15,6 +15,7 @@ from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
 from flashtile.backends.portable.tiles import (
+    add_gradients,
     block_range,
     bounded,
     cells_of,
@@ -27,6 +28,7 @@ from flashtile.backends.portable.tiles import (
     row_block,
     seen_cells,
     store_tile,
+    walked_block,
     within_chunks,
 )
 
@@ -64,20 +66,20 @@ def dq_blocks(
     """
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
     for n in range(first, last):
-        start = n * C.BLOCK_N
+        start = walked_block(block, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, PAST_END, C.WIDE)
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
-        scores = tl.dot(q, tl.trans(k_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
+        products = tl.dot(q, tl.trans(k_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(dout, tl.trans(v_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         if C.HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
             cells = cells_of(block, rows, keys, KEYS_FIRST=False)
         if C.HAS_SCORE_MOD:
-            scores, score_grad = modify_scores(scores, cells, block, lengths, numbers, mods, C)
+            scores, score_grad = modify_scores(products, cells, block, lengths, numbers, mods, C)
             p = tl.exp2(scores + neg_lse[:, None])
         else:
-            p = tl.exp2(scores * numbers.scale_log2 + neg_lse[:, None])
+            p = tl.exp2(products * numbers.scale_log2 + neg_lse[:, None])
         if MASKED:
             seen = seen_cells(cells, lengths, mods, C)
             if PAST_END:
@@ -87,7 +89,9 @@ def dq_blocks(
             kept = kept_cells(block, block.start, start, lengths, mods, False, C)
             dp = tl.where(kept, dp * numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta[:, None])
-        if C.HAS_SOFTCAP:
+        if C.ADD_GRADIENTS is not None:
+            add_gradients(ds, products, cells, block, numbers, C)
+        if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
             ds = ds * score_grad
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_D]
     return dq
@@ -137,7 +141,8 @@ def dq_kernel(
         tile_offset = sequence.start_q * num_heads_q + head
     else:
         tile_offset = b.to(tl.int64) * seqlen_q * num_heads_q + head
-    block = Block(b, head, row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
+    slope = load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI)
+    block = Block(b, head, row_start, offset, slope, None, None)
 
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
     BLOCK_D: tl.constexpr = C.BLOCK_D

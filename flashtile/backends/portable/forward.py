@@ -27,6 +27,7 @@ from flashtile.backends.portable.tiles import (
     row_block,
     seen_cells,
     store_tile,
+    walked_block,
     within_chunks,
 )
 
@@ -97,7 +98,7 @@ def attend_blocks(
     """
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
     for n in range(first, last):
-        start = n * C.BLOCK_N
+        start = walked_block(block, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, PAST_END, C.WIDE)
         scores = tl.dot(q, tl.trans(k_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         if C.HAS_SCORE_MOD or MASKED:
@@ -111,7 +112,7 @@ def attend_blocks(
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
-        MAY_BE_EMPTY: tl.constexpr = MASKED or C.HAS_BIAS
+        MAY_BE_EMPTY: tl.constexpr = MASKED or C.HAS_BIAS or C.SCORE_MOD is not None
         p, row_max, alpha = softmax_step(scores, row_max, numbers.scale_log2, C.HAS_SCORE_MOD, MAY_BE_EMPTY)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -166,7 +167,8 @@ def forward_kernel(
     q_rows = head_of(q, q_strides, b, sequence.start_q, head, sequence.len_q)
     keys = head_of(k, k_strides, b, sequence.start_k, head_kv, sequence.len_k)
     values = head_of(v, v_strides, b, sequence.start_k, head_kv, sequence.len_k)
-    block = Block(b, head, row_start, offset, load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI))
+    slope = load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI)
+    block = Block(b, head, row_start, offset, slope, None, None)
 
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
     BLOCK_DV: tl.constexpr = C.BLOCK_DV

@@ -115,7 +115,7 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
     )
 
 
-def _aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
     """Whether Triton loads rows of ``tensor`` asynchronously: 16-byte pointers, strides of 16 elements."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
@@ -134,7 +134,7 @@ def _attention_kernel(
     pass takes ``padded_rows``."""
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
-    aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(_aligned, inputs))
+    aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
     strides = (stride for tensor in inputs for stride in _strides(tensor, problem.varlen))
     scale, keep_scale = problem.softmax_scale, 1 / (1 - problem.dropout_p)
     numbers = Numbers(scale, scale * LOG2_E, problem.softcap, keep_scale)

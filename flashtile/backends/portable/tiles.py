@@ -153,6 +153,17 @@ def apply_score_mod(
 
     ``distance`` is key minus row position in the orientation of ``scores``.
     """
+    scores, softcap_grad = cap_and_bias(
+        scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI
+    )
+    return scores * LOG2_E, softcap_grad
+
+
+@triton.jit
+def cap_and_bias(
+    scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
+):
+    """:func:`apply_score_mod`, in natural units."""
     scores = scores * softmax_scale
     if HAS_SOFTCAP:
         capped = tanh(scores / softcap)
@@ -162,7 +173,7 @@ def apply_score_mod(
         softcap_grad = tl.full([], 1.0, tl.float32)
     if HAS_ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
-    return scores * LOG2_E, softcap_grad
+    return scores, softcap_grad
 
 
 @triton.jit
@@ -173,7 +184,7 @@ def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
     else:
         rows, keys = rows[:, None], keys[None, :]
     positions = rows + block.offset
-    return Cells(block.b, block.head, rows, keys, positions, keys - positions)
+    return Cells(block.b, block.head, rows, keys, positions, keys - positions, block.captured)
 
 
 @triton.jit
@@ -182,14 +193,37 @@ def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr)
 
     Every kernel of the forward and backward pass modifies its scores here and nowhere else.
     """
-    scores, score_grad = apply_score_mod(
+    scores, score_grad = cap_and_bias(
         scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
     if C.HAS_BIAS:
         bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
-        scores = scores + bias.to(tl.float32) * LOG2_E
-    return scores, score_grad
+        scores = scores + bias.to(tl.float32)
+    if C.SCORE_MOD is not None:
+        scores, own_grad = C.SCORE_MOD(scores, cells.b, cells.head, cells.rows, cells.keys, cells.captured)
+        score_grad = score_grad * own_grad
+    return scores * LOG2_E, score_grad
+
+
+@triton.jit
+def add_gradients(ds, scores, cells, block, numbers, C: tl.constexpr):
+    """Add to the gradients of captured tensors: ``ds`` is that of the modified scores, ``scores`` raw."""
+    scores, _ = cap_and_bias(
+        scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
+        C.HAS_ALIBI,
+    )  # fmt: skip
+    C.ADD_GRADIENTS(ds, scores, cells.b, cells.head, cells.rows, cells.keys, cells.captured)
+
+
+@triton.jit
+def walked_block(block, i, length, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Number of the block that is visited as ``i``-th, of those of the other sequence: all, or a list's."""
+    if block.listed is None:
+        return i
+    else:
+        most = tl.cdiv(length, BLOCK * C.PARTS) - 1
+        return min(max(tl.load(block.listed + i // C.PARTS), 0), most) * C.PARTS + i % C.PARTS
 
 
 @triton.jit
@@ -209,6 +243,8 @@ def seen_cells(cells, lengths, mods, C: tl.constexpr):
             seen = seen & tl.load(keys)
         else:
             seen = seen & tl.load(keys, mask=cells.keys < lengths.seqlen_k, other=False)
+    if C.MASK_MOD is not None:
+        seen = seen & C.MASK_MOD(cells.b, cells.head, cells.rows, cells.keys, cells.captured)
     return seen
 
 

@@ -1,0 +1,176 @@
+"""Programs of scores and masks as ``@triton.jit`` functions, which the attention kernels call on whole tiles.
+
+Each function is a text of its own. Its name holds a digest of the text and of the steps that it calls, and a
+kernel's key holds the name: the same program finds the same compiled kernel, in this process and in Triton's
+cache on disk. Python finds the text of a function that has no file in ``linecache``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import weakref
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.mods import steps
+from flashtile.caches import BoundedCache
+from flashtile.masks.problem import Mods
+from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives
+
+_STEPS = {
+    name: getattr(steps, name) for name in ("element", "floor_div", "floor_mod", "power", "sign", "tanh")
+}
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
+    "ge": ">=", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+}  # fmt: skip
+_CALLS = {
+    "minimum": "tl.minimum", "maximum": "tl.maximum", "abs": "tl.abs", "where": "tl.where", "exp": "tl.exp",
+    "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt",
+    "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
+    "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
+}  # fmt: skip
+
+_kept: BoundedCache = BoundedCache(4 * 2**20)
+"""Functions by their text."""
+
+
+def score_function(mods: Mods) -> Any:
+    """``(scores, b, head, rows, keys, captured) -> (scores, their derivative)`` of ``score_mod``."""
+    program = mods.score_program
+    if program is None:
+        return None
+    both, _ = derivatives(program)
+    writer = _Writer(both, mods)
+    writer.lines_of_program()
+    value, factor = (writer.spread(result) for result in both.results)
+    return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
+
+
+def mask_function(mods: Mods) -> Any:
+    """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``."""
+    program = mods.mask_program
+    if program is None:
+        return None
+    writer = _Writer(program, mods)
+    writer.lines_of_program()
+    seen = writer.operand(program.results[0])
+    return writer.function(
+        "mask_mod", "b, h, q, kv, captured", f"return tl.full((1, 1), True, tl.int1) & {seen}"
+    )
+
+
+def gradient_function(mods: Mods) -> Any:
+    """``(ds, scores, b, head, rows, keys, captured)``: add to the gradients of captured tensors what ``ds``,
+    the derivative by the modified scores [rows, keys], gives to each element that ``score_mod`` read."""
+    program = mods.score_program
+    if program is None or not mods.learned:
+        return None
+    both, loads = derivatives(program, frozenset(mods.learned))
+    if not loads:
+        return None
+    writer = _Writer(both, mods)
+    writer.lines_of_program()
+    depends = depends_on(both)
+    results = both.results[2:]
+    for number, load in enumerate(loads):
+        partial, *indices = results[: 1 + load.indices]
+        results = results[1 + load.indices :]
+        of: frozenset[str] = frozenset().union(*(depends[i] for i in indices if isinstance(i, Name)))
+        value = f"ds * ({writer.operand(partial)})"
+        if "score" in of or {"q", "kv"} <= of:  # one element for each score
+            pass
+        elif "q" in of:
+            value = f"tl.sum({value}, 1)[:, None]"
+        elif "kv" in of:
+            value = f"tl.sum({value}, 0)[None, :]"
+        else:
+            value = f"tl.sum({value})"
+        pointer = writer.pointer(f"g{number}", f"captured.gradient_{load.tensor}", load.tensor, indices)
+        writer.write(f'tl.atomic_add({pointer}, {value}, sem="relaxed")')
+    return writer.function("add_gradients", "ds, score, b, h, q, kv, captured", "return")
+
+
+class _Writer:
+    """The body of a function."""
+
+    def __init__(self, program: Program, mods: Mods) -> None:
+        self.program = program
+        self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
+        self.body: list[str] = []
+
+    def write(self, text: str) -> None:
+        self.body.append(text)
+
+    def operand(self, operand: Any) -> str:
+        if isinstance(operand, float) and (operand != operand or operand in (float("inf"), -float("inf"))):
+            return f'float("{operand}")'
+        return str(operand) if isinstance(operand, Name) else f"({operand!r})"
+
+    def spread(self, operand: Any) -> str:
+        """A float of the scores' shape."""
+        whole = "score" in depends_on(self.program)[operand] if isinstance(operand, Name) else False
+        return self.operand(operand) if whole else f"(tl.zeros_like(score) + {self.operand(operand)})"
+
+    def lines_of_program(self) -> None:
+        for line in self.program.lines:
+            self.write(f"{line.name} = {self._load(line) if line.operation == LOAD else self._call(line)}")
+
+    def _call(self, line: Line) -> str:
+        operands = [self.operand(operand) for operand in line.operands]
+        operation = line.operation
+        if operation in _INFIX:
+            return f" {_INFIX[operation]} ".join(operands)
+        if operation in _CALLS:
+            return f"{_CALLS[operation]}({', '.join(operands)})"
+        (x,) = operands
+        return {
+            "neg": f"-{x}",
+            "not": f"{x} == 0" if line.kind == "bool" else f"~{x}",
+            "float": f"{x}.to(tl.float32)",
+            "int": f"{x}.to(tl.int32)",
+            "bool": f"{x} != 0",
+        }[operation]
+
+    def _load(self, line: Line) -> str:
+        tensor, *indices = line.operands
+        loaded = f"tl.load({self.pointer(line.name, f'captured.tensor_{tensor}', tensor, indices)})"
+        return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]
+
+    def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
+        """To an element, of the tensor whatever the indices say. Negative ones count from the end."""
+        pointer = base
+        sizes = [f"captured.size_{self.first_size[tensor] + i}" for i in range(len(indices))]
+        for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            at = f"{name}_{i}"
+            self.write(f"{at} = element({self.operand(index)}, {size})")
+            # Strides are those of a contiguous tensor: 64 bits, but along its last dimension.
+            later = " * ".join(sizes[i + 1 :])
+            pointer += f" + {at}.to(tl.int64) * ({later})" if later else f" + {at}"
+        return pointer
+
+    def function(self, name: str, parameters: str, result: str) -> Any:
+        body = "".join(f"    {line}\n" for line in (*self.body, result))
+        return _function(name, parameters, body)
+
+
+def _function(name: str, parameters: str, body: str) -> Any:
+    """The ``@triton.jit`` function of a text, one for each."""
+    key = (name, parameters, body)
+    made = _kept.get(key)
+    if made is not None:
+        return made
+    of_steps = "".join(getattr(step, "cache_key", "") for step in _STEPS.values())
+    digest = hashlib.sha256(f"{key}{of_steps}".encode()).hexdigest()[:24]
+    source = f"def {name}_{digest}({parameters}):\n{body}"
+    filename = f"<flashtile {name} {digest}>"
+    linecache.cache[filename] = len(source), None, source.splitlines(True), filename
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, **_STEPS}
+    exec(compile(source, filename, "exec"), names)
+    made = triton.jit(names[f"{name}_{digest}"])
+    weakref.finalize(made, linecache.cache.pop, filename, None)
+    return _kept.store(key, made, 8 * len(source))

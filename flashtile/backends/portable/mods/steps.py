@@ -1,0 +1,41 @@
+"""Operations of users' functions that Triton lacks, or computes in another way than torch."""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.tiles import tanh
+
+__all__ = ["element", "floor_div", "floor_mod", "power", "sign", "tanh"]
+
+
+@triton.jit
+def element(index, size):
+    """Within a dimension whatever ``index`` says; a negative one counts from the end."""
+    index = tl.where(index < 0, index + size, index)
+    return tl.minimum(tl.maximum(index, 0), size - 1)
+
+
+@triton.jit
+def floor_div(a, b):
+    """Rounded down; Triton's own division of ints rounds towards zero."""
+    if (a + b).dtype.is_floating():
+        return tl.floor(a / b)
+    else:
+        quotient = a // b
+        return tl.where((quotient * b != a) & ((a < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def floor_mod(a, b):
+    """With the sign of ``b``."""
+    return a - floor_div(a, b) * b
+
+
+@triton.jit
+def power(a, b):
+    return tl.exp2(tl.log2(a) * b)
+
+
+@triton.jit
+def sign(a):
+    return tl.where(a > 0, 1, tl.where(a < 0, -1, 0)).to(a.dtype)

@@ -1,0 +1,86 @@
+"""The functions of the workloads ``masks``: what users of FlexAttention compile, at the sizes of models."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile import masks
+
+SAMPLED_ROWS = 512
+"""Rows whose visible keys are counted; the others are taken to see as many."""
+
+
+class Functions(NamedTuple):
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+
+def document_ids(seqlen: int) -> Tensor:
+    """(seqlen,) int32: documents of 64 to 4096 tokens, evenly many in each octave."""
+    draw = random.Random(0)
+    ids = torch.empty(seqlen, dtype=torch.int32)
+    start = number = 0
+    while start < seqlen:
+        length = round(64 * 64 ** draw.random())
+        ids[start : start + length] = number
+        start, number = start + length, number + 1
+    return ids
+
+
+def _picture(seqlen: int) -> tuple[int, int]:
+    """Height and width of a picture of ``seqlen`` tokens, a power of two."""
+    width = 1 << (seqlen.bit_length() // 2)
+    return seqlen // width, width
+
+
+def _first(keys: int) -> masks.MaskMod:
+    return masks.mask_mod(lambda batch, head, q_idx, kv_idx: kv_idx < keys)
+
+
+def _slopes(heads: int, device: Any) -> Tensor:
+    return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
+
+
+def _relative(heads: int, device: Any) -> Callable[..., Any]:
+    return masks.relative_position(torch.linspace(-1, 1, heads * 257, device=device).view(heads, 257))
+
+
+MODS: dict[str, Callable[[int, int, Any], Functions]] = {
+    "causal": lambda s, h, device: Functions(mask_mod=masks.causal()),
+    "window-1024": lambda s, h, device: Functions(mask_mod=masks.window(1023, 0)),
+    "prefix-lm": lambda s, h, device: Functions(mask_mod=masks.prefix_lm(s // 4)),
+    "document": lambda s, h, device: Functions(mask_mod=masks.document(document_ids(s).to(device))),
+    "document-causal": lambda s, h, device: Functions(
+        mask_mod=masks.document(document_ids(s).to(device)) & masks.causal()
+    ),
+    "dilated": lambda s, h, device: Functions(mask_mod=masks.dilated(256, 4) & masks.causal()),
+    "global-window": lambda s, h, device: Functions(
+        mask_mod=(masks.window(511, 0) | _first(64)) & masks.causal()
+    ),
+    "natten": lambda s, h, device: Functions(mask_mod=masks.natten(*_picture(s), 13 if s >= 1024 else 5)),
+    "alibi-causal": lambda s, h, device: Functions(masks.alibi(_slopes(h, device)), masks.causal()),
+    "relative": lambda s, h, device: Functions(_relative(h, device)),
+    "softcap-causal": lambda s, h, device: Functions(masks.softcap(30.0), masks.causal()),
+    "relative-document": lambda s, h, device: Functions(
+        _relative(h, device), masks.document(document_ids(s).to(device)) & masks.causal()
+    ),
+}
+"""By name: ``(seqlen, heads, device)`` to the functions."""
+
+
+@functools.lru_cache(maxsize=64)
+def visible_pairs(name: str, seqlen: int) -> int:
+    """(query, key) pairs that a mask leaves, counted on some rows of a sequence."""
+    mask = MODS[name](seqlen, 1, "cpu").mask_mod
+    if mask is None:
+        return seqlen * seqlen
+    rows = torch.linspace(0, seqlen - 1, min(SAMPLED_ROWS, seqlen)).long()
+    zero = torch.tensor(0)
+    seen = sum(int(mask(zero, zero, row, torch.arange(seqlen)).sum()) for row in rows)
+    return round(seen * seqlen / len(rows))

@@ -1,0 +1,36 @@
+"""Masks and modifications of scores: users' functions, ready ones, and which blocks a mask leaves to do."""
+
+from flashtile.masks.block_mask import BlockMask, create_block_mask
+from flashtile.masks.library import (
+    alibi,
+    causal,
+    dilated,
+    document,
+    natten,
+    padding,
+    prefix_lm,
+    relative_position,
+    softcap,
+    window,
+)
+from flashtile.masks.mods import MaskMod, ScoreMod, from_triton, mask_mod, score_mod
+
+__all__ = [
+    "BlockMask",
+    "MaskMod",
+    "ScoreMod",
+    "alibi",
+    "causal",
+    "create_block_mask",
+    "dilated",
+    "document",
+    "from_triton",
+    "mask_mod",
+    "natten",
+    "padding",
+    "prefix_lm",
+    "relative_position",
+    "score_mod",
+    "softcap",
+    "window",
+]

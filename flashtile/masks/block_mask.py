@@ -1,0 +1,189 @@
+"""Which blocks of scores a mask leaves to do: none of them costs what it hides.
+
+As FlexAttention has it (Dong et al. 2024, arXiv:2412.05496, section 4.2): a block of BLOCK_SIZE queries by
+keys is empty and skipped, full and computed without the mask, or partial. Lists say which are which, for each
+block of queries (the forward pass and dq) and, transposed, for each block of keys (dk and dv).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.masks.evaluate import evaluate
+from flashtile.masks.mods import mask_mod as as_mask_mod
+from flashtile.masks.mods import traced
+
+CELLS_AT_ONCE = 2**24
+"""Of a mask, while it is made into blocks."""
+
+LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Lists of partial and full blocks, with FlexAttention's names.
+
+    Each is int32 on one device: ``*_num_blocks`` (batch or 1, heads or 1, blocks), how many blocks of
+    the other sequence; ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other), which, the first
+    so many. ``kv_*`` lists keys for each block of queries, ``q_*`` queries for each block of keys.
+    """
+
+    seq_lengths: tuple[int, int]
+    """Queries and keys."""
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: Callable[..., Any]
+    """Of the partial blocks."""
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in LISTS)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The lists on another device; the tensors of ``mask_mod`` stay where they are."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in LISTS})
+
+    def sparsity(self) -> float:
+        """The part of all blocks that is skipped, in percent."""
+        kept = self.kv_num_blocks.sum() + self.full_kv_num_blocks.sum()
+        return 100 * (1 - int(kept) / max(self.kv_indices.numel(), 1))
+
+    def __repr__(self) -> str:
+        shape = (*self.kv_num_blocks.shape[:2], *self.seq_lengths)
+        return f"BlockMask(shape={shape}, BLOCK_SIZE={self.BLOCK_SIZE}, mask_mod={self.mask_mod})"
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """The blocks of a mask, evaluated on the device, with FlexAttention's argument names.
+
+    Args:
+        mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)``, as :func:`flashtile.masks.mask_mod` takes it.
+        B, H: batch and query heads that the mask tells apart; None or 1: it is the same for all.
+        Q_LEN, KV_LEN: tokens.
+        device: of the lists; None is that of the captured tensors, else the CPU.
+        BLOCK_SIZE: of queries and of keys, multiples of 16.
+
+    Raises:
+        TypeError: ``mask_mod`` does not compile.
+        ValueError: a length, a block size or a device that is not allowed; a read outside of a captured
+            tensor (on a GPU under ``FLASHTILE_DEBUG=1``).
+
+    Costs a visit to each score of the mask once, some at a time, and no synchronisation.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> block_mask = masks.create_block_mask(masks.causal(), None, None, 1024, 1024)
+        >>> block_mask.sparsity()  # percent of the blocks
+        43.75
+        >>> q, k, v = torch.randn(3, 1, 1024, 2, 16).unbind()
+        >>> flashtile.attention(q, k, v, block_mask=block_mask).shape
+        torch.Size([1, 1024, 2, 16])
+    """
+    for name, value in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
+    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if len(sizes) != 2 or any(size < 16 or size % 16 for size in sizes):
+        raise ValueError(f"BLOCK_SIZE must be multiples of 16, got {BLOCK_SIZE}")
+    mask_mod = as_mask_mod(mask_mod)
+    program, tensors = traced("mask_mod", mask_mod)
+    if device is None:
+        device = tensors[0].device if tensors else torch.device("cpu")
+    device = torch.device(device)
+    for tensor in tensors:
+        if tensor.device.type != device.type:
+            raise ValueError(f"mask_mod reads a tensor on {tensor.device}, but device is {device}")
+
+    batch, heads = 1 if B is None else B, 1 if H is None else H
+    size_q, size_kv = sizes
+    blocks_q, blocks_kv = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)
+    some = torch.zeros((batch, heads, blocks_q, blocks_kv), dtype=torch.bool, device=device)
+    every = torch.zeros_like(some)
+    keys = torch.arange(KV_LEN, device=device)
+    debug = os.environ.get("FLASHTILE_DEBUG", "0") == "1"
+    at_once = max(1, CELLS_AT_ONCE // max(size_q * KV_LEN, 1))
+    for b in range(batch if KV_LEN else 0):
+        for h in range(heads):
+            for first in range(0, blocks_q, at_once):
+                last = min(first + at_once, blocks_q)
+                rows = torch.arange(first * size_q, min(last * size_q, Q_LEN), device=device)
+                inputs = {
+                    "b": torch.tensor(b, device=device),
+                    "h": torch.tensor(h, device=device),
+                    "q": rows[:, None],
+                    "kv": keys,
+                }
+                (seen,) = evaluate(program, inputs, tensors, check=debug or None)
+                seen = torch.as_tensor(seen, device=device).expand(len(rows), KV_LEN)
+                some[b, h, first:last] = _any(seen, last - first, blocks_kv, sizes)
+                every[b, h, first:last] = ~_any(~seen, last - first, blocks_kv, sizes)
+    partial, full = some & ~every, some & every
+    lists = (*_lists(partial), *_lists(full), *_lists(partial.mT), *_lists(full.mT))
+    return BlockMask((Q_LEN, KV_LEN), *lists, BLOCK_SIZE=(size_q, size_kv), mask_mod=mask_mod)
+
+
+def _any(cells: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) -> Tensor:
+    """(blocks_q, blocks_kv): where a block has a True."""
+    size_q, size_kv = sizes
+    missing = blocks_kv * size_kv - cells.shape[1], blocks_q * size_q - cells.shape[0]
+    padded = torch.nn.functional.pad(cells, (0, missing[0], 0, missing[1]))
+    return padded.view(blocks_q, size_q, blocks_kv, size_kv).any(3).any(1)
+
+
+def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many, which first) of (batch, heads, own blocks, other blocks) bools."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+
+
+def of_flex_attention(block_mask: Any) -> BlockMask:
+    """A :class:`BlockMask` of FlexAttention's own as one of ours.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it has no lists for the backward pass.
+    """
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if not all(hasattr(block_mask, field.name) for field in fields(BlockMask)):
+        raise TypeError(
+            "block_mask must be made by flashtile.masks.create_block_mask or be FlexAttention's BlockMask, "
+            f"got {type(block_mask).__name__}"
+        )
+    if block_mask.q_indices is None:
+        raise ValueError("block_mask must have lists for the backward pass (q_indices), got None")
+    lists = {name: getattr(block_mask, name) for name in LISTS}
+    for name in ("kv", "q"):
+        if lists[f"full_{name}_num_blocks"] is None:
+            lists[f"full_{name}_num_blocks"] = torch.zeros_like(lists[f"{name}_num_blocks"])
+            lists[f"full_{name}_indices"] = lists[f"{name}_indices"]
+    return BlockMask(
+        tuple(block_mask.seq_lengths),
+        **{name: tensor.contiguous() for name, tensor in lists.items()},
+        BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE),
+        mask_mod=as_mask_mod(block_mask.mask_mod),
+    )

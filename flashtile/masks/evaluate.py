@@ -1,0 +1,72 @@
+"""Programs evaluated by torch on tensors of indices: the CPU's own kernel, and the maker of block masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.masks.operations import OPERATIONS
+from flashtile.masks.program import LOAD, Line, Name, Program
+
+
+def evaluate(
+    program: Program,
+    inputs: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype = torch.float32,
+    kind: str = "mask_mod",
+    check: bool | None = None,
+) -> list[Any]:
+    """The results of a program on tensors that broadcast against each other.
+
+    Args:
+        inputs: int64 tensors ``b``, ``h``, ``q`` and ``kv``, and ``score``.
+        tensors: the captured ones.
+        dtype: of floats that are loaded.
+        kind: of the function, for the error.
+        check: whether reads outside of a tensor are an error, else they are moved to its nearest element.
+            None is: on the CPU, for on a GPU the check synchronises.
+
+    Returns:
+        Tensors or, where nothing depends on an input, numbers.
+
+    Raises:
+        ValueError: a read outside of a captured tensor; the text shows the user's line.
+    """
+    known: dict[Any, Any] = {Name(name): value for name, value in inputs.items()}
+
+    def value(operand: Any) -> Any:
+        return known[operand] if isinstance(operand, Name) else operand
+
+    for line in program.lines:
+        operands = [value(operand) for operand in line.operands]
+        if line.operation == LOAD:
+            tensor = tensors[operands[0]].detach()
+            loaded = tensor[_inside(line, tensor, operands[1:], kind, check)]
+            known[line.name] = loaded.to(dtype) if line.kind == "float" else loaded
+        else:
+            known[line.name] = OPERATIONS[line.operation].evaluate(*operands)
+    return [value(result) for result in program.results]
+
+
+def _inside(
+    line: Line, tensor: Tensor, indices: list[Any], kind: str, check: bool | None
+) -> tuple[Tensor, ...]:
+    """Indices within the tensor. Negative ones count from the end, as torch's do."""
+    inside = []
+    for index, size in zip(indices, tensor.shape, strict=True):
+        index = torch.as_tensor(index, device=tensor.device)
+        index = torch.where(index < 0, index + size, index)
+        if check or (check is None and index.device.type == "cpu"):
+            wrong = (index < 0) | (index >= size)
+            if wrong.any():
+                bad = int(index[wrong].reshape(-1)[0])
+                raise ValueError(
+                    f"{kind} reads element {bad if bad >= 0 else bad - size} of {size}, outside of a "
+                    f"captured tensor of shape {tuple(tensor.shape)}\n  {line.where}"
+                )
+        inside.append(index.clamp(0, size - 1))
+    return tuple(inside)

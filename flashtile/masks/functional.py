@@ -1,0 +1,79 @@
+"""From ``score_mod``, ``mask_mod`` and ``block_mask`` as callers pass them to what an operator takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashtile.attn.problem import OPTIONS_OF_ALL, Extras, Options
+from flashtile.masks.block_mask import BlockMask, of_flex_attention
+from flashtile.masks.mods import traced
+from flashtile.masks.operators import Functions, forward
+from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES, behind
+
+BESIDE = ("alibi_slopes", "sink")
+"""The tensors beside q, k and v that a call with functions may have."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    options: Options,
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that has one of the functions at least.
+
+    Raises:
+        TypeError: what is given is no function that compiles, or no block mask.
+        ValueError: both masks, or more captured tensors than there is place for.
+        NotImplementedError: beside arguments that a function says as well.
+    """
+    for name in Options._fields[OPTIONS_OF_ALL:]:
+        value = getattr(options, name)
+        if value != Options._field_defaults[name]:
+            raise NotImplementedError(
+                f"{name} must be left out beside score_mod, mask_mod and block_mask, got {value}"
+            )
+    for name, tensor in zip(Extras._fields, extras, strict=True):
+        if tensor is not None and name not in BESIDE:
+            raise NotImplementedError(
+                f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor: write it in "
+                "mask_mod (flashtile.masks.document, padding)"
+            )
+    return forward(q, k, v, extras, options, functions(score_mod, mask_mod, block_mask))
+
+
+def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
+    lists: tuple[Tensor, ...] = ()
+    block_size = (0, 0)
+    if block_mask is not None:
+        if mask_mod is not None:
+            raise ValueError(
+                "mask_mod must be None beside block_mask, which has its own, got a function: make the "
+                "block mask of both, create_block_mask(mask_mod(a) & b, ...)"
+            )
+        blocks: BlockMask = of_flex_attention(block_mask)
+        mask_mod, lists, block_size = blocks.mask_mod, blocks.lists, blocks.BLOCK_SIZE
+    captured: tuple[Tensor, ...] = ()
+    texts = []
+    for kind, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is None:
+            texts.append("")
+            continue
+        trace = traced(kind, function)
+        if kind == "mask_mod" and trace.program.results == (True,):
+            texts.append("")  # it hides nothing
+            continue
+        texts.append(str(behind(trace.program, len(captured)) if captured else trace.program))
+        captured += trace.tensors
+        if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+            raise ValueError(
+                f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
+                f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
+            )
+    return Functions(captured, lists, texts[0], texts[1], block_size)

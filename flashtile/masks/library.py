@@ -1,0 +1,213 @@
+"""Ready masks and modifications of scores, written as a user would write them.
+
+Each function returns a :class:`~flashtile.masks.MaskMod` or a :class:`~flashtile.masks.ScoreMod`, which
+FlexAttention takes, too. Positions count from 0: with ``offset`` query i stands at key ``i + offset``, so
+that ``offset=seqlen_k - seqlen_q`` aligns a mask at the bottom right, as ``attention(causal=True)`` does.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashtile.masks.mods import MaskMod, ScoreMod
+
+
+def causal(offset: int = 0) -> MaskMod:
+    """No key after the query's own.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> masks.causal()(0, 0, torch.arange(3)[:, None], torch.arange(3)).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    return MaskMod(lambda batch, head, q_idx, kv_idx: kv_idx <= q_idx + offset, "causal")
+
+
+def window(left: int, right: int, offset: int = 0) -> MaskMod:
+    """Keys at most ``left`` before and ``right`` after the query's own; a negative number is unlimited.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> masks.window(1, 0)(0, 0, torch.arange(3)[:, None], torch.arange(3)).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+
+    def window(batch, head, q_idx, kv_idx):
+        distance = kv_idx - (q_idx + offset)
+        seen = True
+        if left >= 0:
+            seen = (distance >= -left) & seen
+        if right >= 0:
+            seen = (distance <= right) & seen
+        return seen
+
+    return MaskMod(window)
+
+
+def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
+    """A prefix that everyone sees, and causal behind it (Raffel et al. 2020, arXiv:1910.10683, section
+    3.2.1).
+
+    Args:
+        length: of the prefix; a tensor (batch,) of ints has one for each sequence.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> masks.prefix_lm(2)(0, 0, torch.arange(3)[:, None], torch.arange(3)).int().tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    def prefix_lm(batch, head, q_idx, kv_idx):
+        prefix = length[batch] if isinstance(length, Tensor) else length
+        return (kv_idx < prefix) | (kv_idx <= q_idx + offset)
+
+    return MaskMod(prefix_lm)
+
+
+def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
+    """Tokens of the query's own document alone, of several in one sequence.
+
+    Args:
+        ids: (seqlen_q,) or (batch, seqlen_q), any ints: equal ones are one document.
+        ids_kv: the same of the keys; None for ``ids``.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> mask = masks.document(torch.tensor([0, 0, 1])) & masks.causal()
+        >>> mask(0, 0, torch.arange(3)[:, None], torch.arange(3)).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    of_keys = ids if ids_kv is None else ids_kv
+
+    def document(batch, head, q_idx, kv_idx):
+        own = ids[q_idx] if ids.dim() == 1 else ids[batch, q_idx]
+        return own == (of_keys[kv_idx] if of_keys.dim() == 1 else of_keys[batch, kv_idx])
+
+    return MaskMod(document)
+
+
+def padding(lengths: Tensor) -> MaskMod:
+    """The first ``lengths[batch]`` keys of each sequence, (batch,) ints.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> masks.padding(torch.tensor([2]))(torch.tensor(0), 0, 0, torch.arange(3)).int().tolist()
+        [1, 1, 0]
+    """
+    return MaskMod(lambda batch, head, q_idx, kv_idx: kv_idx < lengths[batch], "padding")
+
+
+def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
+    """``size`` keys before and after the query's own, each ``dilation`` from the next (Beltagy et al. 2020,
+    arXiv:2004.05150, section 3.1).
+
+    Examples:
+        >>> from flashtile import masks
+        >>> masks.dilated(1, 2)(0, 0, torch.tensor(3), torch.arange(7)).int().tolist()
+        [0, 1, 0, 1, 0, 1, 0]
+    """
+
+    def dilated(batch, head, q_idx, kv_idx):
+        distance = q_idx + offset - kv_idx
+        return (distance.abs() <= size * dilation) & (distance % dilation == 0)
+
+    return MaskMod(dilated)
+
+
+def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskMod:
+    """The nearest tokens of a picture: neighborhood attention (Hassani et al. 2023, arXiv:2204.07143).
+
+    Token i is the pixel (i // width, i % width). At the edges the neighborhood is moved inwards, so that
+    every query sees as many keys.
+
+    Args:
+        height, width: of the picture, in tokens.
+        kernel_size: of the neighborhood, rows and columns; odd, and no larger than the picture.
+
+    Raises:
+        ValueError: a ``kernel_size`` that is even or larger than the picture.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> mask = masks.natten(4, 4, 3)
+        >>> mask(0, 0, torch.tensor(0), torch.arange(16)).view(4, 4).int().tolist()
+        [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    """
+    rows, columns = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+    for size, most in ((rows, height), (columns, width)):
+        if size % 2 == 0 or not 1 <= size <= most:
+            raise ValueError(f"kernel_size must be odd and from 1 to {most}, got {size}")
+
+    def natten(batch, head, q_idx, kv_idx):
+        seen = True
+        for position, key, size, extent in (
+            (q_idx // width, kv_idx // width, rows, height),
+            (q_idx % width, kv_idx % width, columns, width),
+        ):
+            center = position.clamp(size // 2, extent - 1 - size // 2)
+            seen = ((center - key).abs() <= size // 2) & seen
+        return seen
+
+    return MaskMod(natten)
+
+
+def alibi(slopes: Tensor, offset: int = 0) -> ScoreMod:
+    """Minus a head's slope times the distance (Press et al. 2022, arXiv:2108.12409).
+
+    Args:
+        slopes: (heads,) of floats, learnable.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> masks.alibi(torch.tensor([0.5]))(1.0, 0, torch.tensor(0), torch.tensor(4), torch.tensor(2))
+        tensor(0.)
+    """
+
+    def alibi(score, batch, head, q_idx, kv_idx):
+        return score - slopes[head] * (q_idx + offset - kv_idx).abs()
+
+    return ScoreMod(alibi)
+
+
+def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
+    """A learnable bias of each distance (Shaw et al. 2018, arXiv:1803.02155, section 3.2, of scalars).
+
+    Args:
+        bias: (heads, 2 * most + 1) of floats, learnable. Column ``most + d`` is that of key minus query d;
+            larger distances count as ``most``.
+
+    Raises:
+        ValueError: ``bias`` is not of two dimensions with an odd number of columns.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> bias = torch.arange(5.0)[None]  # of the distances -2 to 2
+        >>> modified = masks.relative_position(bias)(0.0, 0, torch.tensor(0), torch.tensor(1),
+        torch.arange(5)) >>> modified.tolist()
+        [1.0, 2.0, 3.0, 4.0, 4.0]
+    """
+    if bias.dim() != 2 or bias.shape[1] % 2 == 0:
+        raise ValueError(f"bias must have shape (heads, 2 * most + 1), got {tuple(bias.shape)}")
+    most = bias.shape[1] // 2
+
+    def relative_position(score, batch, head, q_idx, kv_idx):
+        return score + bias[head, (kv_idx - (q_idx + offset)).clamp(-most, most) + most]
+
+    return ScoreMod(relative_position)
+
+
+def softcap(cap: float) -> ScoreMod:
+    """``cap * tanh(score / cap)``, as Gemma 2 has it (arXiv:2408.00118, section 2).
+
+    Examples:
+        >>> from flashtile import masks
+        >>> masks.softcap(2.0)(torch.tensor(100.0), 0, 0, 0, 0)
+        tensor(2.)
+    """
+    if not cap > 0:
+        raise ValueError(f"cap must be more than 0, got {cap}")
+
+    def softcap(score, batch, head, q_idx, kv_idx):
+        return cap * (score / cap).tanh()
+
+    return ScoreMod(softcap)

@@ -1,0 +1,275 @@
+"""Attention with functions of the user's, as operations beside those of attention without.
+
+They have all tensors and options of attention, then the captured tensors, the lists of a block mask and the
+functions' programs as text. So a call without functions pays for none of it, and one with them is traced,
+kept and launched as any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.attn import operators
+from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
+from flashtile.checks.attention import check_call, check_types
+from flashtile.masks.block_mask import LISTS
+from flashtile.masks.evaluate import evaluate
+from flashtile.masks.problem import MAX_CAPTURED, Mods
+from flashtile.masks.program import parse
+from flashtile.op.operation import Operation, is_plain, library
+from flashtile.op.refusals import transforming
+from flashtile.op.schema import extended
+
+CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
+
+ModifiedExtras: Any = extended("ModifiedExtras", Extras, dict.fromkeys((*CAPTURED, *LISTS), Tensor | None))
+"""The tensors of a call beside q, k and v: those of attention, the captured ones, a block mask's lists."""
+
+ModifiedOptions: Any = extended(
+    "ModifiedOptions",
+    Options,
+    {"score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int},
+)
+"""``learned`` has bit i for the captured tensor i; block sizes are 0 without a block mask."""
+
+_NUM_EXTRAS, _NUM_OPTIONS = len(Extras._fields), len(Options._fields)
+_FIRST_CAPTURED = _NUM_EXTRAS
+_NOTHING = ModifiedExtras(*(None,) * len(ModifiedExtras._fields))
+
+
+class Functions(NamedTuple):
+    """What the front door made of ``score_mod``, ``mask_mod`` and ``block_mask``."""
+
+    captured: tuple[Tensor, ...]
+    lists: tuple[Tensor, ...]
+    """Of a block mask, () without."""
+    score_mod: str
+    mask_mod: str
+    block_size: tuple[int, int]
+
+
+def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
+    return extras[_FIRST_CAPTURED : _FIRST_CAPTURED + MAX_CAPTURED]
+
+
+def plain_part(extras: Any, options: Any) -> tuple[Extras, Options]:
+    """Extras and options of attention without functions."""
+    given = Extras(*extras[:_NUM_EXTRAS])
+    nothing = all(tensor is None for tensor in given)
+    return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    check_call(q, k, v, *plain_part(extras, options))
+    for tensor in captured_of(extras):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor on {tensor.device}, but q is on {q.device}"
+            )
+        if tensor is not None and tensor.numel() == 0:
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor without elements, of shape {tuple(tensor.shape)}"
+            )
+    if options.block_q:
+        _check_lists(q, k, extras, options)
+
+
+def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
+    batch, heads = extras.kv_num_blocks.shape[:2]
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
+        raise ValueError(
+            f"block_mask must be of batch 1 or {q.shape[0]} and of 1 or {q.shape[2]} heads, got "
+            f"{batch} and {heads}"
+        )
+    blocks_q, blocks_kv = -(-q.shape[1] // options.block_q), -(-k.shape[1] // options.block_kv)
+    for name in LISTS:
+        tensor = getattr(extras, name)
+        own, others = (blocks_q, blocks_kv) if "kv" in name else (blocks_kv, blocks_q)
+        shape = (batch, heads, own) if "num" in name else (batch, heads, own, others)
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"block_mask.{name} must be int32, got {tensor.dtype}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"block_mask.{name} must have shape {shape} for {q.shape[1]} queries and {k.shape[1]} keys, "
+                f"got {tuple(tensor.shape)}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(f"block_mask is on {tensor.device}, but q is on {q.device}")
+
+
+def _check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    check_types(q, k, v, *plain_part(extras, options))
+
+
+def _check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Raise for reads outside of captured tensors; only GPUs ask, the CPU's launch checks as it computes."""
+    if not q.is_cuda:
+        return
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
+        if not text:
+            continue
+        for first in range(0, rows, 256):
+            inputs = {
+                "score": q.new_zeros((), dtype=torch.float32),
+                "b": torch.arange(batch, device=q.device)[:, None, None, None],
+                "h": torch.arange(heads, device=q.device)[:, None, None],
+                "q": torch.arange(first, min(first + 256, rows), device=q.device)[:, None],
+                "kv": torch.arange(keys, device=q.device),
+            }
+            evaluate(parse(text), inputs, captured, kind=kind, check=True)
+
+
+def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    mods = Mods(
+        options.score_mod,
+        options.mask_mod,
+        tuple(i for i in range(MAX_CAPTURED) if options.learned >> i & 1),
+        tuple(tensor.dim() for tensor in captured),
+        (options.block_q, options.block_kv) if options.block_q else None,
+    )
+    return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, extras, options = operators.of_forward(*arguments)
+    dsink = None if extras.sink is None else extras.sink.new_empty(extras.sink.shape)
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        dsink,
+        *(
+            tensor.new_empty(tensor.shape) if tensor is not None and options.learned >> i & 1 else None
+            for i, tensor in enumerate(captured_of(extras))
+        ),
+    )
+
+
+FORWARD = Operation(
+    "forward",
+    suffix="_modified",
+    tensors=operators.FORWARD.tensors,
+    beside=_NOTHING,
+    options=ModifiedOptions,
+    results=2,
+    check=_check,
+    describe=_describe,
+    fake=operators.FORWARD.fake,
+    check_values=_check_values,
+    check_traced=_check_traced,
+)
+BACKWARD = operators.BackwardOperation(
+    "backward",
+    suffix="_modified",
+    tensors=operators.BACKWARD.tensors,
+    beside=_NOTHING,
+    options=ModifiedOptions,
+    results=4 + MAX_CAPTURED,
+    check=lambda *arguments: None,  # the forward pass checked what it saved
+    describe=lambda *arguments: _describe(*operators.of_forward(*arguments)),
+    fake=_fake_backward,
+)
+
+
+def arguments_of(extras: Extras, options: Options, functions: Functions) -> tuple[Any, Any]:
+    """(extras, options) of a call with functions."""
+    captured, lists = functions.captured, functions.lists
+    learned = 0
+    if torch.is_grad_enabled():
+        learned = sum(1 << i for i, t in enumerate(captured) if t.is_floating_point() and t.requires_grad)
+    missing = (None,) * (MAX_CAPTURED - len(captured))
+    all_extras = ModifiedExtras(*extras, *captured, *missing, *(lists or (None,) * len(LISTS)))
+    all_options = ModifiedOptions(
+        *options, functions.score_mod, functions.mask_mod, learned, *functions.block_size
+    )
+    return all_extras, all_options
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, functions: Functions
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with functions."""
+    all_extras, all_options = arguments_of(extras, options, functions)
+    if transforming():
+        raise NotImplementedError(
+            "score_mod, mask_mod and block_mask must be None under transforms of torch.func: call "
+            "flashtile.attention without them, or outside of the transform"
+        )
+    tensors = (q, k, v)
+    if not is_plain(tensors, all_extras):
+        return FORWARD.traced(tensors, all_extras, all_options)
+    learns = all_options.learned or any(t.requires_grad for t in tensors) or _learns(extras.sink)
+    if torch.is_grad_enabled() and learns:
+        return _Attention.apply(q, k, v, *all_extras, all_options)
+    return FORWARD.launch(tensors, all_extras, all_options)
+
+
+def _learns(sink: Tensor | None) -> bool:
+    return sink is not None and sink.requires_grad
+
+
+class _Attention(torch.autograd.Function):
+    """The autograd node of a plain call."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, *others):
+        extras, options = ModifiedExtras(*others[:-1]), others[-1]
+        out, lse = FORWARD.launch((q, k, v), extras, options)
+        _save(ctx, q, k, v, out, lse, extras, options)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        return (*_gradients(ctx, dout, dlse), None)
+
+
+def _save(ctx, q, k, v, out, lse, extras, options):
+    ctx.save_for_backward(q, k, v, out, lse, *extras)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and every extra."""
+    of_extras: list[Tensor | None] = [None] * len(ModifiedExtras._fields)
+    if dout is None and dlse is None:
+        return None, None, None, *of_extras
+    tensors = ctx.saved_tensors
+    saved, extras, options = tensors[:5], ModifiedExtras(*tensors[5:]), ctx.options
+    plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
+    run = BACKWARD.launch if plain else BACKWARD.traced
+    dq, dk, dv, dsink, *of_captured = run((dout, dlse, *saved), extras, options)
+    if extras.sink is not None:
+        of_extras[Extras._fields.index("sink")] = dsink
+    for i, gradient in enumerate(of_captured):
+        if options.learned >> i & 1:
+            of_extras[_FIRST_CAPTURED + i] = gradient
+    return dq, dk, dv, *of_extras
+
+
+def _setup_context(ctx, inputs, output):
+    (q, k, v), extras, options = FORWARD.split(inputs)
+    out, lse = output
+    _save(ctx, q, k, v, out, lse, extras, options)
+
+
+def _operator_backward(ctx, dout, dlse):
+    return *_gradients(ctx, dout, dlse), *(None,) * len(ModifiedOptions._fields)
+
+
+def _refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
+    raise NotImplementedError(
+        "q, k, v and captured tensors have first derivatives only: the backward is not differentiable"
+    )
+
+
+torch.library.register_autograd(
+    "flashtile::forward_modified", _operator_backward, setup_context=_setup_context, lib=library
+)
+torch.library.register_autograd("flashtile::backward_modified", _refuse_second_derivative, lib=library)

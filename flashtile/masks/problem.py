@@ -1,0 +1,46 @@
+"""What a call's functions of scores and masks are, for its description and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashtile.masks.program import Program, parse, renumbered
+
+MAX_CAPTURED = 8
+"""Tensors that the functions of a call may read."""
+
+MAX_SIZES = 16
+"""Dimensions of all these tensors together."""
+
+
+@dataclass(frozen=True)
+class Mods:
+    """The functions as texts of programs, which read the captured tensors of one list."""
+
+    score_mod: str = ""
+    """"" is none; so for ``mask_mod``."""
+    mask_mod: str = ""
+    learned: tuple[int, ...] = ()
+    """Captured tensors that want a gradient."""
+    ranks: tuple[int, ...] = ()
+    """Dimensions of each captured tensor."""
+    block_size: tuple[int, int] | None = None
+    """Queries by keys, of a block mask."""
+
+    @property
+    def score_program(self) -> Program | None:
+        return parse(self.score_mod) if self.score_mod else None
+
+    @property
+    def mask_program(self) -> Program | None:
+        return parse(self.mask_mod) if self.mask_mod else None
+
+    @property
+    def given(self) -> str:
+        """The first argument of the user's that is there."""
+        return "score_mod" if self.score_mod else "block_mask" if self.block_size else "mask_mod"
+
+
+def behind(program: Program, first: int) -> Program:
+    """The same program, its captured tensors numbered from ``first`` on."""
+    return renumbered(program, {i: first + i for i in range(MAX_CAPTURED)})

@@ -1,0 +1,419 @@
+"""From a user's function to a program: it is run once on symbols, which write down what is done with them.
+
+Running beats reading its source: whatever Python does with numbers, closures, loops and other functions needs
+no rule of ours, and the derivative comes from the same list of operations. What a symbol cannot do (decide an
+``if``, become a number) is an error that shows the user's own line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flashtile.masks.program import LOAD, Builder, Name, Operand, Program
+from flashtile.masks.triton_functions import in_torch
+
+SIGNATURES = {
+    "score_mod": ("score", "b", "h", "q", "kv"),
+    "mask_mod": ("b", "h", "q", "kv"),
+}
+"""The arguments of each kind of function, in FlexAttention's order."""
+
+_MACHINERY = tuple(
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("tracing", "triton_functions", "mods")
+)
+_LIBRARIES = (*_MACHINERY, str(Path(torch.__file__).parent))
+"""Whose lines are not the user's."""
+
+
+class Trace(NamedTuple):
+    """A function as a program, and the tensors that it reads."""
+
+    program: Program
+    tensors: tuple[Tensor, ...]
+
+
+def trace(kind: str, function: Callable[..., Any]) -> Trace:
+    """Run ``function``, a ``kind`` of :data:`SIGNATURES`, on symbols.
+
+    Raises:
+        TypeError: it is not a function of these arguments, does something that is only known when a kernel
+            runs, or returns what is no score (no boolean for a mask); the text shows its line.
+    """
+    if not callable(function):
+        raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
+    recorder = _Recorder()
+    arguments = [Symbol(recorder, Name(name)) for name in SIGNATURES[kind]]
+    try:
+        with recorder:
+            result = _as_run(function)(*arguments)
+            operand = None if result is None else recorder.operand(result)
+    except Exception as error:
+        line = user_line(traceback=error.__traceback__) or _first_line(function)
+        raise TypeError(f"{kind} does not compile: {error}\n  {line}") from error
+    wanted = "float" if kind == "score_mod" else "bool"
+    if operand is None or recorder.builder.kind(operand) != wanted:
+        got = "None" if operand is None else _said(recorder.builder.kind(operand))
+        text = f"{kind} must return {_said(wanted)} ({_HOW[wanted]}), got {got}"
+        raise TypeError(f"{text}\n  {_first_line(function)}")
+    return Trace(recorder.builder.finish(operand), tuple(recorder.tensors))
+
+
+_HOW = {
+    "float": "the modified score",
+    "bool": "True where the key takes part: comparisons joined by &, | and ~",
+}
+
+
+def _said(kind: str) -> str:
+    return {"float": "a float", "int": "an int", "bool": "a bool"}[kind]
+
+
+def _first_line(function: Any) -> str:
+    """Where a function is defined."""
+    code = getattr(getattr(function, "fn", function), "__code__", None)
+    return "" if code is None else _located(code.co_filename, code.co_firstlineno)
+
+
+def user_line(traceback: types.TracebackType | None = None) -> str:
+    """``file:line: text`` of the innermost line that is neither ours nor torch's; of the current call, or of
+    an exception."""
+    frames: list[tuple[types.FrameType, int]] = []
+    if traceback is not None:
+        while traceback is not None:
+            frames.append((traceback.tb_frame, traceback.tb_lineno))
+            traceback = traceback.tb_next
+        frames.reverse()
+    else:
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            frames.append((frame, frame.f_lineno))
+            frame = frame.f_back
+    for frame, number in frames:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_LIBRARIES):
+            return _located(filename, number)
+    return ""
+
+
+def _located(filename: str, number: int) -> str:
+    return f"{Path(filename).name}:{number}: {linecache.getline(filename, number).strip()}"
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees what torch is asked to do with symbols, ``tensor[symbol]`` among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.builder = Builder()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _has_symbol((args, tuple(kwargs.values()))):
+            return func(*args, **kwargs)
+        name = func.__name__
+        if name == "__get__":  # a property, x.dtype: nothing that a symbol has
+            raise TypeError(f"a {_KIND_OF_SYMBOL} has no such attribute")
+        return self.call(name, args, kwargs)
+
+    def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        plain = name.strip("_")
+        if plain == "getitem":
+            return self.load(*args)
+        if plain in FUNCTIONS:
+            return FUNCTIONS[plain](self, *args, **kwargs)
+        raise TypeError(
+            f"torch's {name} is none of the operations that compile: {', '.join(sorted(FUNCTIONS))}"
+        )
+
+    def emit(self, operation: str, *values: Any, **options: Any) -> Any:
+        operands = [self.operand(value) for value in values]
+        result = self.builder.emit(operation, *operands, **options)
+        return Symbol(self, result) if isinstance(result, Name) else result
+
+    def operand(self, value: Any) -> Operand:
+        if isinstance(value, Symbol):
+            if value.recorder is not self:
+                raise TypeError("it uses a value of another function that is compiled")
+            return value.name
+        if isinstance(value, (bool, int, float)):
+            return value
+        if isinstance(value, Tensor):
+            if value.dim() == 0:
+                known = value.device.type == "cpu" and not value.requires_grad
+                return value.item() if known else self.operand(self.load(value, ()))
+            raise TypeError(
+                f"a tensor of shape {tuple(value.shape)} is not a number: index it with batch, head, q_idx "
+                "or kv_idx"
+            )
+        raise TypeError(f"{type(value).__name__} is no number, no tensor and nothing made of the arguments")
+
+    def load(self, tensor: Any, index: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"a {_KIND_OF_SYMBOL} is one number, which cannot be indexed")
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) != tensor.dim():
+            raise TypeError(
+                f"a tensor of {tensor.dim()} dimensions must be read with as many indices, got {len(indices)}"
+            )
+        operands = [self.operand(value) for value in indices]
+        for operand in operands:
+            if self.builder.kind(operand) != "int":
+                raise TypeError(f"an index must be an int, got {_said(self.builder.kind(operand))}")
+        if tensor.is_complex():
+            raise TypeError(f"a captured tensor must be of real numbers, got {tensor.dtype}")
+        kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
+        name = self.builder.emit(LOAD, self._number(tensor), *operands, kind=kind, where=user_line())
+        return Symbol(self, name)
+
+    def _number(self, tensor: Tensor) -> int:
+        for number, known in enumerate(self.tensors):
+            if known is tensor:
+                return number
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def as_float(self, value: Any) -> Any:
+        return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
+
+    def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
+        """Booleans count as 0 and 1, and an int beside a float is one."""
+        kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
+        if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
+            raise TypeError("two booleans are joined by &, | and ^")
+        if "float" in kinds and operation in ("and", "or", "xor", "lshift", "rshift"):
+            raise TypeError(f"&, |, ^, << and >> take booleans and ints, got {_said('float')}")
+        a, b = (self.emit("int", v) if k == "bool" != kinds[1 - i] else v
+                for i, (v, k) in enumerate(zip((a, b), kinds, strict=True)))  # fmt: skip
+        return self.emit(operation, a, b)
+
+
+_KIND_OF_SYMBOL = "value that is known only when a kernel runs"
+
+
+def _has_symbol(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_symbol, value))
+    return isinstance(value, Symbol)
+
+
+def _arithmetic(operation: str, reverse: bool = False) -> Callable[..., Any]:
+    def apply(recorder: _Recorder, a: Any, b: Any, alpha: Any = 1, **none: Any) -> Any:
+        _refuse(none)
+        if alpha != 1:
+            b = recorder.arithmetic("mul", b, alpha)
+        return recorder.arithmetic(operation, b, a) if reverse else recorder.arithmetic(operation, a, b)
+
+    return apply
+
+
+def _of_float(operation: str) -> Callable[..., Any]:
+    def apply(recorder: _Recorder, x: Any, **none: Any) -> Any:
+        _refuse(none)
+        return recorder.emit(operation, recorder.as_float(x))
+
+    return apply
+
+
+def _plain(operation: str) -> Callable[..., Any]:
+    return lambda recorder, x: recorder.emit(operation, x)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    if options:
+        raise TypeError(f"{next(iter(options))} is an option that does not compile")
+
+
+def _where(recorder: _Recorder, condition: Any, a: Any, b: Any) -> Any:
+    kind = recorder.builder.kind(recorder.operand(condition))
+    if kind != "bool":
+        raise TypeError(f"a condition must be a bool, got {_said(kind)}")
+    if "float" in (recorder.builder.kind(recorder.operand(value)) for value in (a, b)):
+        a, b = recorder.as_float(a), recorder.as_float(b)
+    return recorder.emit("where", condition, a, b)
+
+
+def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
+    number = isinstance(exponent, (int, float))
+    if number and exponent in range(1, 65):  # by squaring: negative bases, too
+        if exponent == 1:
+            return base
+        half = _pow(recorder, base, int(exponent) // 2)
+        square = recorder.arithmetic("mul", half, half)
+        return recorder.arithmetic("mul", square, base) if exponent % 2 else square
+    if number and exponent == 0.5:
+        return recorder.emit("sqrt", recorder.as_float(base))
+    return recorder.emit("pow", recorder.as_float(base), recorder.as_float(exponent))
+
+
+def _clamp(recorder: _Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
+    if min is not None:
+        x = recorder.arithmetic("maximum", x, min)
+    return x if max is None else recorder.arithmetic("minimum", x, max)
+
+
+def _logical(operation: str) -> Callable[..., Any]:
+    def apply(recorder: _Recorder, *values: Any) -> Any:
+        return recorder.emit(operation, *(recorder.emit("bool", v) for v in values))
+
+    return apply
+
+
+def _convert(recorder: _Recorder, x: Any, dtype: Any = None, **options: Any) -> Any:
+    """``x.to(dtype)``: of a kind, for all floats are computed alike."""
+    dtype = options.pop("dtype", dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("to takes a dtype, and nothing else that compiles")
+    kind = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
+    return _as_kind(kind)(recorder, x)
+
+
+def _as_kind(kind: str) -> Callable[..., Any]:
+    def apply(recorder: _Recorder, x: Any) -> Any:
+        return x if recorder.builder.kind(recorder.operand(x)) == kind else recorder.emit(kind, x)
+
+    return apply
+
+
+def _new(number: int) -> Callable[..., Any]:
+    """``x.new_ones(())``, with which FlexAttention writes True."""
+
+    def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
+        if size != ():
+            raise TypeError(f"a new value must be one number, of size (), got size {size}")
+        return number == 1 if dtype == torch.bool else number
+
+    return apply
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: _arithmetic(name) for name in ("add", "sub", "mul", "minimum", "maximum")},
+    **{name: _arithmetic(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
+    **{name: _arithmetic(name) for name in ("lshift", "rshift", "mod")},
+    **{f"r{name}": _arithmetic(name, True) for name in ("add", "sub", "mul", "and", "or", "xor", "mod")},
+    **{f"bitwise_{name}": _arithmetic(name) for name in ("and", "or", "xor")},
+    **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
+    **{
+        name: _of_float(name)
+        for name in (
+            "exp",
+            "exp2",
+            "log",
+            "log2",
+            "sqrt",
+            "rsqrt",
+            "sin",
+            "cos",
+            "tanh",
+            "sigmoid",
+            "erf",
+            "floor",
+        )
+    },
+    **{name: _arithmetic("div") for name in ("div", "divide", "truediv", "true_divide")},
+    **{name: _arithmetic("div", True) for name in ("rdiv", "rtruediv")},
+    **{name: _arithmetic("floordiv") for name in ("floordiv", "floor_divide")},
+    **{name: _as_kind("float") for name in ("float", "half", "double", "bfloat16", "type_as")},
+    **{name: _as_kind("int") for name in ("int", "long")},
+    "rfloordiv": _arithmetic("floordiv", True),
+    "remainder": _arithmetic("mod"),
+    "subtract": _arithmetic("sub"),
+    "multiply": _arithmetic("mul"),
+    "bool": _as_kind("bool"),
+    "new_ones": _new(1),
+    "new_zeros": _new(0),
+    "to": _convert,
+    "abs": _plain("abs"),
+    "neg": _plain("neg"),
+    "sign": _plain("sign"),
+    "invert": _plain("not"),
+    "bitwise_not": _plain("not"),
+    "pow": _pow,
+    "rpow": lambda recorder, exponent, base: _pow(recorder, base, exponent),
+    "where": _where,
+    "clamp": _clamp,
+    "clip": _clamp,
+    "square": lambda recorder, x: _pow(recorder, x, 2),
+    "relu": lambda recorder, x: recorder.arithmetic("maximum", x, 0.0),
+}
+"""torch's functions, and methods of tensors, that compile; underscores around their names are left out."""
+
+
+class Symbol:
+    """A value that is known only when a kernel runs."""
+
+    __slots__ = ("name", "recorder")
+
+    def __init__(self, recorder: _Recorder, name: Name) -> None:
+        self.recorder, self.name = recorder, name
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        recorder = next(
+            value.recorder for value in _flat((args, *(kwargs or {}).values())) if _has_symbol(value)
+        )
+        return recorder.__torch_function__(func, types, args, kwargs)
+
+    device = None
+    """That of the tensors which a kernel gets, whatever it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in FUNCTIONS:
+            raise AttributeError(f"a {_KIND_OF_SYMBOL} has no {name!r}")
+        return lambda *args, **kwargs: self.recorder.call(name, (self, *args), kwargs)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"a branch (if, while, and, or, not) depends on a {_KIND_OF_SYMBOL}: use torch.where, &, | or ~"
+        )
+
+    def _no_number(self) -> Any:
+        raise TypeError(f"a Python number is made of a {_KIND_OF_SYMBOL}: use torch's functions, not math's")
+
+    __int__ = __float__ = __index__ = __complex__ = __round__ = _no_number
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Any:
+        raise TypeError(f"a {_KIND_OF_SYMBOL} is one number, which has no elements")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"a {_KIND_OF_SYMBOL} is one number, which cannot be indexed")
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _flat(inner)
+    else:
+        yield value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def method(self: Symbol, *others: Any) -> Any:
+        return self.recorder.call(name, (self, *others), {})
+
+    return method
+
+
+for _name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "radd", "rsub", "rmul",
+    "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor", "lshift", "rshift", "eq", "ne", "lt",
+    "le", "gt", "ge", "neg", "abs", "invert",
+):  # fmt: skip
+    setattr(Symbol, f"__{_name}__", _operator(_name))
+
+
+def _as_run(function: Any) -> Any:
+    """What is run on symbols: of a ``@triton.jit`` function its Python, with torch in the place of Triton."""
+    if isinstance(function, types.FunctionType) or not hasattr(function, "fn"):
+        return function
+    return in_torch(function)

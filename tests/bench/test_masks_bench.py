@@ -1,0 +1,60 @@
+"""flashtile bench of functions of scores and masks: contestants pass the gate, which sees a wrong mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.bench import contestants, mods, workloads
+from flashtile.bench.gate import Oracle
+from flashtile.bench.inputs import make_inputs
+from flashtile.bench.peers import FlexAttention
+
+CPU = torch.device("cpu")
+CI = workloads.select(["ci-masks"])
+
+
+@pytest.mark.parametrize("workload", CI, ids=lambda w: w.name)
+def test_contestants_pass_the_gate(workload: workloads.Workload) -> None:
+    inputs = make_inputs(workload, CPU)
+    oracle = Oracle(workload, inputs, gradients=False)
+    peers = contestants.contestants("masks", [], [], CPU)
+    if workload is CI[0]:  # FlexAttention takes seconds, even for as little as this
+        peers.append(FlexAttention(compiled=False))
+    for peer in peers:
+        call = peer.prepare(workload, inputs)
+        out = call.restore(call.attend(*map(call.arrange, (inputs.q, inputs.k, inputs.v))), inputs.q)
+        (comparison,) = oracle.check({"out": out})
+        assert comparison.holds, comparison
+
+
+def test_the_gate_sees_another_mask_and_no_bias() -> None:
+    workload = CI[0]
+    inputs = make_inputs(workload, CPU)
+    oracle = Oracle(workload, inputs, gradients=False)
+    given = mods.MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, CPU)
+    for wrong in ({"mask_mod": given.mask_mod}, {"score_mod": given.score_mod}):
+        out = flashtile.attention(inputs.q, inputs.k, inputs.v, **wrong)
+        (comparison,) = oracle.check({"out": out})
+        assert not comparison.holds
+
+
+def test_what_is_measured() -> None:
+    chosen = workloads.select(["masks"])
+    assert len({workload.mod for workload in chosen}) >= 10
+    assert {workload.seqlen_q for workload in chosen} == {2048, 4096, 8192, 16384}
+    window = next(w for w in chosen if w.name == "masks-window-1024-s4096")
+    exact = 1024 * (4096 - 1024) + 1024 * 1025 // 2
+    assert abs(window.visible_pairs() / (window.batch * exact) - 1) < 0.01
+
+
+def test_no_two_workloads_have_the_same_mask() -> None:
+    zero, positions = torch.tensor(0), torch.arange(8192)
+    seen = {}
+    for name, make in mods.MODS.items():
+        given = make(8192, 4, "cpu")
+        if given.score_mod is None and given.mask_mod is not None:
+            rows = torch.tensor([500, 5000, 7777])[:, None]
+            seen[name] = tuple(given.mask_mod(zero, zero, rows, positions).sum(-1).tolist())
+    assert len(set(seen.values())) == len(seen), seen

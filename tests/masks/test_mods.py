@@ -1,0 +1,138 @@
+"""Functions of scores and masks on every backend: against the oracle, which runs them on all indices at
+once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+
+import flashtile
+from cases import Case
+from flashtile import masks, reference, testing
+from targets import Target
+
+CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, heads_kv=2, head_dim=24)
+SMALL = replace(CALL, batch=1, seqlen_q=20, seqlen_k=40, heads_q=2, heads_kv=1, head_dim=16)
+
+
+def call_of(target: Target, name: str, interpreted: str) -> Case:
+    if target.name == "interpreter" and name != interpreted:
+        pytest.skip("the interpreter takes seconds")
+    return SMALL if target.name == "interpreter" else CALL
+
+
+def blocked(arguments: dict, size: int, device: str, call: Case) -> dict:
+    """The same call by a block mask."""
+    lengths = call.batch, call.heads_q, call.seqlen_q, call.seqlen_k
+    block_mask = masks.create_block_mask(arguments["mask_mod"], *lengths, device, (16, size))
+    return {name: a for name, a in arguments.items() if name != "mask_mod"} | {"block_mask": block_mask}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_mod(target: Target, name: str) -> None:
+    case = call_of(target, name, "both")
+    arguments = MODS[name](target.device).arguments
+    inputs = case.inputs(target.device)
+    calls = [arguments]
+    if "mask_mod" in arguments:
+        calls = [blocked(arguments, 16, target.device, case)]
+        if target.name != "interpreter":
+            calls += [arguments, blocked(arguments, 32, target.device, case)]
+    for call in calls:
+        own = {k: a for k, a in inputs.arguments.items() if k not in call} | call
+        testing.check(*inputs.qkv, dout=inputs.dout, dlse=inputs.dlse, backend=target.backend, **own)
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative", "swin", "many"])
+def test_gradients_of_captured_tensors(target: Target, name: str) -> None:
+    case = call_of(target, name, "many")
+    arguments, learned = MODS[name](target.device)
+    for tensor in learned:
+        tensor.requires_grad_()
+    q, k, v = (t.float() for t in case.inputs(target.device).qkv)
+    dout = testing.random_tensor(q.shape, torch.float32, target.device)
+    out = flashtile.attention(q, k, v, backend=target.backend, **arguments)
+    expected, _ = reference.attention(q.double(), k.double(), v.double(), **arguments)
+    ours = torch.autograd.grad(out, learned, dout)
+    exact = torch.autograd.grad(expected, learned, dout.double())
+    for got, wanted in zip(ours, exact, strict=True):
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-4 * float(wanted.abs().max()))
+
+
+def test_derivatives_of_every_operation() -> None:
+    """By finite differences, in float64."""
+    slopes = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+
+    def modify(score, batch, head, q_idx, kv_idx):
+        x = score * slopes[head] + bias[head, (q_idx - kv_idx).clamp(-2, 2) + 2]
+        x = x + torch.exp2(-x * x) - torch.log2(2 + x * x) + torch.rsqrt(3 + x * x) + torch.erf(x)
+        x = x + torch.cos(x) / (2 + torch.sin(x)) + torch.sqrt(1 + x * x) + (2 + torch.tanh(x)) ** 1.5
+        return x + torch.remainder(x, 0.37) + 1.3 ** torch.sigmoid(x)
+
+    q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v, slopes, bias):
+        return flashtile.attention(q, k, v, score_mod=modify, return_lse=True)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, slopes, bias))
+
+
+def test_a_block_mask_alone_decides_what_is_computed() -> None:
+    """Lists that leave a block out hide it, and one in the full list takes no mask, in both directions."""
+    block_mask = masks.create_block_mask(masks.causal(), None, None, 64, 64, BLOCK_SIZE=32)
+    assert block_mask.kv_num_blocks.tolist() == [[[1, 1]]]
+    assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1]]]
+    assert block_mask.q_num_blocks.tolist() == [[[1, 1]]]
+    assert block_mask.full_q_num_blocks.tolist() == [[[1, 0]]]
+    block_mask.full_kv_num_blocks.zero_()
+    block_mask.full_q_num_blocks.zero_()
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 64, 2, 16).unbind())
+    out = flashtile.attention(q, k, v, block_mask=block_mask)
+    parts = [
+        flashtile.attention(*(t[:, s] for t in (q, k, v)), causal=True) for s in (slice(32), slice(32, 64))
+    ]
+    torch.testing.assert_close(out, torch.cat(parts, 1))
+
+
+def test_poison_in_empty_blocks_is_not_read(target: Target) -> None:
+    block_mask = masks.create_block_mask(masks.causal(), None, None, 64, 96, target.device, BLOCK_SIZE=32)
+    shape = (1, 96, 2, 16)
+    q, k, v = (testing.random_tensor(shape, torch.float16, target.device, seed=i) for i in range(3))
+    q = q[:, :64].requires_grad_()
+    clean = flashtile.attention(q, k[:, :64], v[:, :64], causal=True, backend=target.backend)
+    k[:, 64:] = v[:, 64:] = torch.nan
+    k.requires_grad_()
+    out = flashtile.attention(q, k, v, block_mask=block_mask, backend=target.backend)
+    torch.testing.assert_close(out, clean, rtol=5e-3, atol=2e-3)
+    (dk,) = torch.autograd.grad(out.sum(), k)
+    assert dk[:, 64:].eq(0).all()
+
+
+def test_flex_attention_and_its_block_mask() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ids = torch.tensor([0] * 20 + [1] * 80)
+    slopes = torch.tensor([0.5, 0.1])
+    mask_mod, score_mod = masks.document(ids) & masks.causal(), masks.alibi(slopes)
+    query, key, value = torch.randn(3, 2, 2, 100, 16).unbind()
+    theirs = create_block_mask(mask_mod, None, None, 100, 100, device="cpu", BLOCK_SIZE=32)
+    ours = masks.create_block_mask(mask_mod, None, None, 100, 100, BLOCK_SIZE=32)
+    expected = flex_attention(query, key, value, score_mod, theirs, return_lse=True)
+    for block_mask in (theirs, ours):
+        out, lse = flashtile.flex_attention(query, key, value, score_mod, block_mask, return_lse=True)
+        torch.testing.assert_close(out, expected[0])
+        torch.testing.assert_close(lse, expected[1])
+
+
+def test_a_mask_that_flex_attention_does_not_write_down_hides_nothing() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, noop_mask
+
+    block_mask = create_block_mask(noop_mask, None, None, 100, 100, device="cpu", BLOCK_SIZE=32)
+    q, k, v = torch.randn(3, 1, 100, 2, 16).unbind()
+    out = flashtile.attention(q, k, v, block_mask=block_mask)
+    torch.testing.assert_close(out, flashtile.attention(q, k, v))

@@ -1,0 +1,152 @@
+"""From functions to programs: what is kept, what is written down, what else sees a call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+
+import flashtile
+from flashtile import masks
+from flashtile.attn.problem import NO_EXTRAS, Options
+from flashtile.masks import functional, operators
+from flashtile.masks.mods import traced
+from flashtile.masks.program import derivatives, parse
+
+FACTOR = 2.0
+
+
+def _doubled(score, batch, head, q_idx, kv_idx):
+    return score * FACTOR
+
+
+def test_a_function_is_traced_again_only_where_it_reads_something_else(monkeypatch) -> None:
+    first = traced("score_mod", _doubled)
+    assert traced("score_mod", _doubled) is first
+    monkeypatch.setattr("test_tracing.FACTOR", 3.0)
+    assert "mul score 3.0" in str(traced("score_mod", _doubled).program)
+    limits = [4]
+
+    def within(batch, head, q_idx, kv_idx):
+        return kv_idx < limits[0]
+
+    assert "lt kv 4" in str(traced("mask_mod", within).program)
+    limits[0] = 5  # a list may change without being another
+    assert "lt kv 5" in str(traced("mask_mod", within).program)
+
+    def closed(limit):
+        def mask(batch, head, q_idx, kv_idx):
+            return kv_idx < limit
+
+        def change(to):
+            nonlocal limit
+            limit = to
+
+        return mask, change
+
+    mask, change = closed(7)
+    assert traced("mask_mod", mask) is traced("mask_mod", mask)
+    change(8)
+    assert "lt kv 8" in str(traced("mask_mod", mask).program)
+
+
+def test_what_is_kept_lives_no_longer_than_its_function() -> None:
+    table = torch.ones(2)
+    mod = masks.score_mod(lambda score, batch, head, q_idx, kv_idx: score + table[head])
+    gone = weakref.ref(mod.function)
+    q = torch.randn(1, 4, 2, 8)
+    flashtile.attention(q, q, q, score_mod=mod)
+    del mod
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_the_text_says_all_of_a_program(name) -> None:
+    for kind in ("score_mod", "mask_mod"):
+        function = MODS[name]("cpu").arguments.get(kind)
+        if function is not None:
+            program = traced(kind, function).program
+            assert parse(str(program)) == program
+            if kind == "score_mod":
+                both, _ = derivatives(program, frozenset(range(8)))
+                assert parse(str(both)) == both
+
+
+def test_a_triton_function_is_one_of_torch() -> None:
+    triton = pytest.importorskip("triton")
+    tl = triton.language
+
+    @triton.jit
+    def per_head(score, b, h, q, kv, table, SIZE: tl.constexpr = 3):
+        bias = tl.load(table + h * SIZE + tl.minimum(tl.abs(q - kv), SIZE - 1))
+        return tl.where(kv <= q, score + bias, -float("inf"))
+
+    table = torch.randn(2, 3, requires_grad=True)
+    mod = masks.from_triton("score_mod", per_head, table)
+    q, k, v = torch.randn(3, 1, 9, 2, 8).unbind()
+
+    def same(score, batch, head, q_idx, kv_idx):
+        bias = table[head, (q_idx - kv_idx).abs().clamp(max=2)]
+        return torch.where(kv_idx <= q_idx, score + bias, -float("inf"))
+
+    outs = [flashtile.attention(q, k, v, score_mod=function) for function in (mod, same)]
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum() + out.square().sum(), table) for out in outs))
+
+
+def test_opcheck() -> None:
+    mask_mod = MODS["document"]("cpu").arguments["mask_mod"]
+    block_mask = masks.create_block_mask(mask_mod, 2, None, SEQLEN_Q, SEQLEN_K, BLOCK_SIZE=16)
+    bias = torch.randn(HEADS, 15, requires_grad=True)
+    given = functional.functions(masks.relative_position(bias), None, block_mask)
+    extras, options = operators.arguments_of(NO_EXTRAS, Options(), given)
+    tensors = [torch.randn(2, n, HEADS, 16, requires_grad=True) for n in (SEQLEN_Q, SEQLEN_K, SEQLEN_K)]
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    arguments = (*tensors, *extras, *options)
+    torch.library.opcheck(torch.ops.flashtile.forward_modified.default, arguments, test_utils=tests)
+
+
+def test_compiled() -> None:
+    """A graph of one piece, forward and backward."""
+    bias = torch.randn(2, 7, requires_grad=True)
+    block_mask = masks.create_block_mask(masks.causal(), None, None, 40, 40, BLOCK_SIZE=16)
+    score_mod = masks.relative_position(bias)
+
+    def attend(q, k, v):
+        return flashtile.attention(q, k, v, score_mod=score_mod, block_mask=block_mask)
+
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 40, 2, 16).unbind())
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for ours, wanted in zip(
+        torch.autograd.grad(compiled(q, k, v).square().sum(), (q, bias)),
+        torch.autograd.grad(attend(q, k, v).square().sum(), (q, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, wanted)
+    torch._dynamo.reset()
+
+
+def test_explained() -> None:
+    from flashtile.io_model import CARDS
+
+    q = torch.randn(1, 40, 2, 16, dtype=torch.bfloat16)
+    explanation = flashtile.explain(q, q, q, mask_mod=masks.causal(), card=CARDS["h200"])
+    assert explanation.operations == ("forward", "backward")
+    assert explanation.backend == "portable"
+    assert explanation.reasons_against["hopper"] == "it takes no mask_mod"
+
+
+def test_generated_functions_are_one_for_each_text() -> None:
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.mods.functions import mask_function
+    from flashtile.masks.problem import Mods
+
+    text = str(traced("mask_mod", masks.window(3, -1)).program)
+    again = str(traced("mask_mod", masks.window(3, -1)).program)
+    other = str(traced("mask_mod", masks.window(4, -1)).program)
+    assert mask_function(Mods(mask_mod=text)) is mask_function(Mods(mask_mod=again))
+    assert mask_function(Mods(mask_mod=text)).__name__ != mask_function(Mods(mask_mod=other)).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile import explanations
 from flashtile.backends.common.device import capability
-from flashtile.bench.workloads import DTYPES
+from flashtile.bench.workloads import DTYPES, FP8
 from flashtile.commands.options import bad_parameters, console, parse_device
+from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.io_model import (
     CARDS,
     MODELS,
@@ -62,6 +63,13 @@ def explain(
         bool, typer.Option("--seqused-k", help="Each sequence uses some of its keys.")
     ] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
+    page_size: Annotated[
+        int | None,
+        typer.Option(min=0, max=MOST, help="Keys lie in a cache, in pages of so many tokens; 0: dense."),
+    ] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(help="Of that cache, float8_e4m3fn for one. Default: dtype.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Insist on this backend.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
     card_name: Annotated[
@@ -118,27 +126,55 @@ def explain(
     def count(number: int) -> Tensor:
         return torch.empty(number, dtype=torch.int32, device=place)
 
+    if cache_dtype is not None and page_size is None:
+        raise typer.BadParameter("--cache-dtype is for --page-size, which puts the keys into a cache")
+    if page_size is not None and (varlen or seqused_k or deterministic):
+        given = "--varlen" if varlen else "--seqused-k" if seqused_k else "--deterministic"
+        raise typer.BadParameter(f"--page-size is for a cache, whose calls take no {given}")
+    if cache_dtype is not None and cache_dtype not in (dtype, FP8):
+        raise typer.BadParameter(f"--cache-dtype must be {dtype} or {FP8}, got {cache_dtype!r}")
+
+    def cache(width: int) -> Tensor:
+        pages = batch * -(-seqlen_k // page_size) if page_size else batch
+        shape = (max(1, pages), page_size or seqlen_k, kv_heads, width)
+        return torch.empty(shape, dtype=getattr(torch, cache_dtype or dtype), device=place)
+
     with bad_parameters(), FakeTensorMode():  # in which tensors take no memory
-        offsets = count(batch + 1) if varlen else None
-        explanation = explanations.explain(
-            tensor(seqlen_q, heads, head_dim),
-            tensor(seqlen_k, kv_heads, head_dim),
-            tensor(seqlen_k, kv_heads, head_dim_v or head_dim),
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-            max_seqlen_q=seqlen_q if varlen else None,
-            max_seqlen_k=seqlen_k if varlen else None,
-            causal=causal,
-            window_size=(window_left, window_right),
-            softcap=softcap,
-            seqused_k=count(batch) if seqused_k else None,
-            alibi_slopes=torch.empty(heads, device=place) if alibi else None,
-            sink=torch.empty(heads, device=place) if sink else None,
-            deterministic=deterministic,
-            backend=backend,
-            card=None if card_name in (None, HERE) else card,
-        )
-    call = Call.from_problem(explanation.problem)
+        q = tensor(seqlen_q, heads, head_dim)
+        shared: dict[str, Any] = {
+            "causal": causal,
+            "window_size": (window_left, window_right),
+            "softcap": softcap,
+            "alibi_slopes": torch.empty(heads, device=place) if alibi else None,
+            "sink": torch.empty(heads, device=place) if sink else None,
+            "backend": backend,
+            "card": None if card_name in (None, HERE) else card,
+        }
+        if page_size is None:
+            offsets = count(batch + 1) if varlen else None
+            explanation = explanations.explain(
+                q,
+                tensor(seqlen_k, kv_heads, head_dim),
+                tensor(seqlen_k, kv_heads, head_dim_v or head_dim),
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets,
+                max_seqlen_q=seqlen_q if varlen else None,
+                max_seqlen_k=seqlen_k if varlen else None,
+                seqused_k=count(batch) if seqused_k else None,
+                deterministic=deterministic,
+                **shared,
+            )
+            call = Call.from_problem(explanation.problem)
+        else:
+            table = count(batch * -(-seqlen_k // page_size)).view(batch, -1) if page_size else None
+            explanation = explanations.explain(
+                flash_attn_with_kvcache, q, cache(head_dim), cache(head_dim_v or head_dim),
+                cache_seqlens=count(batch), block_table=table, **shared,
+            )  # fmt: skip
+            call = Call(
+                batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype, window_left,
+                0 if causal else window_right, page_size=page_size, cache_dtype=cache_dtype,
+            )  # fmt: skip
     if card is not None and max(call.seqlen_q, call.seqlen_k) > MOST_COSTED_TOKENS:
         raise typer.BadParameter(f"costs are counted up to {MOST_COSTED_TOKENS} tokens, got more")
     if card is not None and call.dtype not in card.tflops:
@@ -218,7 +254,8 @@ def _card(name: str | None, place: torch.device) -> Card | None:
 
 
 def _print_costs(call: Call, card: Card, out: Console) -> None:
-    passes = ("forward",) if call.seqlen_q * call.group_size <= DECODE_ROWS else PASSES
+    few = call.page_size is not None or call.seqlen_q * call.group_size <= DECODE_ROWS
+    passes = ("forward",) if few else PASSES
     with bad_parameters():
         found = [estimates(call, card, which) for which in passes]
     out.print(card_table(card, call.dtype), *(estimate_table(rows, card) for rows in found))

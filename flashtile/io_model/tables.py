@@ -74,8 +74,8 @@ def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
 def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
     """Why FlashAttention 1's floor is above standard attention's; None where it is not."""
     rows = {row.algorithm: row for row in found}
-    first, standard = rows.get(FLASH1), rows[STANDARD]
-    if first is None or first.floor_seconds <= standard.floor_seconds:
+    first, standard = rows.get(FLASH1), rows.get(STANDARD)
+    if first is None or standard is None or first.floor_seconds <= standard.floor_seconds:
         return None
     if first.bytes > standard.bytes and first.bound == "HBM":
         return (

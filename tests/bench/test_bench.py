@@ -627,6 +627,18 @@ class TestCommands:
         result = self.invoke(explain, "--card", "a100", "--dtype", "float16")
         assert result.output.startswith("forward\nbackend: portable\n")
 
+    def test_explain_over_a_cache(self):
+        shape = ("--batch", "8", "--seqlen-k", "8192", "--heads", "32", "--kv-heads", "8", "--causal")
+        arguments = ("--card", "h200", *shape, "--page-size", "16")
+        one = self.invoke(explain, *arguments, "--seqlen-q", "1")
+        eight = self.invoke(explain, *arguments, "--seqlen-q", "8")
+        assert (one.exit_code, eight.exit_code) == (0, 0)
+        assert "backend: portable" in one.output
+        assert "backend: hopper" in eight.output
+        assert "flashtile, over a cache" in eight.output
+        narrow = self.invoke(explain, *arguments, "--seqlen-q", "1", "--cache-dtype", "float8_e4m3fn")
+        assert "129 MiB" in narrow.output
+
     def test_explain_refuses(self):
         result = self.invoke(explain, "--device", "cpu", "--heads", "6", "--kv-heads", "4")
         assert result.exit_code == 2

@@ -69,7 +69,7 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
         if kind == "mask_mod" and trace.program.results == (True,):
             texts.append("")  # it hides nothing
             continue
-        texts.append(str(behind(trace.program, len(captured)) if captured else trace.program))
+        texts.append(behind(trace.text, len(captured)) if captured else trace.text)
         captured += trace.tensors
         if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from flashtile.masks.program import Program, parse, renumbered
@@ -41,6 +42,7 @@ class Mods:
         return "score_mod" if self.score_mod else "block_mask" if self.block_size else "mask_mod"
 
 
-def behind(program: Program, first: int) -> Program:
-    """The same program, its captured tensors numbered from ``first`` on."""
-    return renumbered(program, {i: first + i for i in range(MAX_CAPTURED)})
+@functools.lru_cache(maxsize=1024)
+def behind(text: str, first: int) -> str:
+    """The text of the same program, its captured tensors numbered from ``first`` on."""
+    return str(renumbered(parse(text), {i: first + i for i in range(MAX_CAPTURED)}))

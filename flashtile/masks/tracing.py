@@ -39,6 +39,8 @@ class Trace(NamedTuple):
 
     program: Program
     tensors: tuple[Tensor, ...]
+    text: str
+    """Of the program, written once."""
 
 
 def trace(kind: str, function: Callable[..., Any]) -> Trace:
@@ -64,7 +66,8 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
         got = "None" if operand is None else _said(recorder.builder.kind(operand))
         text = f"{kind} must return {_said(wanted)} ({_HOW[wanted]}), got {got}"
         raise TypeError(f"{text}\n  {_first_line(function)}")
-    return Trace(recorder.builder.finish(operand), tuple(recorder.tensors))
+    program = recorder.builder.finish(operand)
+    return Trace(program, tuple(recorder.tensors), str(program))
 
 
 _HOW = {

@@ -117,7 +117,8 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
     launch.preprocess_rows(preprocess, neg_lse, neg_delta, out, inputs.dout, lse, None, NO_EXTRAS)
     kernel, names = (dkdv, ("dk", "dv")) if candidate.kernel == "dkdv" else (dq, ("dq",))
     results = {name: torch.empty_like(q if name == "dq" else k) for name in names}
-    arguments = (q, k, v, inputs.dout, neg_lse, neg_delta, *results.values(), *NO_EXTRAS[:-1])
+    statistics = (neg_lse, neg_delta)
+    arguments = (q, k, v, inputs.dout, *statistics, *results.values(), *launch.without_sink(NO_EXTRAS))
 
     def run() -> dict[str, Tensor]:
         kernel(q.device, *arguments)

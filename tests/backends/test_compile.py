@@ -18,7 +18,8 @@ from flashtile.compile_report import CompileCase, every_case, report
 
 pytestmark = pytest.mark.compile
 
-TENSOR_CORE = {"sm_80": "mma", "sm_90a": "wgmma"}
+HOPPER = "sm_90a"
+TENSOR_CORE = {"sm_80": "mma", HOPPER: "wgmma"}
 CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
 TILE = ("BLOCK_M", "BLOCK_N")
 WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V")
@@ -39,9 +40,9 @@ def constants_of(case: CompileCase) -> dict:
 
 
 def telling() -> set[tuple[str, str]]:
-    """(architecture, name) of cases that compile each tile of each kernel for each architecture, with the
-    widest heads and the most features that have it, and each value of each constant but the width of heads.
-    Heads of q and v are as wide as each other."""
+    """(architecture, name) of cases that compile each tile of each kernel for Hopper, and each kernel for the
+    others, with the widest heads and the most features that have it, and each value of each constant but the
+    width of heads. Heads of q and v are as wide as each other."""
     chosen, seen = set(), set()
     for arch in TENSOR_CORE:
         for case in sorted(CASES[arch], key=weight, reverse=True):
@@ -54,7 +55,7 @@ def telling() -> set[tuple[str, str]]:
             kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
             tile = case.num_warps, case.num_stages, *map(constants.get, TILE)
             told = {(*kernel, *item) for item in constants.items() if item[0] not in WIDTHS}
-            told.add((arch, *kernel, type_of_q(case), *tile))
+            told.add((arch, *kernel, type_of_q(case), *(tile if arch == HOPPER else ())))
             if not told <= seen:
                 chosen.add((arch, case.name))
                 seen |= told

@@ -14,7 +14,7 @@ import flashtile
 from cases import BF16, CASES, FP16, Case, Inputs
 from flashtile import fp8
 from flashtile.arguments import make_options
-from flashtile.attn.problem import Extras
+from flashtile.attn.problem import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras
 from flashtile.fp8 import operators, reference, testing
 from flashtile.fp8.layout import E4M3, KEY_BLOCK
 from flashtile.fp8.problem import AttendOptions, AttendTensors, Scales
@@ -135,8 +135,8 @@ def attend_into_float16(
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
     )
-    beside = AttendTensors(*scales, *Extras(**tensors))
-    return operators.ATTEND((q, k, v), beside, AttendOptions(*options, FP16, q.shape[-1]))
+    beside = AttendTensors(*scales, *Extras(**tensors)[:EXTRAS_OF_ALL])
+    return operators.ATTEND((q, k, v), beside, AttendOptions(*options[:OPTIONS_OF_ALL], FP16, q.shape[-1]))
 
 
 E4M3_ATTENTION = attend_into_float16 if INTERPRETING else flashtile.attention

@@ -57,8 +57,8 @@ _WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
 """Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
 _CELL_SPILLS = {
     "dkdv bf16 head_dim 64 dropout": 120,
-    "dkdv bf16 head_dim 128 masks": 56,
-    "dkdv bf16 head_dim 128 bias": 268,
+    "dkdv bf16 head_dim 128 masks": 84,
+    "dkdv bf16 head_dim 128 bias": 272,
     "dkdv bf16 head_dim 128 dropout": 464,
     "dbias bf16 head_dim 128 bias": 32,
 }

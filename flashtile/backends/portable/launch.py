@@ -163,6 +163,11 @@ def _dbias_kernel(
     )  # fmt: skip
 
 
+def without_sink(extras: Extras, key_bounds: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The tensors behind the gradients in the arguments of the backward kernels."""
+    return (*extras[:_SINK], *extras[_SINK + 1 :], key_bounds)
+
+
 class ForwardLaunch:
     """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
 
@@ -267,7 +272,7 @@ class BackwardLaunch:
             return dq, dk, dv, dsink, unread
         inputs = (q, k, v, dout, neg_lse, neg_delta)
         bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
-        others = (*extras[:_SINK], *extras[_SINK + 1 :], bounds)
+        others = without_sink(extras, bounds)
         compute_dkdv(q.device, *inputs, dk, dv, *others)
         compute_dq(q.device, *inputs, dq, *others)
         dbias = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flashtile.algorithms import flash1, flash2
 from flashtile.algorithms.memory import Memory
 from flashtile.backends.common.launch import padded
-from flashtile.backends.portable.config import Config, family_of_capability, row
+from flashtile.backends.portable.config import Config, row_for
 from flashtile.io_model import closed_forms, decode, hopper, kernels
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
@@ -167,7 +167,7 @@ def portable_config(call: Call, card: Card) -> Config:
     if width > 256 or call.element_bytes not in (2, 4):
         raise ValueError(f"head_dim must be at most 256 and dtype 16 or 32 bits, got {width}, {call.dtype}")
     windowed = call.window_left != UNLIMITED or call.window_right != UNLIMITED
-    return row(family_of_capability(*card.capability), call.element_bytes, width, windowed)
+    return row_for(card.capability, call.element_bytes, width, windowed)
 
 
 def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:

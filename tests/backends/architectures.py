@@ -47,8 +47,6 @@ TELLING = (
     "linear gemv plain 1 rows",
     "linear flat norm qkv 16 rows",
 )  # fmt: skip
-TOO_LARGE = {("sm_100a", "dkdv bf16 head_dim 256 causal"), ("sm_100a", "dq bf16 head_dim 256 causal")}
-"""A launch would fail: they take Hopper's row, whose tiles need 257 and 240 KiB of shared memory there."""
 STATED = json.loads(Path(__file__).with_name("architecture_spills.json").read_text())
 
 
@@ -71,18 +69,7 @@ def check(case: CompileCase, arch: str) -> None:
         assert MATRIX_UNITS[arch] in found.tensor_core
 
 
-def calls() -> list:
-    return [
-        pytest.param(
-            arch,
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="shared memory") if (arch, name) in TOO_LARGE else (),
-        )
-        for arch in MATRIX_UNITS
-        for name in TELLING
-    ]
-
-
-@pytest.mark.parametrize(("arch", "name"), calls())
+@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("arch", MATRIX_UNITS)
 def test_it_compiles(arch: str, name: str) -> None:
     check(telling_cases(arch)[TELLING.index(name)], arch)

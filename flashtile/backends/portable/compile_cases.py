@@ -14,7 +14,7 @@ from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, flash1, forward
 from flashtile.backends.portable.arguments import Numbers
-from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row
+from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row_for
 from flashtile.backends.portable.launch import variant_of
 from flashtile.compile_report import CompileCase, architecture
 
@@ -71,7 +71,8 @@ _STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh"
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Each row of the table that serves ``arch``, for each kernel and variant."""
-    table_family = family_of_capability(*divmod(architecture(arch).capability, 10))
+    capability = divmod(architecture(arch).capability, 10)
+    table_family = family_of_capability(*capability)
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
         for head_dim in HEAD_DIMS:
             for variant, any_head_dim in _VARIANTS.items():
@@ -79,7 +80,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 beyond_distance = problem.beyond_distance is not None
                 if beyond_distance and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
                     continue
-                config = row(table_family, element_bytes, head_dim, windowed=variant != "full")
+                config = row_for(capability, element_bytes, head_dim, windowed=variant != "full")
                 if beyond_distance:
                     config = for_cells(config)
                 for name, kernel, pointers, tile in (

@@ -137,6 +137,16 @@ def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Co
     return Config(forward_windowed if windowed else forward, dkdv, dq, precision)
 
 
+def row_for(capability: tuple[int, int], element_bytes: int, width: int, windowed: bool) -> Config:
+    """The configuration for devices of this compute capability; ``width`` is a padded head_dim."""
+    config = row(family_of_capability(*capability), element_bytes, width, windowed)
+    if capability[0] == 10 and (element_bytes, width) == (2, 256):
+        # There Hopper's tiles of the backward pass need more shared memory than a block may have.
+        smaller = row("ampere", element_bytes, width, windowed)
+        return replace(config, dkdv=smaller.dkdv, dq=smaller.dq)
+    return config
+
+
 SCORES_A_THREAD = 32
 """The most that leave registers for masks, biases and dropout beside the scores: by spills, not by time."""
 
@@ -154,5 +164,5 @@ def choose(problem: Problem) -> Config:
     width = padded(max(problem.head_dim, problem.head_dim_v))
     windowed = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
     beyond_distance = problem.beyond_distance is not None
-    config = row(family(problem.device), problem.dtype.itemsize, width, windowed or beyond_distance)
+    config = row_for(capability(problem.device), problem.dtype.itemsize, width, windowed or beyond_distance)
     return for_cells(config) if beyond_distance else config

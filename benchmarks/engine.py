@@ -41,8 +41,9 @@ import torch
 
 from flashtile import SamplingParams, machine
 from flashtile.bench.engine_bench import Workload, floor_bytes, measure
-from flashtile.bench.engine_models import CI, SERVED, tokens, vocabulary, write_model
+from flashtile.bench.engine_models import SERVED, tokens, vocabulary, write_model
 from flashtile.bench.engine_peers import Flashtile
+from flashtile.bench.workloads import SMALL_MODEL
 
 READ = 4.47e12
 """Bytes a second that one H200 reads."""
@@ -194,7 +195,7 @@ def prompt(bench: Bench) -> Rows:
     """A step with a whole prompt, until the host has launched it and until it is done."""
     engine, rows = bench.engine().llm.engine, []
     engine.overlap = True
-    most = 32 if bench.options.model == CI else 4096
+    most = 32 if bench.options.model == SMALL_MODEL else 4096
     shapes = ((most, "new"), (most, "known"), (most - 5, "new"), (most // 8, "new"), (most // 8, "known"))
     for length, kind in shapes:
         engine.add_request("p", bench.prompts(1, length)[0], greedy(1))
@@ -214,7 +215,7 @@ def prompt(bench: Bench) -> Rows:
 def mixed(bench: Bench) -> Rows:
     """Attention of single tokens beside a chunk goes through the chunk's kernel: what does it cost?"""
     engine, batch = bench.engine().llm.engine, max(bench.options.batches)
-    chunk = 16 if bench.options.model == CI else 512
+    chunk = 16 if bench.options.model == SMALL_MODEL else 512
     engine.overlap = False
     for i, one in enumerate(bench.prompts(batch, bench.options.context)):
         engine.add_request(f"m{i}", one, greedy(64))
@@ -242,7 +243,7 @@ def mixed(bench: Bench) -> Rows:
 
 
 def prefix(bench: Bench) -> Rows:
-    most = 60 if bench.options.model == CI else 4000
+    most = 60 if bench.options.model == SMALL_MODEL else 4000
     found, rows = bench.engine(), []
     llm = found.llm
     llm.engine.scheduler.prefix_caching = True
@@ -264,7 +265,7 @@ def prefix(bench: Bench) -> Rows:
 def guesses(bench: Bench) -> Rows:
     """Random weights repeat nothing of the prompt: allowed tokens make a text that repeats itself."""
     rows: Rows = []
-    length = 24 if bench.options.model == CI else 256
+    length = 24 if bench.options.model == SMALL_MODEL else 256
     only = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, allowed_token_ids=[7])
     ways: list[tuple[str, Any, SamplingParams]] = [
         ("none", None, only), ("look-up, all right", {"method": "ngram", "num_speculative_tokens": 4}, only)
@@ -340,7 +341,7 @@ def shown(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join((*SERVED, CI))}")
+    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join((*SERVED, SMALL_MODEL))}")
     parser.add_argument("--draft", default="llama-3.2-1b", help="a model that guesses, '' for none")
     parser.add_argument("--device", default=None)
     parser.add_argument("--limit", type=float, default=90, help="seconds of each part")

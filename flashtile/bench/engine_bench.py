@@ -19,9 +19,10 @@ from rich.table import Table
 
 from flashtile import machine
 from flashtile.bench import timing
-from flashtile.bench.engine_models import CI, SERVED, lengths, tokens, vocabulary, write_model
+from flashtile.bench.engine_models import SERVED, lengths, tokens, vocabulary, write_model
 from flashtile.bench.engine_peers import CONTENDERS, Contender, Flashtile, seconds_of
 from flashtile.bench.linear_bench import read_tbps
+from flashtile.bench.workloads import SMALL_MODEL, select_models
 
 NAME = "engine"
 OURS = Flashtile.name
@@ -47,7 +48,7 @@ class Workload:
         if self.context:
             counts = [self.context - self.steps // 2] * self.batch
         else:
-            counts = lengths(self.batch, 161 if self.model != CI else 12, 2048, 1)
+            counts = lengths(self.batch, 161 if self.model != SMALL_MODEL else 12, 2048, 1)
         answers = [self.steps] * self.batch if self.steps else lengths(self.batch, 338, 2048, 2)
         return [tokens(count, vocab_size, seed) for seed, count in enumerate(counts)], answers
 
@@ -55,28 +56,13 @@ class Workload:
 WORKLOADS = (
     Workload("llama-2-7b", 1), Workload("llama-2-7b", 32), Workload("llama-3-8b", 1),
     Workload("llama-3-8b", 64), Workload("llama-3-8b", 256, 0, 200), Workload("llama-3-8b", 1000, 0, 0),
-    Workload(CI, 2, 24, 6), Workload(CI, 3, 0, 5),
+    Workload(SMALL_MODEL, 2, 24, 6), Workload(SMALL_MODEL, 3, 0, 5),
 )  # fmt: skip
 
 
 def select(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Workloads that are all called for by their own name, their model's, or "engine"; () for names of other
-    workloads.
-
-    Raises:
-        ValueError: some names are of these workloads and some are not.
-    """
-    chosen: list[Workload] = []
-    for name in names:
-        of_name = [w for w in WORKLOADS if name in (w.name, f"{NAME}-{w.model}")]
-        if name == NAME:
-            of_name = [w for w in WORKLOADS if w.model != CI]
-        chosen += of_name
-        if bool(of_name) != bool(chosen) or (not of_name and name.startswith(NAME)):
-            raise ValueError(
-                f"workload must be {NAME} or one of {', '.join(w.name for w in WORKLOADS)}, got {name!r}"
-            )
-    return tuple(dict.fromkeys(chosen))
+    """Those of ``names``, as :func:`flashtile.bench.workloads.select_models` has it."""
+    return select_models(NAME, WORKLOADS, names)
 
 
 def run(
@@ -162,7 +148,7 @@ def measure(contender: Contender, workload: Workload, device: torch.device, roun
     step = statistics.median(times) / workload.steps * 1e3
     all_rounds = [seconds / workload.steps * 1e3 for seconds in times]
     found: dict[str, Any] = {"status": "ok", "ms": step, "rounds_ms": all_rounds}
-    if workload.model == CI:
+    if workload.model == SMALL_MODEL:
         found["tokens"] = first
     return {**found, "tokens_per_second": workload.batch / step * 1e3, **contender.numbers()}
 
@@ -182,7 +168,7 @@ def compare(results: dict[str, Any]) -> None:
 
 def floor_bytes(workload: Workload) -> float:
     """Bytes that a step must read in bf16: all weights but the embedding, and the keys and values."""
-    if workload.model == CI or not workload.context:
+    if workload.model == SMALL_MODEL or not workload.context:
         return 0.0
     model, vocab_size, _ = SERVED[workload.model]
     products = model.layers * sum(rows * columns for rows, columns in model.products)

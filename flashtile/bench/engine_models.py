@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashtile.bench.workloads import SMALL_MODEL
 from flashtile.io_model.models import Model, find_model
 
 LLAMA3_ROPE = {
@@ -25,13 +26,12 @@ SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
     "llama-3.2-1b": (DRAFT, 128256, {**LLAMA3_ROPE, "factor": 32.0}),
 }
 """By name: sizes, vocabulary, rotary embedding."""
-CI = "ci"
-"""A model that is written with its weights, so that all engines must give the same tokens."""
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """The model as a folder; without weights, for engines that make random ones, but for :data:`CI`."""
-    if name == CI:
+    """The model as a folder: the small one with weights, so that all engines must give the same tokens; the
+    others without, for engines that make random ones."""
+    if name == SMALL_MODEL:
         from flashtile.demo.huggingface import save_llama
         from flashtile.demo.llama import Llama, sized
 
@@ -53,7 +53,7 @@ def write_model(name: str, folder: Path) -> Path:
 
 def vocabulary(name: str) -> int:
     """Tokens of a model."""
-    return 256 if name == CI else SERVED[name][1]
+    return 256 if name == SMALL_MODEL else SERVED[name][1]
 
 
 def tokens(count: int, vocab_size: int, seed: int) -> list[int]:

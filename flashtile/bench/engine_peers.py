@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashtile.bench import timing
-from flashtile.bench.engine_models import CI
+from flashtile.bench.workloads import SMALL_MODEL
 
 Prompts = Sequence[list[int]]
 
@@ -57,8 +57,8 @@ class Flashtile(Contender):
         from flashtile.engine import LLM
 
         self.llm = LLM(
-            folder, load_format="auto" if model == CI else "dummy", skip_tokenizer_init=True, device=device,
-            enable_prefix_caching=False, **self.options,
+            folder, load_format="auto" if model == SMALL_MODEL else "dummy", skip_tokenizer_init=True,
+            device=device, enable_prefix_caching=False, **self.options,
         )  # fmt: skip
 
     def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
@@ -90,7 +90,7 @@ class Transformers(Contender):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         kind: Any = torch.float32 if device.type == "cpu" else torch.bfloat16
-        if model == CI:
+        if model == SMALL_MODEL:
             found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
             self.model = found.to(device).eval()
         else:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from flashtile import machine
 from flashtile.bench.timing import capture, copy_ceiling, release_memory, replay_time, time_call
+from flashtile.bench.workloads import SMALL_MODEL, select_models
 from flashtile.io_model import find_model
 from flashtile.linear import linear
 
 NAME = "linear"
 SHAPES = {
     **{name: find_model(name).products for name in ("llama-2-7b", "llama-3-8b")},
-    "ci": ((96, 64), (64, 64), (172, 64), (64, 86)),
+    SMALL_MODEL: ((96, 64), (64, 64), (172, 64), (64, 86)),
 }
 """(N, K) of a layer's products: queries, keys and values; output; gate and up; down."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
@@ -48,27 +49,12 @@ class Workload:
         return f"{NAME}-{self.model}-m{self.rows}"
 
 
-WORKLOADS = tuple(Workload(model, rows) for model in SHAPES for rows in (ROWS if model != "ci" else (1, 16)))
+WORKLOADS = tuple(Workload(model, rows) for model in SHAPES for rows in (ROWS if model != SMALL_MODEL else (1, 16)))
 
 
 def select(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Workloads that are all called for by their own name, their model's, or "linear"; () for names of other
-    workloads.
-
-    Raises:
-        ValueError: some names are of these workloads and some are not.
-    """
-    chosen = []
-    for name in names:
-        of_name = [w for w in WORKLOADS if name in (w.name, f"{NAME}-{w.model}")]
-        if name == NAME:
-            of_name = [w for w in WORKLOADS if w.model != "ci"]
-        chosen += of_name
-        if bool(of_name) != bool(chosen) or (not of_name and name.startswith(NAME)):
-            raise ValueError(
-                f"workload must be {NAME} or one of {', '.join(w.name for w in WORKLOADS)}, got {name!r}"
-            )
-    return tuple(dict.fromkeys(chosen))
+    """Those of ``names``, as :func:`flashtile.bench.workloads.select_models` has it."""
+    return select_models(NAME, WORKLOADS, names)
 
 
 def contestants(device: torch.device) -> dict[str, Product]:

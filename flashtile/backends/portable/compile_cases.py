@@ -18,7 +18,7 @@ from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_
 from flashtile.backends.portable.launch import variant_of
 from flashtile.compile_report import CompileCase, architecture
 
-_PLAIN = Problem(
+PLAIN = Problem(
     batch=2,
     seqlen_q=4096,
     seqlen_k=4096,
@@ -33,13 +33,13 @@ _PLAIN = Problem(
     softmax_scale=1.0,
 )
 _VARIANTS: dict[str, Problem] = {
-    "full": _PLAIN,
-    "causal": replace(_PLAIN, window_right=0),
-    "masks": replace(_PLAIN, window_right=0, mask=True, key_padding_mask=True),
-    "bias": replace(_PLAIN, bias=True, bias_grad=True),
-    "dropout": replace(_PLAIN, window_right=0, dropout_p=0.1),
+    "full": PLAIN,
+    "causal": replace(PLAIN, window_right=0),
+    "masks": replace(PLAIN, window_right=0, mask=True, key_padding_mask=True),
+    "bias": replace(PLAIN, bias=True, bias_grad=True),
+    "dropout": replace(PLAIN, window_right=0, dropout_p=0.1),
     "features": replace(
-        _PLAIN,
+        PLAIN,
         varlen=True,
         seqused_k=True,
         window_left=64,
@@ -104,7 +104,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         else tile.spill_budget,
                         tensor_cores=element_bytes == 2 or config.precision != "ieee",
                     )
-            plain = replace(_PLAIN, head_dim=head_dim, head_dim_v=head_dim)
+            plain = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim)
             yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)
     for head_dim in (64, 128):
         for name, causal in (("full", False), ("causal", True)):

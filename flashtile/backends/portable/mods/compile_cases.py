@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.portable.compile_cases import PLAIN
 from flashtile.backends.portable.config import Config, family_of_capability
 from flashtile.backends.portable.mods import functions, kernels
 from flashtile.backends.portable.mods.arguments import CAPTURED, GRADIENTS, LISTS
@@ -34,25 +33,11 @@ t3: bool = le kv q
 t4: bool = and t2 t3
 return t4"""
 _MODS = Mods(_SCORE, _MASK, learned=(0,), ranks=(2, 2), block_size=(128, 128))
-_PLAIN = Problem(
-    batch=2,
-    seqlen_q=4096,
-    seqlen_k=4096,
-    total_q=8192,
-    total_k=8192,
-    num_heads_q=8,
-    num_heads_kv=8,
-    head_dim=64,
-    head_dim_v=64,
-    dtype=torch.bfloat16,
-    device=torch.device("meta"),
-    softmax_scale=1.0,
-    mods=_MODS,
-)
+_WITH_MODS = replace(PLAIN, mods=_MODS)
 _VARIANTS = {
-    "block mask": _PLAIN,
-    "mask_mod": replace(_PLAIN, mods=replace(_MODS, score_mod="", learned=(), block_size=None)),
-    "score_mod": replace(_PLAIN, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
+    "block mask": _WITH_MODS,
+    "mask_mod": replace(_WITH_MODS, mods=replace(_MODS, score_mod="", learned=(), block_size=None)),
+    "score_mod": replace(_WITH_MODS, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
 }
 _STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh")
 _FLOAT_ROWS = ("lse", "neg_lse", "neg_delta")

@@ -187,12 +187,11 @@ def attention(
         extras = _with_state(extras, options, q, rng_state)
     buffers = () if out is lse is None else (out, lse)
     descales = (q_descale, k_descale, v_descale)
+    attend: Any = operators.forward
     if not (score_mod is mask_mod is block_mask is None):
         _check_beside_functions(q, descales, buffers)
-        attend: Any = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
-        out, lse = _call(q, k, v, extras, options, descales, buffers, attend)
-    else:
-        out, lse = _call(q, k, v, extras, options, descales, buffers)
+        attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+    out, lse = _call(q, k, v, extras, options, descales, buffers, attend)
     return (out, lse) if return_lse else out
 
 

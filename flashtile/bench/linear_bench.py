@@ -49,7 +49,9 @@ class Workload:
         return f"{NAME}-{self.model}-m{self.rows}"
 
 
-WORKLOADS = tuple(Workload(model, rows) for model in SHAPES for rows in (ROWS if model != SMALL_MODEL else (1, 16)))
+WORKLOADS = tuple(
+    Workload(model, rows) for model in SHAPES for rows in ((1, 16) if model == SMALL_MODEL else ROWS)
+)
 
 
 def select(names: Sequence[str]) -> tuple[Workload, ...]:

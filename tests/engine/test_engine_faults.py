@@ -13,7 +13,6 @@ import pytest
 import torch
 from engine_models import MODELS, SIZES, VOCABULARY, folder, greedy, load, prompts
 
-import loops
 from flashtile.engine import (
     LLM,
     AsyncLLM,
@@ -111,7 +110,7 @@ def serve(work, **options):
         finally:
             await server.shutdown(1)
 
-    result = loops.run(run())
+    result = asyncio.run(run())
     assert llm.engine.scheduler.manager.sequences == ()
     return result
 

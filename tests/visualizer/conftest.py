@@ -32,9 +32,12 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A headless Chromium: playwright's own, or one of the system's."""
+    """A headless Chromium: playwright's own, or one of the system's.
+
+    For a module, because Playwright's event loop runs until it ends, and other tests run loops of their own.
+    """
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (extra: browser)"
     )

@@ -24,7 +24,6 @@ import aiohttp.web
 from serving import MODEL, running, write_alphabet_model
 
 import flashtile.engine.request
-import loops
 from flashtile.engine.server.service import Limits
 
 AT_A_TIME = 24
@@ -75,7 +74,7 @@ def soak(model: Path, count: int, seed: int = 0) -> Result:
             result.peak_bytes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
         for part, number in enumerate((count // 4, count - count // 4)):
-            loops.run(_ask_all(server.url, number, random.Random(seed + part), result))
+            asyncio.run(_ask_all(server.url, number, random.Random(seed + part), result))
             deadline = time.monotonic() + 20
             while (engine.has_unfinished or server.service.in_flight) and time.monotonic() < deadline:
                 time.sleep(0.02)  # for those whose clients went away

@@ -16,7 +16,6 @@ import typer
 from aiohttp import web
 from typer.testing import CliRunner
 
-import loops
 from flashtile.cli import application
 from flashtile.commands.options import as_arguments
 from flashtile.commands.serve import environments_of
@@ -153,7 +152,7 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
         assert not await broken.wait_until_up()
         await broken.wait()
 
-    loops.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_replica_ends_when_its_parent_does(monkeypatch):

@@ -1,4 +1,4 @@
-// Which line of its paper's algorithm an event is. Papers without numbered lines have none.
+// Which line of its paper's algorithm an event is. Papers whose algorithm has no numbers got ours.
 
 const ANY = "";
 const PAPERS = {
@@ -33,12 +33,36 @@ const PAPERS = {
     ["gradients", ANY, "dQ", 15], ["gradients", "dK += dS^T Q", "dK", 16], ["gradients", "compute", ANY, 7],
     ["gradients", "store", ANY, 18],
   ]],
+  flash3: ["FlashAttention-3, algorithm 2", [
+    [ANY, "load", "Q", 3], [ANY, "load", ANY, 8], [ANY, "S = Q K^T", "S", 9], [ANY, "O += P V", "O", 11],
+    [ANY, "O = exp(m - m') O", "O", 14], [ANY, "compute", "P", 13], [ANY, "l = l exp(m - m') + rowsum P", "l", 13],
+    [ANY, "m = max", "m", 13], [ANY, "compute", ANY, 2], [ANY, "store", ANY, 20],
+  ]],
+  flash_decoding: ["Flash-Decoding", [
+    ["merge", "load", ANY, 14], ["merge", "m = max", ANY, 15], ["merge", "l = l exp(m - m') + exp(lse_s - m')", ANY, 15],
+    ["merge", "O = exp(m - m') O + exp(lse_s - m') O_s", ANY, 16], ["merge", "compute", ANY, 12], ["merge", "store", ANY, 18],
+    ["split", "load", "Q", 2], ["split", "load", ANY, 5], ["split", "S = Q K^T", "S", 6], ["split", "P = exp(S - m)", "S", 7],
+    ["split", "l = l exp(m - m') + rowsum P", "l", 7], ["split", "m = max", "m", 7],
+    ["split", "O = exp(m - m') O + P V", "O", 8], ["split", "compute", ANY, 3], ["split", "store", ANY, 10],
+  ]],
+  unified_max: ["FlashDecoding++", [
+    ["merge", ANY, ANY, 12], ["recompute", ANY, ANY, 11], ["split", "load", "Q", 2], ["split", "load", ANY, 5],
+    ["split", "S = Q K^T - phi", "S", 6], ["split", "P = exp(S)", "S", 7], ["split", "l += rowsum P", "l", 7],
+    ["split", "O += P V", "O", 8], ["split", "compute", ANY, 3], ["split", "store", ANY, 10],
+  ]],
+  paged: ["PagedAttention", [
+    [ANY, "allocate", ANY, 2], [ANY, "copy_on_write", ANY, 3], ["copy on write", ANY, ANY, 3], [ANY, "fork", ANY, 5],
+    [ANY, "append", ANY, 4], ["append", "store", ANY, 4], ["attention", "load", "table", 9], ["attention", "load", "Q", 7],
+    ["attention", "load", ANY, 10], ["attention", "S = Q K^T", "S", 11], ["attention", "P = exp(S - m)", "S", 12],
+    ["attention", "l = l exp(m - m') + rowsum P", "l", 12], ["attention", "m = max", "m", 12],
+    ["attention", "O = exp(m - m') O + P V", "O", 13], ["attention", "compute", ANY, 7], ["attention", "store", ANY, 15],
+  ]],
 };
 
 /** {paper, line} of an event; null where there is none. A rule's second word is a kind of event, or what it computes. */
 function lineOf(algorithm, event) {
-  if (!event || !["load", "store", "compute"].includes(event.kind)) return null;
-  const [paper, rules] = PAPERS[algorithm] ?? ["", []];
+  if (!event || !["load", "store", "compute", "page"].includes(event.kind)) return null;
+  const [paper, rules] = PAPERS[algorithm];
   const fits = (wanted, ...given) => wanted === ANY || given.includes(wanted);
   const rule = rules.find(([kernel, what, array]) => fits(kernel, event.kernel) && fits(what, event.kind, event.op) && fits(array, event.array));
   return rule ? { paper, line: rule[3] } : null;
@@ -46,7 +70,6 @@ function lineOf(algorithm, event) {
 
 /** The line of the last event up to a position that has one, null before there is any: frees belong to no line. */
 function lastLine({ trace, recording }, position) {
-  if (!(recording.algorithm in PAPERS)) return null;
   for (let i = position - 1; i >= 0; i--) {
     const line = lineOf(recording.algorithm, trace.event(i));
     if (line) return line;

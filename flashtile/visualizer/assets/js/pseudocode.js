@@ -90,6 +90,71 @@ const PSEUDOCODE = {
     [18, 1, "write dKⱼ = dK, dVⱼ = dV"],
     [19, 0, "end"],
   ],
+  flash3: [
+    [2, 0, "O = 0, ℓ = 0, m = −∞ on chip"],
+    [3, 0, "wait for Qᵢ"],
+    [7, 0, "for j = 0 … Tc − 1; the first block has no P V before it"],
+    [8, 1, "wait for Kⱼ, Vⱼ₋₁: the producer loads them a stage ahead"],
+    [9, 1, "order S = Qᵢ Kⱼᵀ, do not wait"],
+    [11, 1, "order O = O + P Vⱼ₋₁, do not wait"],
+    [13, 1, "m′ = max(m, rowmax(S)), P = exp(S − m′), ℓ = exp(m − m′) ℓ + rowsum(P)"],
+    [14, 1, "wait for P Vⱼ₋₁; O = exp(m − m′) O"],
+    [15, 1, "release the stages of Kⱼ and Vⱼ₋₁"],
+    [17, 0, "end"],
+    [19, 0, "O = O + P V of the last block"],
+    [20, 0, "write Oᵢ = O / ℓ, Lᵢ = m + log ℓ"],
+  ],
+  flash_decoding: [
+    [1, 0, "for s = 1 … splits, all at the same time"],
+    [2, 1, "load Q"],
+    [3, 1, "O = 0, ℓ = 0, m = −∞ on chip"],
+    [4, 1, "for the blocks j of split s"],
+    [5, 2, "load Kⱼ, Vⱼ"],
+    [6, 2, "S = Q Kⱼᵀ"],
+    [7, 2, "m′ = max(m, rowmax(S)), P = exp(S − m′), ℓ = exp(m − m′) ℓ + rowsum(P)"],
+    [8, 2, "O = exp(m − m′) O + P Vⱼ"],
+    [9, 1, "end"],
+    [10, 1, "write Oₛ = O / ℓ, Lₛ = m + log ℓ"],
+    [11, 0, "end"],
+    [12, 0, "O = 0, ℓ = 0, m = −∞ on chip"],
+    [13, 0, "for s = 1 … splits"],
+    [14, 1, "load Oₛ, Lₛ"],
+    [15, 1, "m′ = max(m, Lₛ), ℓ = exp(m − m′) ℓ + exp(Lₛ − m′)"],
+    [16, 1, "O = exp(m − m′) O + exp(Lₛ − m′) Oₛ"],
+    [17, 0, "end"],
+    [18, 0, "write O / ℓ, m + log ℓ"],
+  ],
+  unified_max: [
+    [1, 0, "for s = 1 … splits, all at the same time"],
+    [2, 1, "load Q"],
+    [3, 1, "O = 0, ℓ = 0 on chip"],
+    [4, 1, "for the blocks j of split s"],
+    [5, 2, "load Kⱼ, Vⱼ"],
+    [6, 2, "S = Q Kⱼᵀ − φ; outside of the bounds: note it"],
+    [7, 2, "P = exp(S), ℓ = ℓ + rowsum(P)"],
+    [8, 2, "O = O + P Vⱼ"],
+    [9, 1, "end"],
+    [10, 1, "write Oₛ = O, ℓₛ = ℓ"],
+    [11, 0, "rows with a score outside of the bounds: again, with the online softmax"],
+    [12, 0, "other rows: O = Σ Oₛ / Σ ℓₛ, L = φ + log Σ ℓₛ"],
+  ],
+  paged: [
+    [1, 0, "append k, v to a sequence:"],
+    [2, 1, "its last page is full: take a free page into its table"],
+    [3, 1, "its last page is shared: copy the page, the copy into its table"],
+    [4, 1, "write k, v behind its last token"],
+    [5, 0, "fork a sequence: copy its table, count one more reference to each page"],
+    [6, 0, "attend with the query q of a sequence:"],
+    [7, 1, "load q; O = 0, ℓ = 0, m = −∞ on chip"],
+    [8, 1, "for the entries j of its table"],
+    [9, 2, "page = table[j]"],
+    [10, 2, "load K, V of the page"],
+    [11, 2, "S = q Kᵀ"],
+    [12, 2, "m′ = max(m, rowmax(S)), P = exp(S − m′), ℓ = exp(m − m′) ℓ + rowsum(P)"],
+    [13, 2, "O = exp(m − m′) O + P V"],
+    [14, 1, "end"],
+    [15, 1, "write O / ℓ, m + log ℓ"],
+  ],
 };
 
 class PseudocodeView {
@@ -101,9 +166,7 @@ class PseudocodeView {
 
   show({ recording }) {
     const lines = PSEUDOCODE[recording.algorithm];
-    this.root.hidden = lines === undefined;
     this.lit = undefined;
-    if (!lines) return;
     setText(this.paper, PAPERS[recording.algorithm][0]);
     this.lines = new Map(lines.map(([number, depth, text]) => [number, element("li", { value: number, "data-line": number, style: `--depth:${depth}` }, text)]));
     this.list.replaceChildren(...this.lines.values());
@@ -111,7 +174,6 @@ class PseudocodeView {
 
   /** `line` of lineOf, or null. */
   draw(line) {
-    if (this.root.hidden) return;
     const now = line ? this.lines.get(line.line) : undefined;
     if (now === this.lit) return;
     this.lit?.removeAttribute("aria-current");

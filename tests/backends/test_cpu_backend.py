@@ -305,3 +305,34 @@ def test_gradients_of_keys_are_summed_in_float32():
         results.append(banded.backward(problem, config, dout, q, k, v, out, lse, slopes))
     for whole, rows in zip(results[0], results[1], strict=True):
         torch.testing.assert_close(rows, whole, rtol=2**-6, atol=2**-6 * whole.abs().max().item())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "multiplied"),
+    [
+        (((0, 9),) * 3, ((3, 9),)),
+        (((0, 4), (0, 4), (0, 0), (0, 4), (2, 9)), ((2, 4), (1, 4), (1, 7))),
+    ],
+    ids=["whole", "some"],
+)
+def test_padding_is_left_out(monkeypatch, causal, keys, multiplied) -> None:
+    """Neighbours with the same keys share a call of torch's kernel, which sees no key of the padding."""
+    q, k, v = (t.double().requires_grad_() for t in tensors(len(keys), 9, 9))
+    places = torch.arange(9)
+    mask = torch.stack([(first <= places) & (places < end) for first, end in keys])
+    seen = []
+
+    def forward(q, k, v, *arguments, **options):
+        seen.append((k.shape[0], k.shape[2]))
+        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, *arguments, **options)
+
+    monkeypatch.setattr(flash, "_forward", forward)
+    options: dict[str, Any] = {"causal": causal, "key_padding_mask": mask}
+    found = flashtile.attention(q, k, v, return_lse=True, **options)
+    assert set(seen) == set(multiplied)
+    assert causal or tuple(seen) == multiplied
+    expected = reference.attention(q, k, v, **options)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(out.sum(), (q, k, v)) for out, _ in (found, expected))
+    torch.testing.assert_close(*gradients)

@@ -13,6 +13,7 @@ from flashtile.attn.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flashtile.attn.weights import attention_weights
 from flashtile.decode.cascade import flash_attn_with_shared_prefix
 from flashtile.decode.functional import (
     append_kvcache,
@@ -32,6 +33,7 @@ __all__ = [
     "SamplingParams",
     "append_kvcache",
     "attention",
+    "attention_weights",
     "compat",
     "copy_blocks",
     "explain",

@@ -82,7 +82,8 @@ FOREIGN = {
     "is_causal": "use causal, which is aligned to the bottom right",
     "scale": "use softmax_scale",
     "enable_gqa": "leave it out, heads are grouped by themselves",
-    "need_weights": "leave it out, probabilities are never stored",
+    "need_weights": "flashtile.attention takes return_attn_weights",
+    "output_attentions": "flashtile.attention takes return_attn_weights",
 }
 FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]
 """What other attention functions call an argument, and what to use here."""

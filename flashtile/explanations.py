@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashtile.attn.functional import attention
 from flashtile.attn.operators import BACKWARD, FORWARD
+from flashtile.attn.weights import WEIGHTS
 from flashtile.backends.common.device import Target
 from flashtile.masks.operators import FORWARD as MODIFIED
 from flashtile.op.operation import describing
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 class Explanation:
     """What each operation of a call would get, in the order in which they run.
 
-    ``operations`` names them: "forward" and "backward" of attention, "append_kvcache" and "decode" over a
-    cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and ``reasons_against`` are
-    those of ``main``, the operation that computes the result. ``str()`` gives a readable text.
+    ``operations`` names them: "forward", "backward" and "weights" of attention, "append_kvcache" and
+    "decode" over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
+    ``reasons_against`` are those of ``main``, the operation that computes the result. ``str()`` gives a
+    readable text.
     """
 
     choices: tuple[Choice, ...]
@@ -34,7 +36,8 @@ class Explanation:
 
     @property
     def main(self) -> Choice:
-        return next(c for c in reversed(self.choices) if c.operation != BACKWARD.name)
+        beside = BACKWARD.name, WEIGHTS.name
+        return next(c for c in reversed(self.choices) if c.operation not in beside)
 
     @property
     def backend(self) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from flashtile.arguments import (
 from flashtile.attn import operators
 from flashtile.attn.probabilities import signed_probabilities
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options
+from flashtile.attn.weights import check_form, weights_of
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
 from flashtile.dropout import draw_state
@@ -75,6 +76,7 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     return_lse: bool = False,
+    return_attn_weights: bool | Literal["full", "columns"] | int = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -138,6 +140,10 @@ def attention(
             heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
             1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).
         return_lse: also return the log-sum-exp of the scores of each row.
+        return_attn_weights: also return the probabilities, before dropout, from a second pass over q and k:
+            True or "full" for all of them, "columns" for their sums over the rows of a head, an int from 1 to
+            128 for so many of each row. The last two never take memory of seqlen_q * seqlen_k. They have no
+            gradient. See :func:`flashtile.attention_weights`.
         out, lse: memory for the results, of exactly their shape and dtype, with stride 1 in its last
             dimension; no other argument may lie in it. It is what is returned. There are no gradients then.
             Kernels of a GPU write into memory that is contiguous and starts at a multiple of 16 bytes; to any
@@ -146,7 +152,8 @@ def attention(
             ``flashtile.explain``).
 
     Returns:
-        out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_lse``: (out, lse),
+        out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_attn_weights``:
+        (out, weights), or (out, lse, weights) with ``return_lse``. With ``return_lse`` alone: (out, lse),
         lse in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or
         (heads_q, total_q), the sink included; -inf for a row that sees no key and has no sink.
 
@@ -168,6 +175,7 @@ def attention(
         refuse_unknown("attention", unknown)
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
+    form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
         dropout_p, attention_chunk,
@@ -191,7 +199,12 @@ def attention(
     if not (score_mod is mask_mod is block_mask is None):
         _check_beside_functions(q, descales, buffers)
         attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+    if form is not None and isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {form[0]!r}")
     out, lse = _call(q, k, v, extras, options, descales, buffers, attend)
+    if form is not None:
+        weights = weights_of(q, k, lse, extras, options, form, score_mod, mask_mod, block_mask)
+        return (out, lse, weights) if return_lse else (out, weights)
     return (out, lse) if return_lse else out
 
 

@@ -183,6 +183,29 @@ class Problem(Results):
         return cls(**fields | others)
 
 
+@dataclass(frozen=True)
+class WeightsProblem(Problem):
+    """The probabilities of such a call, from q, k and lse; there is no v."""
+
+    form: str = "full"
+    """"full", "columns" (sums over rows) or "top" (the largest of each row)."""
+    top: int = 0
+    """How many of each row are kept; 0 otherwise."""
+
+    @property
+    def weights_shape(self) -> tuple[int, ...]:
+        heads = self.num_heads_q
+        if self.form == "full":
+            return (self.batch, heads, self.seqlen_q, self.seqlen_k)
+        if self.form == "columns":
+            return (heads, self.total_k) if self.varlen else (self.batch, heads, self.seqlen_k)
+        return (*self.lse_shape, self.top)
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.dtype if self.form == "full" else self.lse_dtype
+
+
 def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:
     """Why TMA cannot address the tensors: it takes pointers and strides in multiples of 16 bytes.
 

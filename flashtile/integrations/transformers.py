@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.attn.functional import attention, flash_attn_func, flash_attn_varlen_func
@@ -43,7 +44,9 @@ def register(as_flash_attention: bool = False) -> None:
             installed flash-attn package is not used then. :func:`unregister` first, to change it.
 
     A model refuses what flashtile does not serve: with a ValueError if it adds a bias to its scores (T5) or
-    supports no flash implementation otherwise; with a NotImplementedError ``output_attentions=True``.
+    supports no flash implementation otherwise; with a NotImplementedError ``output_attentions=True`` where
+    sequences are packed. For others a second pass over queries and keys gives the weights, before dropout;
+    they have no gradient, and those of padded queries mean nothing.
     A mask of its own, (batch, heads or 1, seqlen_q, seqlen_k), is read as it is.
 
     Raises:
@@ -198,10 +201,7 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any) -> Any:
         if named.get("output_attentions"):
-            raise NotImplementedError(
-                "output_attentions must be False: flashtile keeps no attention weights; use "
-                'model.set_attn_implementation("eager") for them'
-            )
+            return _attend_with_weights(module, query, key, value, attention_mask, **named)
         if attention_mask is not None and attention_mask.dim() == 4:
             return _attend_masked(query, key, value, attention_mask, **named), None
         return forward(module, query, key, value, attention_mask, **named)
@@ -226,6 +226,69 @@ def _attend_masked(
     return attention(
         q, k, v, dropout_p=dropout, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux, **cells
     )
+
+
+def _attend_with_weights(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    position_ids: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, weights): (batch, seqlen, heads, head_dim) and (batch, heads, seqlen, keys)."""
+    restarts = position_ids is not None and len(query) == 1 and bool((position_ids.diff() < 0).any())
+    if cache is not None or restarts or any("cu_seq" in n and t is not None for n, t in others.items()):
+        raise NotImplementedError(
+            "output_attentions must be False where sequences are packed or lie in pages: use "
+            'model.set_attn_implementation("eager") for them'
+        )
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    causal = module.is_causal if is_causal is None else is_causal
+    reach = -1 if sliding_window is None else sliding_window - 1
+    cells: dict[str, Any]
+    if attention_mask is None:
+        cells = {"causal": causal, "window_size": (reach, -1 if causal else reach)}
+    elif attention_mask.dim() == 4:
+        cells = as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
+    else:
+        keys = attention_mask[:, : k.shape[1]].bool()
+        k, v = k[:, : keys.shape[1]], v[:, : keys.shape[1]]  # of a static cache what is used
+        cells = {"mask": _without_padding(keys, q.shape[1], causal, reach)[:, None]}
+    out, weights = attention(
+        q, k, v, dropout_p=dropout, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux,
+        return_attn_weights=True, **cells,
+    )  # fmt: skip
+    return out, weights
+
+
+def _without_padding(keys: Tensor, seqlen_q: int, causal: bool, reach: int) -> Tensor:
+    """(batch, seqlen_q, seqlen_k): which keys a query sees, by positions that do not count padding.
+
+    Args:
+        keys: (batch, seqlen_k), True for keys that are there; of queries, as many as they are, or the last.
+        reach: how far the window goes back, and ahead unless ``causal``; -1 without one.
+    """
+    positions = keys.cumsum(1) - 1
+    if seqlen_q == keys.shape[1]:
+        own = positions
+    else:
+        own = keys.sum(1, keepdim=True) - seqlen_q + torch.arange(seqlen_q, device=keys.device)
+    distance = positions[:, None] - own[:, :, None]
+    seen = keys[:, None].expand(distance.shape)
+    if causal:
+        seen = seen & (distance <= 0)
+    if reach >= 0:
+        seen = seen & (distance.abs() <= reach)
+    return seen
 
 
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:

@@ -33,6 +33,12 @@ def attend(
         ValueError: both masks, or more captured tensors than there is place for.
         NotImplementedError: beside arguments that a function says as well.
     """
+    check_beside(extras, options)
+    return forward(q, k, v, extras, options, functions(score_mod, mask_mod, block_mask))
+
+
+def check_beside(extras: Extras, options: Options) -> None:
+    """Raise NotImplementedError for an argument that a function says as well."""
     for name in Options._fields[OPTIONS_OF_ALL:]:
         value = getattr(options, name)
         if value != Options._field_defaults[name]:
@@ -45,7 +51,6 @@ def attend(
                 f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor: write it in "
                 "mask_mod (flashtile.masks.document, padding)"
             )
-    return forward(q, k, v, extras, options, functions(score_mod, mask_mod, block_mask))
 
 
 def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:

@@ -62,7 +62,7 @@ def plain_part(extras: Any, options: Any) -> tuple[Extras, Options]:
     return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+def check_modified(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     check_call(q, k, v, *plain_part(extras, options))
     for tensor in captured_of(extras):
         if tensor is not None and tensor.device != q.device:
@@ -124,15 +124,19 @@ def _check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) ->
             evaluate(parse(text), inputs, captured, kind=kind, check=True)
 
 
-def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
+def mods_of(extras: Any, options: Any) -> Mods:
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
-    mods = Mods(
+    return Mods(
         options.score_mod,
         options.mask_mod,
         tuple(i for i in range(MAX_CAPTURED) if options.learned >> i & 1),
         tuple(tensor.dim() for tensor in captured),
         (options.block_q, options.block_kv) if options.block_q else None,
     )
+
+
+def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
+    mods = mods_of(extras, options)
     return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
 
 
@@ -158,7 +162,7 @@ FORWARD = Operation(
     beside=_NOTHING,
     options=ModifiedOptions,
     results=2,
-    check=_check,
+    check=check_modified,
     describe=_describe,
     fake=operators.FORWARD.fake,
     check_values=_check_values,

@@ -30,6 +30,7 @@ DECODERS = {
     "gemma2": ("Gemma2", {**SMALL, **WINDOW, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
     "gpt_oss": ("GptOss", {**SMALL, **WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
+STATIC = {"cache_implementation": "static"}
 MASK = torch.tensor([[0] * 4 + [1] * 8, [1] * 12, [0] * 7 + [1] * 5])
 TOKENS = torch.randint(3, 96, (3, 12), generator=torch.Generator().manual_seed(0))
 
@@ -209,6 +210,41 @@ def test_whisper_s_decoder_looks_at_its_encoder():
     assert torch.equal(tokens, expected)
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_attention_weights_are_those_of_eager(name):
+    """With padding on either side, and step by step in a dynamic and a static cache."""
+    eager, ours = decoders(name)
+    for mask in (MASK, MASK.flip(1), None):
+        expected, found = (m(TOKENS, attention_mask=mask, output_attentions=True) for m in (eager, ours))
+        tokens = torch.ones_like(MASK) if mask is None else mask
+        torch.testing.assert_close(
+            found.logits[tokens == 1], expected.logits[tokens == 1], atol=2e-6, rtol=1e-5
+        )
+        check_weights(found.attentions, expected.attentions, tokens == 1)
+    for mask, options in ((MASK, {}), (MASK, STATIC), (torch.ones_like(MASK), STATIC)):
+        expected, found = (
+            model.generate(
+                TOKENS, attention_mask=mask, do_sample=False, max_new_tokens=3, output_attentions=True,
+                return_dict_in_generate=True, **options,
+            )
+            for model in (eager, ours)
+        )  # fmt: skip
+        assert torch.equal(found.sequences, expected.sequences)
+        for step, (one, other) in enumerate(zip(found.attentions, expected.attentions, strict=True)):
+            check_weights(one, other, mask == 1 if step == 0 else torch.ones(3, 1, dtype=torch.bool))
+
+
+def check_weights(found: tuple, expected: tuple, rows: torch.Tensor) -> None:
+    """Of every layer, at the queries that are there."""
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        longest = max(one.shape[-1], other.shape[-1])  # of a static cache what is used, or all
+        one, other = (torch.nn.functional.pad(t, (0, longest - t.shape[-1])) for t in (one, other))
+        torch.testing.assert_close(
+            one.transpose(1, 2)[rows], other.transpose(1, 2)[rows], atol=2e-6, rtol=1e-4
+        )
+
+
 def test_what_would_be_left_out_is_refused():
     with pytest.raises(ValueError, match=r"T5ForConditionalGeneration supports no flash attention.*sdpa"):
         transformers.T5ForConditionalGeneration._from_config(
@@ -216,8 +252,9 @@ def test_what_would_be_left_out_is_refused():
             attn_implementation=NAMES[0],
         )
     _, ours = decoders("llama", attention_dropout=0.1)
-    with pytest.raises(NotImplementedError, match=r"output_attentions.*eager"):
-        ours(TOKENS, output_attentions=True)
+    restarts = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with pytest.raises(NotImplementedError, match=r"output_attentions.*packed.*eager"):
+        ours(TOKENS[:1], position_ids=restarts, output_attentions=True)
     torch.manual_seed(0)
     first, second = (ours.train()(TOKENS).logits for _ in range(2))
     assert not torch.equal(first, second)  # attention_dropout drops

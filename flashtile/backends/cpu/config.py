@@ -54,7 +54,7 @@ class Config:
 
 def configure(problem: Problem) -> Config:
     """The configuration that ``problem`` gets; its shapes are those of the longest sequence where varlen."""
-    tiled = _tiled(problem)
+    tiled = tiled_config(problem)
     masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
     masked = masked or (problem.key_padding_mask and not padded.covers(problem))
     if masked or not _fused_covers(problem):
@@ -121,7 +121,7 @@ def _multiplies_fast(dtype: torch.dtype) -> bool:
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def _tiled(problem: Problem) -> Tiled:
+def tiled_config(problem: Problem) -> Tiled:
     BLOCK_N = min(512, max(problem.seqlen_k, 1))
     BLOCK_M = min(256, max(problem.seqlen_q * problem.group_size, 1))
     TILE_HEADS = max(1, TILE_ELEMENTS // (BLOCK_M * BLOCK_N))

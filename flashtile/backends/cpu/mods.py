@@ -44,7 +44,7 @@ def forward(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, extras: Any
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
-    call = _Call(problem, config, q, k, v, extras, with_gradients=False)
+    call = Call(problem, config, q, k, v, extras, with_gradients=False)
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
     lowest = torch.finfo(call.dtype).min  # a row whose first keys are all hidden gets exp(-inf - lowest) = 0
@@ -81,7 +81,7 @@ def backward(
     extras: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor | None, ...]]:
     """((dq, dk, dv), those of the captured tensors) from the gradients of out and of lse (None is zero)."""
-    call = _Call(problem, config, q, k, v, extras, with_gradients=True)
+    call = Call(problem, config, q, k, v, extras, with_gradients=True)
     dq = q.new_zeros(q.shape)
     dk, dv = (t.new_zeros(t.shape, dtype=call.dtype) for t in (k, v))
     for b, heads, rows in call.parts():
@@ -113,7 +113,7 @@ def backward(
     return (dq, dk.to(k.dtype), dv.to(v.dtype)), captured + (None,) * (MAX_CAPTURED - len(captured))
 
 
-class _Call:
+class Call:
     """What a call's tiles share."""
 
     def __init__(

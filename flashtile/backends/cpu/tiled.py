@@ -30,7 +30,7 @@ def forward(
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
-    for chunk in _chunks(problem, config, q, k, v, beside):
+    for chunk in chunks(problem, config, q, k, v, beside):
         for rows in chunk.row_blocks():
             out_tile, lse_tile = _forward_rows(chunk, rows)
             chunk.tokens(out, rows).copy_(chunk.unfolded(out_tile, rows))
@@ -52,7 +52,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, from the gradients of out and of lse (None is zero)."""
     dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    for chunk in _chunks(problem, config, q, k, v, beside):
+    for chunk in chunks(problem, config, q, k, v, beside):
         dk_chunk, dv_chunk = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
         for rows in chunk.row_blocks():
             dout_tile = chunk.folded(dout, rows)
@@ -71,7 +71,7 @@ def backward(
     return dq, dk, dv
 
 
-def _forward_rows(chunk: _Chunk, rows: range) -> tuple[Tensor, Tensor]:
+def _forward_rows(chunk: Chunk, rows: range) -> tuple[Tensor, Tensor]:
     """Algorithm 1 for one block of rows: (out, lse), (heads, rows, head_dim_v) and (heads, rows)."""
     q = chunk.folded(chunk.q, rows)
     heads, num_rows, _ = q.shape
@@ -100,7 +100,7 @@ def _forward_rows(chunk: _Chunk, rows: range) -> tuple[Tensor, Tensor]:
 
 
 def _backward_rows(
-    chunk: _Chunk,
+    chunk: Chunk,
     rows: range,
     dout: Tensor,
     minus_delta: Tensor,
@@ -139,21 +139,21 @@ def _backward_rows(
     return dq
 
 
-def _chunks(
+def chunks(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, beside: Beside
-) -> Iterator[_Chunk]:
+) -> Iterator[Chunk]:
     """The call in chunks of TILE_HEADS (sequence, key/value head) pairs, whole sequences if they fit."""
     batch, _, heads_kv, _ = k.shape
     sequences = max(1, config.TILE_HEADS // heads_kv)
     heads = min(config.TILE_HEADS, heads_kv)
     for b in split(range(batch), sequences):
         for h in split(range(heads_kv), heads):
-            yield _Chunk(
+            yield Chunk(
                 problem, config, q, k, v, beside, slice(b.start, b.stop), slice(h.start, h.stop)
             )
 
 
-class _Chunk:
+class Chunk:
     """Some sequences and key/value heads of a call, folded to (pairs, rows or keys, head_dim)."""
 
     def __init__(

@@ -27,8 +27,8 @@ def forward(
     """(out, lse) in the shapes of the problem; ``dense(q, k, v, beside)`` computes one sequence."""
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    q, k, v, all_out, all_lse = _with_batch(problem, q, k, v, out, lse)
-    for one in _sequences(problem, extras):
+    q, k, v, all_out, all_lse = with_batch(problem, q, k, v, out, lse)
+    for _, one in sequences(problem, extras):
         all_out[one.queries], all_lse[one.statistics] = dense(
             q[one.queries], k[one.keys], v[one.keys], one.beside
         )
@@ -51,11 +51,11 @@ def backward(
     """(dq, dk, dv), and into ``dbias`` if given; ``dense(dout, dlse, q, k, v, out, lse, beside)`` is for one
     sequence."""
     gradients = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    dq, dk, dv = _with_batch(problem, *gradients)
-    dout, q, k, v, out, lse = _with_batch(problem, dout, q, k, v, out, lse)
+    dq, dk, dv = with_batch(problem, *gradients)
+    dout, q, k, v, out, lse = with_batch(problem, dout, q, k, v, out, lse)
     if dlse is not None:
-        (dlse,) = _with_batch(problem, dlse)
-    for one in _sequences(problem, extras, dbias):
+        (dlse,) = with_batch(problem, dlse)
+    for _, one in sequences(problem, extras, dbias):
         dq[one.queries], dk[one.keys], dv[one.keys] = dense(
             dout[one.queries],
             None if dlse is None else dlse[one.statistics],
@@ -69,7 +69,7 @@ def backward(
     return gradients
 
 
-class _Sequence(NamedTuple):
+class Sequence(NamedTuple):
     """Indices of one sequence into tensors with a batch, and what it has beside them."""
 
     queries: tuple[slice, slice]  # into q and out
@@ -78,13 +78,15 @@ class _Sequence(NamedTuple):
     beside: Beside
 
 
-def _with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
+def with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
     """Packed sequences are a batch of one."""
     return [t[None] if problem.varlen else t for t in tensors]
 
 
-def _sequences(problem: Problem, extras: Extras, dbias: Tensor | None = None) -> Iterator[_Sequence]:
-    """Each sequence that has queries and keys."""
+def sequences(
+    problem: Problem, extras: Extras, dbias: Tensor | None = None
+) -> Iterator[tuple[int, Sequence]]:
+    """Each sequence that has queries and keys, with its number."""
     beside, used = Beside.of(problem, extras, dbias), extras.seqused_k
     starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
     starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()
@@ -100,4 +102,4 @@ def _sequences(problem: Problem, extras: Extras, dbias: Tensor | None = None) ->
             keys = slice(keys.start, keys.start + used_keys[b])
         if rows.start < rows.stop and keys.start < keys.stop:
             own = beside.of_sequence(b, rows.stop - rows.start, keys.stop - keys.start)
-            yield _Sequence((batch, rows), (batch, keys), (batch, slice(None), rows), own)
+            yield b, Sequence((batch, rows), (batch, keys), (batch, slice(None), rows), own)

@@ -55,6 +55,11 @@ class Variant:
     """Own rows or keys to a block of a block mask; 0 without one."""
     PARTS: int = 1
     """Blocks of the other sequence to a block of a block mask."""
+    FORM: str = ""
+    """Of attention weights (``attn.problem.WeightsProblem``)."""
+    TOP: int = 0
+    """Weights of a row that are kept, and that number padded to a power of two."""
+    BLOCK_TOP: int = 0
 
 
 class Strides(NamedTuple):

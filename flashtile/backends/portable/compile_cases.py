@@ -64,7 +64,7 @@ _CELL_SPILLS = {
 }
 """Bytes of register spills with masks, biases and dropout: as they are, none of them timed yet."""
 _CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
-_STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh") | frozenset(
+STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh") | frozenset(
     ("padding_stride_b", *(f"{tensor}_stride_{of}" for tensor in ("mask", "bias") for of in "bhq"))
 )
 
@@ -121,7 +121,7 @@ def _flash1_case(name: str, head_dim: int, causal: bool) -> CompileCase:
         kernel=flash1.flash1_kernel,
         signature={argument: types.get(argument, "i32") for argument in arguments if argument != "C"},
         constants={"C": flash1.variant_of(head_dim, head_dim, 4096, 4096, causal, config)},
-        divisible_by_16=_STRIDES,
+        divisible_by_16=STRIDES,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         spill_budget=config.spill_budget,
@@ -155,4 +155,4 @@ def _arguments(
     types |= dict.fromkeys(("mask", "key_padding_mask"), "*i1")
     types |= dict.fromkeys(Numbers._fields, "fp32")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    return {"signature": signature, "constants": constants, "divisible_by_16": _STRIDES}
+    return {"signature": signature, "constants": constants, "divisible_by_16": STRIDES}

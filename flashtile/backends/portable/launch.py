@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ def variant_of(
     aligned: bool,
     cells: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Variant:
-    """``wide`` and ``aligned`` describe q, k and v (:func:`_attention_kernel`); ``cells`` are mask
+    """``wide`` and ``aligned`` describe q, k and v (:func:`attention_kernel`); ``cells`` are mask
     and bias."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -120,7 +121,7 @@ def is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
-def _attention_kernel(
+def attention_kernel(
     kernel: Any,
     programs: int,
     config: KernelConfig,
@@ -129,9 +130,10 @@ def _attention_kernel(
     inputs: tuple[Tensor, Tensor, Tensor],
     extras: Extras,
     *first: int,
+    **more: Any,
 ) -> KeptKernel:
     """One of the kernels; ``inputs`` are q, k and v. ``first`` are its first scalars: the backward
-    pass takes ``padded_rows``."""
+    pass takes ``padded_rows``. ``more`` are constants that attention itself does not have."""
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
@@ -142,6 +144,7 @@ def _attention_kernel(
     beside = (*_cell_strides(extras.mask), *padding, *_cell_strides(extras.bias))
     scalars = (*first, *strides, *beside, *_lengths(problem, extras.alibi_slopes), *numbers)
     variant = variant_of(problem, config, precision, wide, aligned, (extras.mask, extras.bias))
+    variant = replace(variant, **more)
     return KeptKernel(kernel, programs, scalars, (variant,), config)
 
 
@@ -157,7 +160,7 @@ def _dbias_kernel(
     batch, heads, rows, keys = extras.bias.shape
     programs = batch * heads * triton.cdiv(rows, tile.BLOCK_M) * triton.cdiv(keys, tile.BLOCK_N)
     sizes = (batch, heads, rows)
-    return _attention_kernel(
+    return attention_kernel(
         dbias_kernel, programs, tile, problem, config.precision, inputs, extras, problem.batch, *sizes,
         padded_rows,
     )  # fmt: skip
@@ -213,7 +216,7 @@ class ForwardLaunch:
                 return out, lse
             if extras.key_padding_mask is not None:
                 self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
-            kernel = self._kernel = _attention_kernel(
+            kernel = self._kernel = attention_kernel(
                 forward_kernel,
                 programs,
                 config,
@@ -293,7 +296,7 @@ class BackwardLaunch:
         preprocess = preprocess_launch(problem, dlse is not None, LOG2_E)
         common = (problem, config.precision, (q, k, v), extras, self._padded_rows)
         programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
-        dkdv = _attention_kernel(dkdv_kernel, programs, config.dkdv, *common)
+        dkdv = attention_kernel(dkdv_kernel, programs, config.dkdv, *common)
         programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * problem.num_heads_q * problem.batch
-        dq = _attention_kernel(dq_kernel, programs, config.dq, *common)
+        dq = attention_kernel(dq_kernel, programs, config.dq, *common)
         return preprocess, dkdv, dq

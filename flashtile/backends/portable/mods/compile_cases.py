@@ -33,11 +33,11 @@ t3: bool = le kv q
 t4: bool = and t2 t3
 return t4"""
 _MODS = Mods(_SCORE, _MASK, learned=(0,), ranks=(2, 2), block_size=(128, 128))
-_WITH_MODS = replace(PLAIN, mods=_MODS)
+WITH_MODS = replace(PLAIN, mods=_MODS)
 _VARIANTS = {
-    "block mask": _WITH_MODS,
-    "mask_mod": replace(_WITH_MODS, mods=replace(_MODS, score_mod="", learned=(), block_size=None)),
-    "score_mod": replace(_WITH_MODS, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
+    "block mask": WITH_MODS,
+    "mask_mod": replace(WITH_MODS, mods=replace(_MODS, score_mod="", learned=(), block_size=None)),
+    "score_mod": replace(WITH_MODS, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
 }
 _STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh")
 _FLOAT_ROWS = ("lse", "neg_lse", "neg_delta")

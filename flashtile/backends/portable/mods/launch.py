@@ -22,8 +22,8 @@ from flashtile.backends.portable.mods.kernels import dkdv_kernel, dq_kernel, for
 from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES
 from flashtile.problem import LOG2_E
 
-_KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 def variants_of(
@@ -52,7 +52,7 @@ def variants_of(
     return variant, replace(variant, MASK_MOD=None)
 
 
-class _Arguments:
+class Arguments:
     """What a call's kernels share."""
 
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> None:
@@ -89,25 +89,28 @@ class _Arguments:
         precision: str,
         by_keys: bool,
         *padded_rows: int,
+        **more: Any,
     ) -> KeptKernel:
+        """``more`` are constants that attention itself does not have."""
         problem = self.problem
         block = max(config.BLOCK_M, config.BLOCK_N)
         wide = any(block * tensor.stride(-3) >= 2**31 for tensor in self.inputs)
         aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0
         aligned = aligned and all(map(is_aligned, self.inputs))
-        variant, full = variants_of(problem, config, precision, wide, aligned, by_keys)
+        both = variants_of(problem, config, precision, wide, aligned, by_keys)
+        variant, full = (replace(one, **more) for one in both)
         if kernel is dq_kernel:
             add = functions.gradient_function(self.mods)
             variant, full = (replace(one, ADD_GRADIENTS=add) for one in (variant, full))
         return KeptKernel(kernel, programs, (*padded_rows, *self.scalars), (variant, full), config)
 
 
-def _captured(extras: Any) -> tuple[Tensor | None, ...]:
+def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
     tensors = (getattr(extras, f"captured_{i}") for i in range(MAX_CAPTURED))
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
-def _lists(extras: Any, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
+def lists_of(extras: Any, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
     return tuple(getattr(extras, name) for name in names)
 
 
@@ -126,11 +129,11 @@ class ForwardLaunch:
         if programs == 0:
             return out, lse
         if self._kernel is None:
-            arguments = _Arguments(problem, q, k, v, extras)
+            arguments = Arguments(problem, q, k, v, extras)
             self._kernel = arguments.kernel(forward_kernel, programs, config, self._config.precision, False)
         self._kernel(
-            q.device, q, k, v, out, lse, extras.alibi_slopes, extras.sink, *_captured(extras),
-            *_lists(extras, _KV_LISTS),
+            q.device, q, k, v, out, lse, extras.alibi_slopes, extras.sink, *captured_of(extras),
+            *lists_of(extras, KV_LISTS),
         )  # fmt: skip
         return out, lse
 
@@ -160,7 +163,7 @@ class BackwardLaunch:
         no_keys = problem.batch * problem.seqlen_k == 0
         allocate = q.new_zeros if no_rows or no_keys else q.new_empty
         dq, dk, dv = allocate(*q.shape), allocate(*k.shape), allocate(*v.shape)
-        captured = _captured(extras)
+        captured = captured_of(extras)
         gradients = tuple(
             tensor.new_zeros(tensor.shape, dtype=torch.float32)
             if tensor is not None and i in problem.mods.learned
@@ -178,8 +181,8 @@ class BackwardLaunch:
             if not no_keys:
                 inputs = (q, k, v, dout, neg_lse, neg_delta)
                 slopes = extras.alibi_slopes
-                compute_dkdv(q.device, *inputs, dk, dv, slopes, *captured, *_lists(extras, _Q_LISTS))
-                compute_dq(q.device, *inputs, dq, slopes, *captured, *_lists(extras, _KV_LISTS), *gradients)
+                compute_dkdv(q.device, *inputs, dk, dv, slopes, *captured, *lists_of(extras, Q_LISTS))
+                compute_dq(q.device, *inputs, dq, slopes, *captured, *lists_of(extras, KV_LISTS), *gradients)
         cast = (
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, captured, strict=True)
@@ -190,7 +193,7 @@ class BackwardLaunch:
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any
     ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
         problem, config = self._problem, self._config
-        arguments = _Arguments(problem, q, k, v, extras)
+        arguments = Arguments(problem, q, k, v, extras)
         programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
         dkdv = arguments.kernel(dkdv_kernel, programs, config.dkdv, config.precision, True, self._padded_rows)
         programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * problem.num_heads_q * problem.batch

@@ -1,0 +1,126 @@
+"""Attention weights from q, k and lse: tiles of scores as in the backward pass, kept as far as asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.problem import WeightsProblem
+from flashtile.backends.cpu import mods, reason_against, tiled
+from flashtile.backends.cpu.beside import Beside
+from flashtile.backends.cpu.config import Tiled, tiled_config
+from flashtile.backends.cpu.varlen import sequences, with_batch
+
+__all__ = ["configure_weights", "prepare_weights", "reason_against"]
+
+configure_weights = tiled_config
+
+
+def prepare_weights(problem: WeightsProblem, config: Tiled) -> Any:
+    """A launch ``(q, k, lse, extras) -> (weights, indices)``, indices None but for the top of each row."""
+    return partial(_launch, problem, config)
+
+
+class _Rows(NamedTuple):
+    """Rows of some sequences and heads, and their tiles: keys and (sequences, heads, rows, keys) of scores
+    minus lse."""
+
+    batch: slice
+    heads: slice
+    rows: range
+    tiles: Iterable[tuple[range, Tensor]]
+
+
+def _launch(
+    problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, extras: Any
+) -> tuple[Tensor, Tensor | None]:
+    weights = q.new_zeros(problem.weights_shape, dtype=problem.weights_dtype)
+    indices = None
+    if problem.form == "top":
+        indices = torch.full_like(weights, -1, dtype=torch.int64)
+    if problem.mods is not None:
+        _keep(problem, _modified(problem, config, q, k, lse, extras), weights, indices)
+    elif not (problem.varlen or problem.seqused_q or problem.seqused_k):
+        blocks = _blocks(problem, config, q, k, lse, Beside.of(problem, extras))
+        _keep(problem, blocks, weights, indices)
+    else:
+        q, k, lse = with_batch(problem, q, k, lse)
+        kept = [t for t in (weights, indices) if t is not None]
+        if problem.form != "full":
+            kept = with_batch(problem, *kept)
+        for b, one in sequences(problem, extras):
+            place: tuple[slice, ...] = one.statistics
+            if problem.form == "full":
+                place = (slice(b, b + 1),)
+            elif problem.form == "columns":
+                place = (one.keys[0], slice(None), one.keys[1])
+            blocks = _blocks(problem, config, q[one.queries], k[one.keys], lse[one.statistics], one.beside)
+            _keep(problem, blocks, *(t[place] for t in kept))
+    return weights, indices
+
+
+def _blocks(
+    problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, beside: Beside
+) -> Iterator[_Rows]:
+    for chunk in tiled.chunks(problem, config, q, k, k, beside):
+
+        def tiles(rows: range, chunk: tiled.Chunk = chunk) -> Iterator[tuple[range, Tensor]]:
+            own = chunk.folded(q, rows)
+            minus_lse = -chunk.statistics(lse, rows).reshape(*own.shape[:2], 1)
+            minus_lse = minus_lse.masked_fill(minus_lse == torch.inf, 0.0)  # of rows that see no key
+            for keys in chunk.key_blocks(rows):
+                seen = chunk.seen(rows, keys)
+                if seen is None or seen.any():
+                    scores = chunk.scores(own, rows, keys, minus_lse, seen)
+                    yield keys, chunk.by_heads(scores, rows, keys).flatten(1, 2)
+
+        for rows in chunk.row_blocks():
+            yield _Rows(chunk.batch, chunk.heads_q, rows, tiles(rows))
+
+
+def _modified(
+    problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, extras: Any
+) -> Iterator[_Rows]:
+    call = mods.Call(problem, config, q, k, k, extras, with_gradients=False)
+
+    def tiles(b: int, heads: range, rows: range) -> Iterator[tuple[range, Tensor]]:
+        own = call.rows_of(q, b, heads, rows)
+        lse_rows = lse[b, heads.start : heads.stop, rows.start : rows.stop, None].to(call.dtype)
+        lse_rows = lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)
+        for tile in call.tiles(b, heads, rows):
+            yield tile.keys, (call.scores(own, tile).scores - lse_rows)[None]
+
+    for b, heads, rows in call.parts():
+        yield _Rows(slice(b, b + 1), slice(heads.start, heads.stop), rows, tiles(b, heads, rows))
+
+
+def _keep(
+    problem: WeightsProblem, blocks: Iterable[_Rows], weights: Tensor, indices: Tensor | None = None
+) -> None:
+    """Write what is asked for into ``weights`` (batch, heads, ...), zero so far, and ``indices``."""
+    for block in blocks:
+        place = (block.batch, block.heads, slice(block.rows.start, block.rows.stop))
+        if indices is not None:
+            weights[place], indices[place] = _top(problem.top, block, weights[place], indices[place])
+            continue
+        for keys, scores in block.tiles:
+            own = slice(keys.start, keys.stop)
+            if problem.form == "full":
+                weights[(*place, own)] = scores.exp_().to(weights.dtype)
+            else:
+                weights[block.batch, block.heads, own] += scores.exp_().sum(2)
+
+
+def _top(top: int, block: _Rows, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest weights of the block's rows, and their keys."""
+    best, found = torch.full_like(weights, -torch.inf), indices
+    for keys, scores in block.tiles:
+        places = torch.arange(keys.start, keys.stop).expand(scores.shape)
+        joined = torch.cat([best, scores], -1)
+        best, order = joined.topk(top, -1)
+        found = torch.cat([found, places], -1).gather(-1, order)
+    return best.exp(), found.masked_fill(best == -torch.inf, -1)

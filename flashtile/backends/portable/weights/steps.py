@@ -1,0 +1,108 @@
+"""Step functions of the kernels of attention weights, with and without functions of the user's."""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.common.tiles import LOG2_E, load_tile
+from flashtile.backends.portable.tiles import cells_of, modify_scores, seen_cells, walked_block
+
+
+@triton.jit
+def load_shifts(lse, rows, length):
+    """What the scores of ``rows`` are lowered by, in log2 units: inf where a row sees no key."""
+    shifts = tl.load(lse + rows, mask=rows < length, other=-float("inf")) * LOG2_E
+    return tl.where(shifts == -float("inf"), float("inf"), shifts)
+
+
+@triton.jit
+def probabilities(
+    q_tile, k_tile, shifts, row_start, key_start, len_q, len_k, block, lengths, numbers, mods, C: tl.constexpr
+):
+    """([BLOCK_M, BLOCK_N], which of them are of keys that their row sees)."""
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+    rows = row_start + tl.arange(0, C.BLOCK_M)
+    keys = key_start + tl.arange(0, C.BLOCK_N)
+    cells = cells_of(block, rows, keys, KEYS_FIRST=False)
+    if C.HAS_SCORE_MOD:
+        scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
+    else:
+        scores = scores * numbers.scale_log2
+    seen = seen_cells(cells, lengths, mods, C) & (scores != -float("inf"))
+    seen = seen & (rows < len_q)[:, None] & (keys < len_k)[None, :]
+    return tl.where(seen, tl.exp2(scores - shifts[:, None]), 0.0), seen
+
+
+@triton.jit
+def join_top(best, p, seen, key_start, C: tl.constexpr):
+    """``best`` [BLOCK_M, BLOCK_TOP], the top of each row, and those of a tile: the top of both.
+
+    A number holds the bits of a weight, which rise as it does, above those of its key, of which the first
+    wins among equals. -1 is none.
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_TOP: tl.constexpr = C.BLOCK_TOP
+    keys = key_start + tl.arange(0, C.BLOCK_N)
+    bits = p.to(tl.int32, bitcast=True).to(tl.int64)
+    own = tl.where(seen, (bits << 32) | (0x7FFFFFFF - keys).to(tl.int64)[None, :], -1)
+    if C.BLOCK_N < C.BLOCK_TOP:
+        TIMES: tl.constexpr = BLOCK_TOP // C.BLOCK_N
+        first = (tl.arange(0, TIMES) == 0)[None, :, None]
+        own = tl.reshape(tl.where(first, own[:, None, :], -1), [BLOCK_M, BLOCK_TOP])
+    elif C.BLOCK_N > C.BLOCK_TOP:
+        own = tl.topk(own, BLOCK_TOP)
+    both = tl.reshape(tl.join(best, own), [BLOCK_M, 2 * BLOCK_TOP])
+    return tl.topk(both, BLOCK_TOP)
+
+
+@triton.jit
+def walk_keys(
+    best, q_tile, shifts, k, weights, len_q, first, last, block, lengths, numbers, mods, C: tl.constexpr
+):
+    """Blocks of keys ``first`` to ``last`` (exclusive) for the rows of ``block``: their tiles of weights
+    written, or the top of each row.
+
+    ``weights`` is the address of the sequence's first row in what keeps all of them.
+    """
+    for n in range(first, last):
+        start = walked_block(block, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
+        k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
+        p, seen = probabilities(
+            q_tile, k_tile, shifts, block.start, start, len_q, k.length, block, lengths, numbers, mods, C
+        )
+        if C.FORM == "top":
+            best = join_top(best, p, seen, start, C)
+        else:
+            rows = (block.start + tl.arange(0, C.BLOCK_M)).to(tl.int64)[:, None]
+            keys = start + tl.arange(0, C.BLOCK_N)[None, :]
+            place = weights + rows * lengths.seqlen_k + keys
+            tl.store(place, p.to(weights.dtype.element_ty), mask=(rows < len_q) & (keys < k.length))
+    return best
+
+
+@triton.jit
+def walk_rows(
+    sums, q, k_tile, lse, len_k, first, last, block, lengths, numbers, mods, C: tl.constexpr
+):  # fmt: skip
+    """Blocks of rows ``first`` to ``last`` (exclusive) into the sums of the keys of ``block``."""
+    for m in range(first, last):
+        start = walked_block(block, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
+        q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
+        shifts = load_shifts(lse, start + tl.arange(0, C.BLOCK_M), q.length)
+        p, _ = probabilities(
+            q_tile, k_tile, shifts, start, block.start, q.length, len_k, block, lengths, numbers, mods, C
+        )
+        sums += tl.sum(p, 0)
+    return sums
+
+
+@triton.jit
+def store_top(weights, indices, first, best, row_start, len_q, C: tl.constexpr):
+    """``first`` is the place of the sequence's first row among all rows."""
+    rows = row_start + tl.arange(0, C.BLOCK_M)[:, None]
+    columns = tl.arange(0, C.BLOCK_TOP)[None, :]
+    place = (first + rows) * C.TOP + columns
+    inside = (rows < len_q) & (columns < C.TOP)
+    values = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    keys = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    tl.store(weights + place, tl.where(best < 0, 0.0, values), mask=inside)
+    tl.store(indices + place, tl.where(best < 0, -1, keys), mask=inside)

@@ -17,7 +17,7 @@ UNLIMITED = -1
 
 LOG2_E = math.log2(math.e)
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEVICE_TYPES = ("cuda", "cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -27,7 +27,7 @@ from flashtile.checks.arguments import (
     check_slopes,
     looks_transposed,
 )
-from flashtile.problem import DTYPES, MAX_LENGTH
+from flashtile.problem import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
 
 
 def check_call(
@@ -37,11 +37,13 @@ def check_call(
     extras: Extras,
     options: Options,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
+    most: int = MAX_HEAD_DIM,
 ) -> None:
     """Raise for a call that no backend could compute.
 
     Args:
         dtypes: that q, k and v may have.
+        most: the largest head_dim.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -54,7 +56,7 @@ def check_call(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, tensor, dtypes)
         check_same_dtype(name, tensor, "q", q)
-        check_heads_tensor(name, tensor, packed, "total", "seqlen", q)
+        check_heads_tensor(name, tensor, packed, "total", "seqlen", q, most)
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
     if k.shape[:-2] != v.shape[:-2]:

@@ -27,7 +27,7 @@ from flashtile.checks.arguments import (
 from flashtile.checks.attention import check_call
 from flashtile.checks.values import check_lengths, check_offset_values, check_used
 from flashtile.fp8 import layout
-from flashtile.fp8.layout import E4M3, KEY_BLOCK, METHODS, QUERY_BLOCK, ROLES
+from flashtile.fp8.layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM, METHODS, QUERY_BLOCK, ROLES
 from flashtile.fp8.problem import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.fp8.quantized import Quantized
 
@@ -51,7 +51,7 @@ def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions
     check_dtype("x", x, SOURCE_DTYPES)
     if tensors.cu_seqlens is not None:
         check_dense("cu_seqlens", tensors.cu_seqlens)
-    check_heads_tensor("x", x, tensors.cu_seqlens is not None, "total", "seqlen", x)
+    check_heads_tensor("x", x, tensors.cu_seqlens is not None, "total", "seqlen", x, MAX_HEAD_DIM)
     if x.shape[-2] == 0:
         raise ValueError(f"x must have at least one head, got shape {tuple(x.shape)}")
     batch = x.shape[0]
@@ -131,7 +131,7 @@ def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, option
     """Raise for an attention call in e4m3 that no backend could compute, as :func:`check_quantize`."""
     extras = tensors.extras
     rows = k if options.v_transposed else v  # of values, one by one
-    check_call(q, k, rows, extras._replace(sink=None), options.shared, (E4M3,))
+    check_call(q, k, rows, extras._replace(sink=None), options.shared, (E4M3,), MAX_HEAD_DIM)
     batch = q.shape[0] if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     check_sink(extras.sink, q, TABLE_DTYPES)

@@ -13,6 +13,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
+MAX_HEAD_DIM = 256
 ROLES = ("q", "k", "v")
 METHODS = ("block", "head", "tensor")
 

@@ -12,7 +12,7 @@ from flashtile.backends.portable.config import Config, row_for
 from flashtile.io_model import closed_forms, decode, hopper, kernels
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
-from flashtile.problem import UNLIMITED
+from flashtile.problem import MAX_HEAD_DIM, UNLIMITED
 
 PASSES = ("forward", "backward")
 
@@ -164,8 +164,8 @@ def portable_config(call: Call, card: Card) -> Config:
         ValueError: they do not take the head size or the dtype.
     """
     width = padded(max(call.head_dim, call.width_v))
-    if width > 256 or call.element_bytes not in (2, 4):
-        raise ValueError(f"head_dim must be at most 256 and dtype 16 or 32 bits, got {width}, {call.dtype}")
+    if width > MAX_HEAD_DIM or call.element_bytes not in (2, 4):
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM} and dtype 16 or 32 bits, got {width}, {call.dtype}")
     windowed = call.window_left != UNLIMITED or call.window_right != UNLIMITED
     return row_for(card.capability, call.element_bytes, width, windowed)
 

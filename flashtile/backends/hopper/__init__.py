@@ -15,6 +15,7 @@ from flashtile.backends.common.launch import RAGGED_ROWS
 from flashtile.decode.problem import DecodeProblem
 
 NAME = "hopper"
+LARGEST_HEAD_DIM = 256
 CAPABILITY = (9, 0)
 
 
@@ -34,6 +35,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             return f"{name} must be a multiple of 8 for TMA, it is {size}"
+        if size > LARGEST_HEAD_DIM:
+            return f"{name} must be at most {LARGEST_HEAD_DIM} for its tiles, it is {size}"
     return reason_of_tensors(problem)
 
 

@@ -11,6 +11,8 @@ from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import Target, capability, is_nvidia
 
 NAME = "portable"
+LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities with 160 KiB and more for a block; others have 99 KiB or less."""
 
 
 def interpreting() -> bool:
@@ -21,9 +23,21 @@ def interpreting() -> bool:
 def reason_against(problem: Problem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
     reason = reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
+    if reason is None:
+        reason = _reason_of_width(problem)
     if reason is None and problem.mods is not None and problem.mods.learned and problem.deterministic:
         return "it adds to the gradients of captured tensors in any order, not deterministically"
     return reason
+
+
+def _reason_of_width(problem: Problem) -> str | None:
+    """Wide heads of 4 bytes fill the shared memory that these GPUs give a block."""
+    width, device = max(problem.head_dim, problem.head_dim_v), problem.device
+    if width <= 256 or problem.dtype.itemsize < 4 or device.type != "cuda":
+        return None
+    if is_nvidia(device) and capability(device) in LARGE_SHARED_MEMORY:
+        return None
+    return f"heads over 256 in {problem.dtype} need more shared memory than this GPU has, got {width}"
 
 
 def reason_of_device(

@@ -63,6 +63,9 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
         K(16, 16, 4, 1, 860, 1708),
         K(16, 32, 8, 1, 340, 456),
     ),
+    # Heads over 256: the whole width of a tile must fit; compiled only, not timed.
+    ("hopper", 2, 512): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
+    ("hopper", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
     # A100: tiles that fit with few spills; not timed.
     ("ampere", 2, 16): (K(128, 64, 4, 3), K(128, 64, 4, 3), K(64, 64, 4, 2, 0, 80), K(64, 64, 4, 2)),
     ("ampere", 2, 32): (K(128, 64, 4, 3), K(128, 64, 4, 3, 0, 16), K(64, 64, 4, 2, 24, 216), K(64, 64, 4, 2)),
@@ -89,6 +92,8 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
         K(16, 16, 8, 1, 184, 600),
         K(16, 16, 8, 1, 152, 100),
     ),
+    ("ampere", 2, 512): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 16, 8, 1, 0, 16), K(32, 16, 8, 1)),
+    ("ampere", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
     # Any other GPU: small tiles that fit 64 KiB of shared memory a block; not timed.
     ("other", 2, 16): (K(64, 64, 4, 2), K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
     ("other", 2, 32): (K(64, 64, 4, 2), K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
@@ -100,8 +105,10 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ("other", 4, 64): (K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1), K(32, 32, 4, 1)),
     ("other", 4, 128): (K(32, 16, 4, 1), K(32, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 4, 1)),
     ("other", 4, 256): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    ("other", 2, 512): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    ("other", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 
 
 def dbias_tile(config: Config) -> KernelConfig:
@@ -140,7 +147,7 @@ def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Co
 def row_for(capability: tuple[int, int], element_bytes: int, width: int, windowed: bool) -> Config:
     """The configuration for devices of this compute capability; ``width`` is a padded head_dim."""
     config = row(family_of_capability(*capability), element_bytes, width, windowed)
-    if capability[0] == 10 and (element_bytes, width) == (2, 256):
+    if capability[0] == 10 and element_bytes == 2 and width >= 256:
         # There Hopper's tiles of the backward pass need more shared memory than a block may have.
         smaller = row("ampere", element_bytes, width, windowed)
         return replace(config, dkdv=smaller.dkdv, dq=smaller.dq)

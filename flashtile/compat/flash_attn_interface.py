@@ -168,7 +168,7 @@ def flash_attn_with_kvcache(
         k_descale, v_descale: (batch, heads_kv), of the sequences: for a dense cache without
             ``cache_batch_idx``. flashtile's own function takes them by page.
     """
-    _refuse(qv=qv, attention_chunk=attention_chunk or None, q_descale=q_descale)
+    _refuse(attention_chunk=attention_chunk or None, q_descale=q_descale)
     if page_table is not None or cache_batch_idx is not None:
         where = "page_table" if page_table is not None else "cache_batch_idx"
         for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
@@ -185,7 +185,7 @@ def flash_attn_with_kvcache(
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
             return_softmax_lse, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
             cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, k_descale=k_descale,
-            v_descale=v_descale,
+            v_descale=v_descale, qv=qv,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, {"block_table": "page_table"}) from None

@@ -23,6 +23,7 @@ from flashtile.arguments import (
     split_arguments,
     with_unit_stride,
 )
+from flashtile.checks.arguments import check_dense
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
 from flashtile.decode import operators
 from flashtile.decode.problem import (
@@ -69,6 +70,7 @@ def flash_attn_with_kvcache(
     tree_mask: Tensor | None = None,
     split_size: int | None = None,
     softmax_max: float | Tensor | None = None,
+    qv: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -120,6 +122,11 @@ def flash_attn_with_kvcache(
             scores: those that lie too far from it are computed again, by the same kernel, at up to twice the
             cost. :func:`flashtile.profile_scores` finds it. Hopper's kernel for more than 16 query rows of a
             key head leaves it out.
+        qv: shaped as q, but with the head_dim of v_cache; copied unless contiguous. Scores are then
+            ``q k^T + qv v^T``: multi-head latent attention with its projections absorbed (DeepSeek-V2, Liu
+            et al. 2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors, k_cache
+            their rotated part. ``softmax_scale`` of None is ``(head_dim + head_dim_v) ** -0.5``, as in
+            FlashAttention-3. Not over a cache of float8_e4m3fn.
         out, lse: memory for the results, as for :func:`flashtile.attention`. A given lse is written without
             ``return_softmax_lse``, too.
         backend: a backend to insist on, as for :func:`flashtile.attention`.
@@ -152,8 +159,11 @@ def flash_attn_with_kvcache(
     check_flag("debug_checks", debug_checks)
     check_flag("return_softmax_lse", return_softmax_lse)
     if torch._C._is_any_autocast_enabled():
-        q, k, v = cast_for_autocast(k_cache, q, k, v)
+        q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    if qv is not None:
+        check_dense("qv", qv)
+        qv = qv.contiguous()
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
@@ -163,7 +173,7 @@ def flash_attn_with_kvcache(
     tensors = CacheTensors(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
         alibi_slopes, sink, k_descale, v_descale,
-        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head,
+        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, qv,
     )  # fmt: skip
     options = DecodeOptions(
         masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,

@@ -45,6 +45,8 @@ class CacheTensors(NamedTuple):
     """(heads_q, tokens)."""
     softmax_max: Tensor | None = None
     """(heads_q,)."""
+    qv: Tensor | None = None
+    """As q with head_dim_v columns, contiguous: scores are products of q and k plus those of qv and v."""
 
 
 class DecodeOptions(NamedTuple):
@@ -167,6 +169,7 @@ class DecodeProblem(Results):
     tma_obstacle: str | None = None  # why Hopper's tensor memory accelerator cannot address q or the caches
     softmax_max: float | None = None  # what is subtracted from scores; None: their maximum
     softmax_max_by_head: bool = False  # a tensor has it instead
+    qv: bool = False  # queries for the values are part of the scores
 
     @classmethod
     def from_tensors(
@@ -181,6 +184,7 @@ class DecodeProblem(Results):
             batch, seqlen_q = q.shape[0], q.shape[1]
         head_dim = q.shape[-1]
         scale = options.softmax_scale
+        columns = head_dim if tensors.qv is None else head_dim + v_cache.shape[-1]
         return cls(
             batch=batch,
             seqlen_q=seqlen_q,
@@ -197,7 +201,7 @@ class DecodeProblem(Results):
             cache_dtype=k_cache.dtype,
             out_dtype=out_dtype(q, options),
             device=q.device,
-            softmax_scale=head_dim**-0.5 if scale is None else scale,
+            softmax_scale=columns**-0.5 if scale is None else scale,
             window_left=options.window_left,
             window_right=0 if options.causal else options.window_right,
             softcap=options.softcap,
@@ -217,6 +221,7 @@ class DecodeProblem(Results):
             tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
             softmax_max=options.phi,
             softmax_max_by_head=tensors.softmax_max is not None,
+            qv=tensors.qv is not None,
         )
 
 

@@ -44,6 +44,7 @@ def attention_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    qv: Tensor | None = None,
     upcast: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, k_cache, v_cache) by the definition; the caches with k and v in them are copies.
@@ -78,6 +79,8 @@ def attention_with_kvcache(
 
     compute = q.dtype if upcast is None else upcast
     lse_dtype = torch.float64 if torch.float64 in (compute, q.dtype) else torch.float32
+    if qv is not None:  # one product, over the columns of keys and values
+        q = torch.cat([q, qv], -1)
     rows = q.flatten(0, -3)
     if cu_seqlens_q is None:
         starts = [b * q.shape[1] for b in range(q.shape[0] + 1)]
@@ -91,6 +94,8 @@ def attention_with_kvcache(
         length = None if lengths is None else int(lengths[b])
         k_b = sequence(k_cache, b, length, places, k_descale, compute)
         v_b = sequence(v_cache, b, length, places, v_descale, compute)
+        if qv is not None:
+            k_b = torch.cat([k_b, v_b], -1)
         seqlen_q, seqlen_k = end - start, k_b.shape[0]
         seen = visible(seqlen_q, seqlen_k, left, right, q.device)
         if tree_mask is not None:

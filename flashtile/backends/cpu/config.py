@@ -69,7 +69,7 @@ def configure_decode(problem: DecodeProblem) -> Fused | None:
     products (on a Xeon with AVX512-BF16, 2048 keys: three times).
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
-    extras = problem.alibi or problem.sink or problem.tree or problem.prior
+    extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
     if not one_query or extras or not _fused_covers(problem):
         return None
     wide = problem.dtype != problem.out_dtype or problem.cache_dtype == FP8

@@ -140,7 +140,8 @@ def precision_of(table_family: str, element_bytes: int) -> str:
 def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Config:
     """The configuration of one row of the table; ``width`` is a padded head_dim."""
     forward, forward_windowed, dkdv, dq = _TABLE[table_family, element_bytes, width]
-    precision = precision_of(table_family, element_bytes)
+    # Three products for one of such width take more registers than there are.
+    precision = "ieee" if (element_bytes, width) == (4, 512) else precision_of(table_family, element_bytes)
     return Config(forward_windowed if windowed else forward, dkdv, dq, precision)
 
 

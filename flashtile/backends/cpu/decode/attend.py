@@ -93,12 +93,19 @@ class _Sequence:
             first = b * self.seqlen_q if given.cu_seqlens_q is None else int(given.cu_seqlens_q[b])
             tokens = slice(first, first + self.seqlen_q)
             self.prior = given.prior_out[tokens].transpose(0, 1), given.prior_lse[:, tokens].unsqueeze(-1)
+        self.qv = None
+        if given.qv is not None:
+            starts = given.cu_seqlens_q
+            self.qv = given.qv[b] if starts is None else given.qv[int(starts[b]) : int(starts[b + 1])]
         self.tree = None if given.tree_mask is None else given.tree_mask[min(b, given.tree_mask.shape[0] - 1)]
 
     def attend(self, rows: range) -> tuple[Tensor, Tensor]:
         """(rows, heads_q, head_dim_v) and (heads_q, rows)."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
-        q = self.q[rows.start : rows.stop].to(self.dtype) * self.problem.softmax_scale
+        q = self.q[rows.start : rows.stop]
+        if self.qv is not None:  # one product, over the columns of keys and values
+            q = torch.cat([q, self.qv[rows.start : rows.stop]], -1)
+        q = q.to(self.dtype) * self.problem.softmax_scale
         q = q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)
         start = self._start(rows)
         sums = None if self.phi is None else self._unified(start, q, rows)
@@ -150,6 +157,8 @@ class _Sequence:
         seen = range(max(seen.start, self.first_key), seen.stop)
         for keys in split(seen, max(256, TILE_ELEMENTS // (q.shape[0] * q.shape[1]))):
             k = self._gather(self.k_cache, self.k_descale, keys)
+            if self.qv is not None:
+                k = torch.cat([k, self._gather(self.v_cache, self.v_descale, keys)], -1)
             yield self._masked(torch.matmul(q, k.permute(1, 2, 0)), rows, keys), keys
 
     def _start(self, rows: range) -> Sums:

@@ -27,6 +27,8 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
     if problem.cache_dtype != problem.dtype:
         return f"its kernel takes caches in the dtype of q, not {problem.cache_dtype}"
+    if problem.qv:
+        return "its kernel takes no qv"
     if problem.prior:
         return "its kernel takes no result over a shared prefix"
     unified = problem.softmax_max is not None or problem.softmax_max_by_head

@@ -72,6 +72,7 @@ class Pointers(NamedTuple):
     prior_out: Any
     prior_lse: Any
     softmax_max: Any
+    qv: Any
 
 
 @triton.jit
@@ -133,6 +134,16 @@ def attend_work_tile(
         mask=exists[:, None] & (columns < C.HEAD_DIM)[None, :],
         other=0.0,
     )
+    qv = q
+    if C.HAS_QV:
+        columns_v = tl.arange(0, C.BLOCK_DV)
+        first_row = sequence.start_q if C.VARLEN else b * lengths.seqlen_q
+        qv_rows = (first_row.to(tl.int64) + tokens) * (lengths.num_heads_kv * lengths.group_size) + heads
+        qv = tl.load(
+            pointers.qv + qv_rows[:, None] * C.HEAD_DIM_V + columns_v[None, :],
+            mask=exists[:, None] & (columns_v < C.HEAD_DIM_V)[None, :],
+            other=0.0,
+        )
     tree_rows = tokens
     slope = tl.zeros([], tl.float32)
     k_scale = tl.full([], 1.0, tl.float32)
@@ -167,12 +178,12 @@ def attend_work_tile(
     if C.SOFTMAX_MAX == "none":
         acc, row_max, row_sum = attend_n_blocks(
             q, first, last, work.keys, cache, faults, next_work, score_rows, lengths, strides, numbers, dtype,
-            C, C.PREFETCH,
+            C, C.PREFETCH, qv=qv,
         )  # fmt: skip
     else:
         acc, _, row_sum = attend_n_blocks(
             q, first, last, work.keys, cache, faults, next_work, score_rows, lengths, strides, numbers, dtype,
-            C, C.PREFETCH, True, shift,
+            C, C.PREFETCH, True, shift, qv,
         )  # fmt: skip
         row_max = shift + tl.zeros_like(row_sum)
         OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype
@@ -182,7 +193,7 @@ def attend_work_tile(
             faults = find_faults(again, first, last, work.keys, C)
             acc, row_max, row_sum = attend_n_blocks(
                 q, first, last, work.keys, again, faults, next_work, score_rows, lengths, strides, numbers,
-                dtype, C, 0,
+                dtype, C, 0, qv=qv,
             )  # fmt: skip
         if C.HAS_SINK or C.HAS_PRIOR:
             acc, row_max, row_sum = as_online(acc, row_max, row_sum)
@@ -255,7 +266,7 @@ RUNTIME_INTEGERS = (
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_seqlens, cache_leftpad, cache_batch_idx,
     block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink_ptr, k_descale, v_descale, tree_mask,
-    prior_out, prior_lse, softmax_max_ptr,
+    prior_out, prior_lse, softmax_max_ptr, qv_ptr,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
     v_stride_h, table_stride, alibi_stride, k_descale_stride, v_descale_stride, tree_stride,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
@@ -271,7 +282,7 @@ def decode_kernel(
     """
     pointers = Pointers(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, cache_batch_idx, block_table, alibi_slopes,
-        sink_ptr, k_descale, v_descale, tree_mask, prior_out, prior_lse, softmax_max_ptr,
+        sink_ptr, k_descale, v_descale, tree_mask, prior_out, prior_lse, softmax_max_ptr, qv_ptr,
     )  # fmt: skip
     strides = Strides(
         q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,

@@ -66,6 +66,9 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 """Every tile is compiled for pages of 16, those of 16-bit heads of 128 for the rest, too."""
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
+_LATENT_SPILLS: dict[tuple[str, int], int] = {}
+"""Bytes of spills with queries for the values, by family and rows: as they are, not timed."""
+
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -109,6 +112,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         if launch.is_balanced(problem, chosen):
                             by_boundary = f"decode combine {name} by boundary"
                             yield _combine_case(by_boundary, problem, chosen, capability, False)
+    latent = replace(_PAGED, num_heads_q=128, num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True)
+    for BLOCK_M in config.row_blocks(table_family, 2, latent.head_dim_v):
+        chosen = config.row(table_family, 2, BLOCK_M, latent.head_dim_v)
+        tile = replace(chosen.tile, spill_budget=_LATENT_SPILLS.get((table_family, BLOCK_M), 0))
+        name = f"decode bf16 latent 64 and 512 rows {BLOCK_M}"
+        yield _attention_case(name, latent, replace(chosen, tile=tile), capability, "page 16")
     yield _combine_given_case()
     for dtype in (torch.bfloat16, FP8):
         yield _append_case(dtype, capability)
@@ -143,8 +152,9 @@ def _attention_case(
         "prior_lse": problem.prior,
         "softmax_max_ptr": problem.softmax_max_by_head,
         "softmax_max": problem.softmax_max is not None,
+        "qv_ptr": problem.qv,
     }
-    tensors = {"q_ptr": problem.dtype, "out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
+    tensors = {"q_ptr": problem.dtype, "qv_ptr": problem.dtype, "out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
     constants: dict[str, Any] = {"C": compiled_for}
     constants |= {name: None for name, there in present.items() if not there}
     tile = chosen.tile

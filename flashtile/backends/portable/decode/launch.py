@@ -188,6 +188,7 @@ def variant_of(
         HAS_SINK=problem.sink,
         HAS_TREE=problem.tree,
         HAS_PRIOR=problem.prior,
+        HAS_QV=problem.qv,
         HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
         SOFTMAX_MAX=softmax_max_kind(problem, config),
         DESCALE=problem.descale,

@@ -28,6 +28,8 @@ class Variant(Layout):
     HAS_SINK: bool
     HAS_TREE: bool
     HAS_PRIOR: bool
+    HAS_QV: bool
+    """Queries for the values are part of the scores; no cache of e4m3."""
     HAS_SCORE_MOD: bool
     """Whether scores are more than raw products times a positive scale (which keeps their maximum)."""
     SOFTMAX_MAX: str
@@ -401,14 +403,14 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr):
 @triton.jit
 def attend_n_blocks(
     q, first, last, keys, cache, faults, next_work, rows, lengths, strides, numbers, dtype: tl.constexpr,
-    C: tl.constexpr, PREFETCH: tl.constexpr, UNIFIED: tl.constexpr = False, shift=None,
+    C: tl.constexpr, PREFETCH: tl.constexpr, UNIFIED: tl.constexpr = False, shift=None, qv=None,
 ):  # fmt: skip
     """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over those of ``keys`` in n_blocks ``first`` to
     ``last`` (exclusive). Sums are NaN if there are ``faults``, as :func:`find_faults` has them, or if a page
     is not in the cache.
 
     ``dtype``, that of the call's queries, is what values scaled by their page are rounded to. UNIFIED:
-    ``shift`` is subtracted from scores, and not their maximum.
+    ``shift`` is subtracted from scores, and not their maximum. ``qv`` [BLOCK_M, BLOCK_DV] multiplies values.
     """
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -471,6 +473,9 @@ def attend_n_blocks(
             upcoming = load_pages(cache.block_table, n + 2, keys, C)
         k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
+        if C.HAS_QV:
+            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # once for both products
+            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
         page_v_scale = 1.0
         if C.DESCALE == "block":
             page_k_scale = tl.load(cache.k_descale + page.to(tl.int64) * strides.k_descale_stride)
@@ -495,7 +500,10 @@ def attend_n_blocks(
             acc = acc * alpha[:, None]
             if C.E4M3_PAIRS:
                 acc_odd = acc_odd * alpha[:, None]
-        acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, page_v_scale, operand, dtype, C)
+        if C.HAS_QV:
+            acc = tl.dot(p.to(operand), v_tile, acc, input_precision=C.PRECISION)
+        else:
+            acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, page_v_scale, operand, dtype, C)
     if C.E4M3_PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
     if SUM_LATE:

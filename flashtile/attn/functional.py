@@ -90,7 +90,7 @@ def attention(
             copied.
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
             of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
-        v: as k, its head_dim may differ. Every head_dim is from 1 to 256.
+        v: as k, its head_dim may differ. Every head_dim is from 1 to 512.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0.
             Tokens after the last offset belong to no sequence: their out and gradients are 0, their lse -inf.
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that

@@ -165,7 +165,9 @@ def portable_config(call: Call, card: Card) -> Config:
     """
     width = padded(max(call.head_dim, call.width_v))
     if width > MAX_HEAD_DIM or call.element_bytes not in (2, 4):
-        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM} and dtype 16 or 32 bits, got {width}, {call.dtype}")
+        raise ValueError(
+            f"head_dim must be at most {MAX_HEAD_DIM} and dtype 16 or 32 bits, got {width}, {call.dtype}"
+        )
     windowed = call.window_left != UNLIMITED or call.window_right != UNLIMITED
     return row_for(card.capability, call.element_bytes, width, windowed)
 

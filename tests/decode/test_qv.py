@@ -97,5 +97,5 @@ def test_what_qv_cannot_be() -> None:
     queries = {n: call[n].half() for n in ("q", "qv")}
     with pytest.raises(NotImplementedError, match=r"qv must be None over a cache of torch\.float8"):
         flashtile.flash_attn_with_kvcache(**call | queries | caches)
-    with pytest.raises(NotImplementedError, match="hopper: .*"):
+    with pytest.raises(NotImplementedError, match="hopper"):
         flashtile.flash_attn_with_kvcache(**call, backend="hopper")

@@ -154,7 +154,8 @@ def _attention_case(
         "softmax_max": problem.softmax_max is not None,
         "qv_ptr": problem.qv,
     }
-    tensors = {"q_ptr": problem.dtype, "qv_ptr": problem.dtype, "out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
+    tensors = dict.fromkeys(("q_ptr", "qv_ptr"), problem.dtype)
+    tensors |= {"out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
     constants: dict[str, Any] = {"C": compiled_for}
     constants |= {name: None for name, there in present.items() if not there}
     tile = chosen.tile

@@ -196,11 +196,12 @@ def _check(
 
 
 def _problem(q: Tensor, k: Tensor, extras: Any, options: Any) -> WeightsProblem:
-    own = {"form": options.form, "top": options.top}
+    own: dict[str, Any] = {"form": options.form, "top": options.top}
     if isinstance(extras, ModifiedExtras):
-        plain = plain_part(extras, options)
-        return WeightsProblem.from_tensors(q, k, k, *plain, mods=mods_of(extras, options), **own)
-    return WeightsProblem.from_tensors(q, k, k, extras, options, **own)
+        own["mods"] = mods_of(extras, options)
+        extras, options = plain_part(extras, options)
+    problem: Any = WeightsProblem.from_tensors(q, k, k, extras, options, **own)
+    return problem
 
 
 def _describe(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> WeightsProblem:

@@ -110,7 +110,7 @@ def _keep(
         for keys, scores in block.tiles:
             own = slice(keys.start, keys.stop)
             if problem.form == "full":
-                weights[(*place, own)] = scores.exp_().to(weights.dtype)
+                weights[place][..., own] = scores.exp_().to(weights.dtype)
             else:
                 weights[block.batch, block.heads, own] += scores.exp_().sum(2)
 

@@ -30,14 +30,16 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     return reason
 
 
+def fits(gpu: tuple[int, int], element_bytes: int, width: int) -> bool:
+    """Whether tiles of heads of this width fit the shared memory of a GPU of this compute capability."""
+    return width <= 256 or (gpu >= (8, 0) if element_bytes == 2 else gpu in LARGE_SHARED_MEMORY)
+
+
 def _reason_of_width(problem: Problem) -> str | None:
-    """Wide heads of 4 bytes fill the shared memory that these GPUs give a block."""
     width, device = max(problem.head_dim, problem.head_dim_v), problem.device
-    if width <= 256 or problem.dtype.itemsize < 4 or device.type != "cuda":
+    if device.type != "cuda" or fits(capability(device), problem.dtype.itemsize, width):
         return None
-    if is_nvidia(device) and capability(device) in LARGE_SHARED_MEMORY:
-        return None
-    return f"heads over 256 in {problem.dtype} need more shared memory than this GPU has, got {width}"
+    return f"heads of {width} in {problem.dtype} need more shared memory than this GPU has for a block"
 
 
 def reason_of_device(

@@ -12,7 +12,7 @@ import torch
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, flash1, forward
+from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, fits, flash1, forward
 from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row_for
 from flashtile.backends.portable.launch import variant_of
@@ -75,6 +75,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     table_family = family_of_capability(*capability)
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
         for head_dim in HEAD_DIMS:
+            if not fits(capability, element_bytes, head_dim):
+                continue
             for variant, any_head_dim in _VARIANTS.items():
                 problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
                 beyond_distance = problem.beyond_distance is not None
@@ -103,6 +105,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         if variant == "features"
                         else tile.spill_budget,
                         tensor_cores=element_bytes == 2 or config.precision != "ieee",
+                        exhaustive=head_dim > 256,
                     )
             plain = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim)
             yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)

@@ -22,7 +22,7 @@ from flashtile.backends.portable.weights.modified import modified_weights_kernel
 from flashtile.compile_report import CompileCase, architecture
 
 _FORMS = (("full", 0), ("columns", 0), ("top", 8), ("top", 128))
-_FEATURES = {
+_FEATURES: dict[str, Any] = {
     "varlen": True, "seqused_k": True, "window_left": 64, "window_right": 64, "softcap": 1.0, "alibi": True,
 }  # fmt: skip
 _BUDGETS: dict[tuple[str, int, str], int] = {}
@@ -45,7 +45,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             given["C"] = replace(variant, **constants_of(problem))
             yield _case(
                 f"weights bf16 head_dim {head_dim} {name}", weights_kernel, given, form, config.tile,
-                budget=_BUDGETS.get((family, head_dim, name), 0), exhaustive=head_dim == 64 or top == 128,
+                budget=_BUDGETS.get((family, head_dim, name), 0), exhaustive=head_dim == 64 or not (form == "columns" or (family == "hopper" and top < 128)),
             )  # fmt: skip
         with_mods = _with_form(replace(WITH_MODS, head_dim=64, head_dim_v=64), form, top)
         config = of_forward(with_mods, of_row(with_mods, family, 2, 64))

@@ -25,7 +25,7 @@ _FORMS = (("full", 0), ("columns", 0), ("top", 8), ("top", 128))
 _FEATURES: dict[str, Any] = {
     "varlen": True, "seqused_k": True, "window_left": 64, "window_right": 64, "softcap": 1.0, "alibi": True,
 }  # fmt: skip
-_BUDGETS: dict[tuple[str, int, str], int] = {}
+_BUDGETS: dict[tuple[str, int, str], int] = {("ampere", 64, "modified top 8"): 12}
 """Bytes of spills by family, head size and name of the form; none of these kernels was timed."""
 
 
@@ -35,6 +35,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     family = family_of_capability(*capability)
     for form, top in _FORMS:
         name = f"{form} {top}" if top else form
+        telling = form == "columns" or (family == "hopper" and top == 8)
         for head_dim in (64, 128):
             plain = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, **_FEATURES)
             problem = _with_form(plain, form, top)
@@ -45,7 +46,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             given["C"] = replace(variant, **constants_of(problem))
             yield _case(
                 f"weights bf16 head_dim {head_dim} {name}", weights_kernel, given, form, config.tile,
-                budget=_BUDGETS.get((family, head_dim, name), 0), exhaustive=head_dim == 64 or not (form == "columns" or (family == "hopper" and top < 128)),
+                budget=_BUDGETS.get((family, head_dim, name), 0), exhaustive=not telling or head_dim == 64,
             )  # fmt: skip
         with_mods = _with_form(replace(WITH_MODS, head_dim=64, head_dim_v=64), form, top)
         config = of_forward(with_mods, of_row(with_mods, family, 2, 64))

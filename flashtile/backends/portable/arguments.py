@@ -158,7 +158,8 @@ class Block(NamedTuple):
 
 class Cells(NamedTuple):
     """Where the scores of a tile lie. ``rows`` and ``keys``, positions in their sequence, broadcast against
-    each other to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]."""
+    each other to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]. None of them is
+    None: Triton 3.6 gives back no tuple that holds one."""
 
     b: Any
     head: Any
@@ -168,4 +169,3 @@ class Cells(NamedTuple):
     """At which the rows stand among the keys."""
     distance: Any
     """Key minus the row's own position, in the tile's shape."""
-    captured: Any

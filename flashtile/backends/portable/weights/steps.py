@@ -15,20 +15,14 @@ def load_shifts(lse, rows, length):
 
 
 @triton.jit
-def probabilities(
-    q_tile, k_tile, shifts, row_start, key_start, len_q, len_k, block, lengths, numbers, mods, C: tl.constexpr
-):
-    """([BLOCK_M, BLOCK_N], which of them are of keys that their row sees)."""
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-    rows = row_start + tl.arange(0, C.BLOCK_M)
-    keys = key_start + tl.arange(0, C.BLOCK_N)
-    cells = cells_of(block, rows, keys, KEYS_FIRST=False)
+def probabilities(scores, shifts, cells, len_q, len_k, block, lengths, numbers, mods, C: tl.constexpr):
+    """([BLOCK_M, BLOCK_N] from raw products, which of them are of keys that their row sees)."""
     if C.HAS_SCORE_MOD:
         scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
     else:
         scores = scores * numbers.scale_log2
-    seen = seen_cells(cells, lengths, mods, C) & (scores != -float("inf"))
-    seen = seen & (rows < len_q)[:, None] & (keys < len_k)[None, :]
+    seen = seen_cells(cells, block, lengths, mods, C) & (scores != -float("inf"))
+    seen = seen & (cells.rows < len_q) & (cells.keys < len_k)
     return tl.where(seen, tl.exp2(scores - shifts[:, None]), 0.0), seen
 
 
@@ -66,9 +60,9 @@ def walk_keys(
     for n in range(first, last):
         start = walked_block(block, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
-        p, seen = probabilities(
-            q_tile, k_tile, shifts, block.start, start, len_q, k.length, block, lengths, numbers, mods, C
-        )
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        cells = cells_of(block, block.start + tl.arange(0, C.BLOCK_M), start + tl.arange(0, C.BLOCK_N), False)
+        p, seen = probabilities(scores, shifts, cells, len_q, k.length, block, lengths, numbers, mods, C)
         if C.FORM == "top":
             best = join_top(best, p, seen, start, C)
         else:
@@ -88,9 +82,9 @@ def walk_rows(
         start = walked_block(block, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
         shifts = load_shifts(lse, start + tl.arange(0, C.BLOCK_M), q.length)
-        p, _ = probabilities(
-            q_tile, k_tile, shifts, start, block.start, q.length, len_k, block, lengths, numbers, mods, C
-        )
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        cells = cells_of(block, start + tl.arange(0, C.BLOCK_M), block.start + tl.arange(0, C.BLOCK_N), False)
+        p, _ = probabilities(scores, shifts, cells, q.length, len_k, block, lengths, numbers, mods, C)
         sums += tl.sum(p, 0)
     return sums
 

@@ -163,4 +163,3 @@ class Cells(NamedTuple):
     """At which the rows stand among the keys."""
     distance: Any
     """Key minus the row's own position, in the tile's shape."""
-    captured: Any

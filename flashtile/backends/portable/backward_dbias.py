@@ -59,7 +59,7 @@ def bias_gradient(
     cells = cells_of(block, rows, keys, KEYS_FIRST=False)
     scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
     p = tl.exp2(scores + neg_lse[:, None])
-    p = tl.where(seen_cells(cells, lengths, mods, C), p, 0.0)
+    p = tl.where(seen_cells(cells, block, lengths, mods, C), p, 0.0)
     if C.HAS_DROPOUT:
         kept = kept_cells(block, block.start, key_start, lengths, mods, False, C)
         dp = tl.where(kept, dp * numbers.keep_scale, 0.0)

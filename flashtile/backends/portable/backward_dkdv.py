@@ -90,7 +90,7 @@ def dkdv_blocks(
         else:
             p = tl.exp2(scores * numbers.scale_log2 + neg_lse_rows[None, :])
         if WINDOWED:
-            seen = seen_cells(cells, lengths, mods, C)
+            seen = seen_cells(cells, block, lengths, mods, C)
             p = tl.where(seen, p, 0.0)
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
         kept_p = p

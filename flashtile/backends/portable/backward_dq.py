@@ -81,7 +81,7 @@ def dq_blocks(
         else:
             p = tl.exp2(products * numbers.scale_log2 + neg_lse[:, None])
         if MASKED:
-            seen = seen_cells(cells, lengths, mods, C)
+            seen = seen_cells(cells, block, lengths, mods, C)
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)

@@ -108,7 +108,7 @@ def attend_blocks(
             if C.HAS_SCORE_MOD:
                 scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
             if MASKED:
-                seen = seen_cells(cells, lengths, mods, C)
+                seen = seen_cells(cells, block, lengths, mods, C)
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))

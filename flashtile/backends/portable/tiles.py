@@ -184,7 +184,7 @@ def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
     else:
         rows, keys = rows[:, None], keys[None, :]
     positions = rows + block.offset
-    return Cells(block.b, block.head, rows, keys, positions, keys - positions, block.captured)
+    return Cells(block.b, block.head, rows, keys, positions, keys - positions)
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr)
         bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
         scores = scores + bias.to(tl.float32)
     if C.SCORE_MOD is not None:
-        scores, own_grad = C.SCORE_MOD(scores, cells.b, cells.head, cells.rows, cells.keys, cells.captured)
+        scores, own_grad = C.SCORE_MOD(scores, cells.b, cells.head, cells.rows, cells.keys, block.captured)
         score_grad = score_grad * own_grad
     return scores * LOG2_E, score_grad
 
@@ -213,7 +213,7 @@ def add_gradients(ds, scores, cells, block, numbers, C: tl.constexpr):
         scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
-    C.ADD_GRADIENTS(ds, scores, cells.b, cells.head, cells.rows, cells.keys, cells.captured)
+    C.ADD_GRADIENTS(ds, scores, cells.b, cells.head, cells.rows, cells.keys, block.captured)
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def walked_block(block, i, length, BLOCK: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def seen_cells(cells, lengths, mods, C: tl.constexpr):
+def seen_cells(cells, block, lengths, mods, C: tl.constexpr):
     """Which scores of a tile take part, as far as their sequence has them."""
     seen = visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
     if C.HAS_CHUNK:
@@ -244,7 +244,7 @@ def seen_cells(cells, lengths, mods, C: tl.constexpr):
         else:
             seen = seen & tl.load(keys, mask=cells.keys < lengths.seqlen_k, other=False)
     if C.MASK_MOD is not None:
-        seen = seen & C.MASK_MOD(cells.b, cells.head, cells.rows, cells.keys, cells.captured)
+        seen = seen & C.MASK_MOD(cells.b, cells.head, cells.rows, cells.keys, block.captured)
     return seen
 
 

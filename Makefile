@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-parallel mutants test-newest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -47,8 +47,12 @@ test-architectures: $(READY) ## compile portable kernels for GPUs that nobody me
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/architectures.py -n $(WORKERS) --dist worksteal
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
-	OMP_NUM_THREADS=1 bash scripts/with-newest-triton $(VENV) \
+	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton \
 	  $(RUN) -m pytest tests/backends/newest_triton.py -n $(WORKERS) --dist worksteal
+
+test-oldest-triton: $(READY) ## compile all kernels, as make test does, with the oldest Triton that the package takes
+	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \
+	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" -n $(WORKERS) --dist worksteal
 
 test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is installed
 	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"

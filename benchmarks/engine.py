@@ -375,11 +375,11 @@ def main() -> None:
         except (Exception, Stopped):
             traceback.print_exc()
             bench._loaded = None
+        if speaks and options.json is not None:  # after each part: a later one may be stopped from outside
+            document = {"versions": machine.versions(), "devices": machine.devices(), "parts": found}
+            options.json.write_text(json.dumps(document, indent=1))
     if not speaks:
         return
-    if options.json is not None:
-        document = {"versions": machine.versions(), "devices": machine.devices(), "parts": found}
-        options.json.write_text(json.dumps(document, indent=1))
     for name, rows in reversed(found.items()):
         print(f"\n{options.model}: {name}\n{table(rows)}")
 

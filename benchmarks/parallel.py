@@ -50,16 +50,23 @@ def main(
         torch.cuda.set_device(where)
     dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
     lengths = [int(length) for length in seqlens.split(",")]
+    calls = [(length, -1) for length in lengths] + [(lengths[-1] // 2, min(window, lengths[-1] // 4))]
     rows: list[dict[str, Any]] = []
-    for seqlen in lengths:
-        rows += measured(seqlen, -1, steps, where)
-    rows += measured(lengths[-1] // 2, min(window, lengths[-1] // 4), steps, where)
+    for seqlen, width in calls:
+        rows += measured(seqlen, width, steps, where)
+        write(rows, json_file, where)
     rows += decoding(DECODED if where.type == "cuda" else 1024, steps, where)
-    if dist.get_rank() == 0 and json_file is not None:
-        name = torch.cuda.get_device_name() if where.type == "cuda" else "cpu"
-        record = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__, "rows": rows}
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    write(rows, json_file, where)
     dist.destroy_process_group()
+
+
+def write(rows: list[dict[str, Any]], json_file: Path | None, where: torch.device) -> None:
+    """What there is so far: a longer sequence may not fit or be stopped."""
+    if dist.get_rank() != 0 or json_file is None:
+        return
+    name = torch.cuda.get_device_name() if where.type == "cuda" else "cpu"
+    record = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__, "rows": rows}
+    json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def measured(seqlen: int, window: int, steps: int, where: torch.device) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from torch import Tensor
 
 ONE_SHOT_BYTES = 2**19
 """Up to here one kernel that reads all peers' memory is faster than NCCL's ring."""
+ONE_SHOT_DTYPES = torch.float32, torch.bfloat16
+"""What that kernel of torch's adds: it has no float16."""
 PATIENCE = timedelta(days=365)
 """A server may have nothing to do for long; a process that ends is noticed at once all the same."""
 
@@ -98,7 +100,8 @@ class ProcessRanks(Ranks):
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        if x.is_cuda and x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0:
+        fits = x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0
+        if x.is_cuda and fits and x.dtype in ONE_SHOT_DTYPES:
             group = dist.group.WORLD.group_name  # type: ignore[union-attr]
             return torch.ops.symm_mem.one_shot_all_reduce_copy(self._symmetric(x.dtype), x, "sum", group)
         dist.all_reduce(x)

@@ -80,6 +80,9 @@ def on_a_card(rank: int, world: int, store: str, path: str, expected: list[list[
         outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
         assert [output.outputs[0].token_ids for output in outputs] == expected
         assert llm.engine.runner.graphs  # the sums are in them
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        part = torch.full((3, 64), rank + 1.0, dtype=dtype, device=f"cuda:{rank}")
+        assert llm.engine.runner.ranks.sum(part).eq(world * (world + 1) / 2).all(), dtype
     dist.destroy_process_group()
 
 

@@ -46,7 +46,7 @@ class Variant:
 
 
 @triton.jit
-def attend_tile(scores, v, out, row_max, row_sum, PRECISION: tl.constexpr):
+def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
     """Lines 10 to 12: scores [BLOCK_M, BLOCK_N] and v [BLOCK_N, BLOCK_DV] into a row's out, maximum and sum.
 
     A tile that a row does not see, and a row that has seen none yet, have the maximum -inf.
@@ -58,7 +58,7 @@ def attend_tile(scores, v, out, row_max, row_sum, PRECISION: tl.constexpr):
     old, new = tl.exp(row_max - shift), tl.exp(tile_max - shift)
     new_sum = old * row_sum + new * tl.sum(p, 1)
     divisor = tl.where(new_sum == 0.0, 1.0, new_sum)
-    product = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    product = tl.dot(p.to(v.dtype), v, input_precision=C.PRECISION)
     out = ((row_sum * old)[:, None] * out + new[:, None] * product) / divisor[:, None]
     return out, new_max, new_sum
 
@@ -107,7 +107,7 @@ def flash1_kernel(
                 if C.CAUSAL:
                     seen = seen & (columns[None, :] <= (rows + offset)[:, None])
                 scores = tl.where(seen, scores, -float("inf"))
-            o_tile, m_rows, l_rows = attend_tile(scores, v_tile, o_tile, m_rows, l_rows, C.PRECISION)
+            o_tile, m_rows, l_rows = attend_tile(scores, v_tile, o_tile, m_rows, l_rows, C)
             if j == key_blocks - 1:  # lines 12 and 13
                 store_tile(
                     out_base, start, seqlen_q, num_heads_q * C.HEAD_DIM_V, o_tile, BLOCK_M, C.HEAD_DIM_V,

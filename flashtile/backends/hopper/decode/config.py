@@ -131,7 +131,7 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (128, 64): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 24))),
     (128, 128): (
         row(1, 64, 3, programs_per_sm=2, spill_budgets=(8, 0)),
-        row(2, 128, 2, Q_STAGES=2, spill_budgets=(16, 48)),
+        row(2, 128, 2, Q_STAGES=2, spill_budgets=(16, 52)),
     ),
     (256, 128): (row(1, 64, 3), row(2, 64, 2)),
     (128, 256): (
@@ -139,8 +139,8 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
         row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(0, 88)),
     ),
     (256, 256): (
-        row(1, 64, 2, spill_budgets=(40, 20)),
-        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(44, 148)),
+        row(1, 64, 2, spill_budgets=(56, 20)),
+        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(48, 148)),
     ),
 }
 

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.attn.functional import attention, flash_attn_func, flash_attn_varlen_func
@@ -24,6 +25,9 @@ NAMES = ("flashtile", "flashtile_2")
 LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
 """Transformers' own, for FlashAttention's packages."""
 
+BIASED = ("t5", "mt5", "umt5")
+"""Model types that support no flash implementation only because they add a bias to their scores."""
+
 _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
 _IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
@@ -34,16 +38,17 @@ def register(as_flash_attention: bool = False) -> None:
     """Make ``attn_implementation="flashtile"`` known to Transformers. A second call changes nothing.
 
     ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` take the name. Served are
-    padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids`` and
-    ``generate_batch``: on a GPU as ``"flashtile_2"``, which attends to the pages where they lie.
+    padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the position
+    bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``: on a GPU as ``"flashtile_2"``, which
+    attends to the pages where they lie.
 
     Args:
         as_flash_attention: serve ``"flash_attention_2"`` and ``"flash_attention_3"``, too, as code and
             ``config.json`` have them, on any device; the model's config keeps the name that it was given. An
             installed flash-attn package is not used then. :func:`unregister` first, to change it.
 
-    A model refuses what flashtile does not serve: with a ValueError if it adds a bias to its scores (T5) or
-    supports no flash implementation otherwise; with a NotImplementedError ``output_attentions=True``.
+    A model refuses what flashtile does not serve: with a ValueError if it supports no flash implementation
+    and is not one of :data:`BIASED`; with a NotImplementedError ``output_attentions=True``.
     A mask of its own, (batch, heads or 1, seqlen_q, seqlen_k), is read as it is.
 
     Raises:
@@ -72,6 +77,7 @@ def register(as_flash_attention: bool = False) -> None:
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.masking_utils import flash_attention_mask
 
+    mask = _with_static_caches(flash_attention_mask)
     forwards = dict.fromkeys(NAMES + literal, _checked(flash_attention_forward))
     if any(name.startswith("paged|flash") for name in modeling.ALL_ATTENTION_FUNCTIONS):
         from transformers.integrations.flash_paged import paged_attention_forward
@@ -81,7 +87,7 @@ def register(as_flash_attention: bool = False) -> None:
     for name, function in forwards.items():
         modeling.AttentionInterface.register(name, function)
         if name not in literal:
-            _masks().register(name, flash_attention_mask)
+            _masks().register(name, mask)
     model = modeling.PreTrainedModel
     model._check_and_adjust_attn_implementation = _admitting(
         model._check_and_adjust_attn_implementation, literal
@@ -202,30 +208,80 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 "output_attentions must be False: flashtile keeps no attention weights; use "
                 'model.set_attn_implementation("eager") for them'
             )
-        if attention_mask is not None and attention_mask.dim() == 4:
-            return _attend_masked(query, key, value, attention_mask, **named), None
+        cells = attention_mask is not None and attention_mask.dim() == 4
+        if cells or named.get("position_bias") is not None:
+            return _attend_masked(module, query, key, value, attention_mask, **named), None
         return forward(module, query, key, value, attention_mask, **named)
 
     return attention
 
 
 def _attend_masked(
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **unused: Any,
 ) -> Tensor:
-    """(batch, seqlen, heads, head_dim), under a mask that says what causality and windows hide, too."""
+    """(batch, seqlen, heads, head_dim), under a mask of scores, a bias of theirs, or both.
+
+    A mask of four dimensions says what causality and windows hide, too. One of two dimensions is of keys, and
+    shorter than a static cache, of which only so many have been written.
+    """
+    if cu_seq_lens_q is not None:
+        raise NotImplementedError("cu_seq_lens_q must be None beside a position bias or a mask of scores")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    cells = as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
+    options: dict[str, Any] = {}
+    if attention_mask is None or attention_mask.dim() == 2:
+        if attention_mask is not None:
+            k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
+            options["key_padding_mask"] = attention_mask.bool()
+        options["causal"] = _is_causal(module) if is_causal is None else is_causal
+        if sliding_window is not None:
+            options["window_size"] = sliding_window - 1, sliding_window - 1
+    else:
+        options |= as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
+    if position_bias is not None:
+        position_bias = position_bias[..., : k.shape[1]]
+        options["bias"] = position_bias + options["bias"] if "bias" in options else position_bias
     return attention(
-        q, k, v, dropout_p=dropout, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux, **cells
+        q, k, v, dropout_p=dropout, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux, **options
     )
+
+
+def _is_causal(module: Any) -> bool:
+    """Of a module that attends. In Transformers 5.17 UMT5's decoder does not say that it is."""
+    biased_decoder = getattr(module, "is_decoder", False) and getattr(
+        module, "has_relative_attention_bias", False
+    )
+    return module.is_causal or biased_decoder
+
+
+def _with_static_caches(mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Transformers' mask of keys. Where it would be None over a static cache, it says how many there are.
+
+    Without it attention would take the cache's unwritten places for keys.
+    """
+
+    @functools.wraps(mask)
+    def of_keys(*arguments: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+        if attention_mask is None and "allow_is_bidirectional_skip" not in named:
+            written = int(named["q_offset"]) + named["q_length"] - named["kv_offset"]
+            if written < named["kv_length"]:
+                device = named.get("device")
+                return torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
+        return mask(*arguments, attention_mask=attention_mask, **named)
+
+    return of_keys
 
 
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:
@@ -234,7 +290,8 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
     A ``literal`` name is chosen as ours would be, for Transformers would look for FlashAttention's package.
 
     A model that lists the flash implementations it is compatible with (they know sinks) would otherwise fall
-    back to one of its list, and one that supports none would lose the bias that it adds to its scores.
+    back to one of its list. One that supports none might lose what it adds to its scores; those of ``BIASED``
+    hand it over.
     """
 
     @functools.wraps(check)
@@ -244,10 +301,10 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
             attn_implementation = NAMES[0]
         if attn_implementation in NAMES + _PAGED:
             model = type(self)
-            if not self._supports_flash_attn:
+            if not self._supports_flash_attn and self.config.model_type not in BIASED:
                 raise ValueError(
                     f"attn_implementation={asked_for!r}: {model.__name__} supports no flash "
-                    'attention (T5, for one, adds a bias to its scores); use "sdpa" or "eager"'
+                    'attention; use "sdpa" or "eager"'
                 )
             listed = model._compatible_flash_implementations
             if listed and any("flash" in name for name in listed) and NAMES[0] not in listed:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashtile.attn import derivatives
+from flashtile.masks.block_mask import listed
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.program import parse
 
@@ -41,16 +41,8 @@ def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any,
         (seen,) = evaluate(parse(options.mask_mod), inputs, captured)
     if options.block_q:
         lists = (extras.kv_num_blocks, extras.kv_indices), (extras.full_kv_num_blocks, extras.full_kv_indices)
-        part, full = (_listed(*of_rows) for of_rows in lists)
+        part, full = (listed(*of_rows) for of_rows in lists)
         sequences, heads = part.shape[:2]
         place = b % sequences, h % heads, i // options.block_q, j // options.block_kv
         seen = (part[place] & seen) | full[place]
     return seen
-
-
-def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """(batch, heads, blocks of queries, blocks of keys) bool: which blocks are in a list."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    places = indices.long().clamp(0, max(indices.shape[-1] - 1, 0))
-    counts = torch.zeros_like(indices).scatter_add_(-1, places, listed.to(indices.dtype))
-    return counts > 0

@@ -159,7 +159,9 @@ def attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
-            There are no second derivatives and no forward mode: asking for either is a NotImplementedError.
+
+    Second derivatives (``create_graph=True``) and forward mode (``torch.func.jvp``) go by a slower path that
+    keeps scores in memory: :mod:`flashtile.attn.derivatives`.
 
     Examples:
         >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)  # (batch, seqlen, heads, head_dim)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.attn import transforms
+from flashtile.attn import derivatives, transforms
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
 from flashtile.attn.shardings import backward_shardings, forward_shardings
 from flashtile.checks.attention import check_call, check_types
@@ -16,7 +16,7 @@ from flashtile.op.flops import backward_flops, count_scores, forward_flops
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import tell_observers
 from flashtile.op.operation import Operation, is_plain, library
-from flashtile.op.refusals import refuse_tangents, transforming
+from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 
 _BIAS = Extras._fields.index("bias")
 
@@ -125,10 +125,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
         ):
             return FlashAttention.apply(q, k, v, extras.sink, extras.bias, extras, options)
         return FORWARD.launch(tensors, extras, options)
+    if carries_tangents((*tensors, *extras)):
+        check_call(q, k, v, extras, options)
+        refuse_tangents(Extras._fields, extras._replace(sink=None, bias=None))
+        return derivatives.plain(q, k, v, extras, options)
     if not transforming():
         return FORWARD.traced(tensors, extras, options)
     check_call(q, k, v, extras, options)
-    refuse_tangents(FORWARD.names, (*tensors, *extras))
     for operation in (FORWARD, BACKWARD):
         tell_observers(operation, (*tensors, *extras))
     return transforms.Forward.apply(q, k, v, *extras, *options)
@@ -186,15 +189,24 @@ def _gradients(ctx, dout, dlse, bias_grad):
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     if is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled() and not _batched(dout, dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
-    # With create_graph this leaves a node, which says that there is no second derivative.
-    if transforming():
+    # With create_graph this leaves a node, which knows the second derivative.
+    if transforming() or carries_tangents((dout, dlse)):
         *gradients, dsink, dbias = transforms.backward(dout, dlse, *saved, *extras, *options)
     else:
         *gradients, dsink, dbias = BACKWARD.traced((dout, dlse, *saved), extras, options)
     return *gradients, None if extras.sink is None else dsink, dbias if bias_grad else None
 
 
+def _save_for_second(ctx, inputs, output):
+    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(inputs)
+    ctx.save_for_backward(dout, dlse, q, k, v, *extras)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
 torch.library.register_autograd(
     "flashtile::forward", _operator_backward, setup_context=_setup_context, lib=library
 )
-torch.library.register_autograd("flashtile::backward", transforms.refuse_second_derivative, lib=library)
+torch.library.register_autograd(
+    "flashtile::backward", transforms.second_derivative, setup_context=_save_for_second, lib=library
+)

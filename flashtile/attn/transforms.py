@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.attn import derivatives
 from flashtile.attn.problem import Extras, Options
-from flashtile.op.refusals import refuse_tangents
+from flashtile.op.refusals import carries_tangents
 
 _NUM_EXTRAS = len(Extras._fields)
 _BIAS = Extras._fields.index("bias")
@@ -21,16 +22,35 @@ _WITHOUT_BATCH = Extras._fields.index("sink")
 """From here on extras need not have a batch."""
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``flashtile::backward``, under the transforms that are active."""
-    refuse_tangents(("the gradient of out", "the gradient of lse"), arguments)
-    return _Backward.apply(*arguments)
+def backward(*arguments: Any) -> Any:
+    """``flashtile::backward``, under the transforms that are active, or for gradients that have tangents."""
+    if not carries_tangents(arguments[:2]):
+        return _Backward.apply(*arguments)
+    dout, dlse, q, k, v, _, _, *rest = arguments
+    extras = Extras(*rest[:_NUM_EXTRAS])
+    attend, learned = derivatives.of_call(extras, Options(*rest[_NUM_EXTRAS:]))
+    dq, dk, dv, *of_learned = derivatives.gradients(attend, dout, dlse, (q, k, v, *learned))
+    dsink = None if extras.sink is None else of_learned.pop(0)
+    return dq, dk, dv, dsink, of_learned.pop() if of_learned else None
 
 
-def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError(
-        "q, k, v, sink and bias have first derivatives only: the backward is not differentiable"
+def second_derivative(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+    """From the gradients of dq, dk, dv, dsink and dbias to those of the arguments of ``backward``.
+
+    out and lse get none: what they depend on gets it all.
+    """
+    dout, dlse, q, k, v, *rest = ctx.saved_tensors
+    extras, options = Extras(*rest), Options(*ctx.options)
+    attend, learned = derivatives.of_call(extras, options)
+    asked = list(cotangents[:3])
+    asked += [] if extras.sink is None else [cotangents[3]]
+    asked += [] if extras.bias is None else [cotangents[4] if options.bias_grad else None]
+    ddout, ddlse, (ddq, ddk, ddv, *of_learned) = derivatives.of_gradients(
+        attend, asked, dout, dlse, (q, k, v, *learned)
     )
+    sink = None if extras.sink is None else of_learned.pop(0)
+    bias = of_learned.pop() if of_learned else None
+    return ddout, ddlse, ddq, ddk, ddv, None, None, *Extras(sink=sink, bias=bias), *(None,) * len(options)
 
 
 class Forward(torch.autograd.Function):
@@ -66,9 +86,11 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        """Nothing is kept: there is no second derivative."""
+        dout, dlse, q, k, v, _, _, *rest = inputs
+        ctx.save_for_backward(dout, dlse, q, k, v, *rest[:_NUM_EXTRAS])
+        ctx.options = rest[_NUM_EXTRAS:]
 
-    backward = staticmethod(refuse_second_derivative)
+    backward = staticmethod(second_derivative)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):

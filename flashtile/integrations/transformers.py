@@ -25,6 +25,9 @@ NAMES = ("flashtile", "flashtile_2")
 LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
 """Transformers' own, for FlashAttention's packages."""
 
+BIASED = ("t5", "mt5", "umt5")
+"""Model types that support no flash implementation only because they add a bias to their scores."""
+
 _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
 _IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
@@ -35,18 +38,19 @@ def register(as_flash_attention: bool = False) -> None:
     """Make ``attn_implementation="flashtile"`` known to Transformers. A second call changes nothing.
 
     ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` take the name. Served are
-    padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids`` and
-    ``generate_batch``: on a GPU as ``"flashtile_2"``, which attends to the pages where they lie.
+    padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the position
+    bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``: on a GPU as ``"flashtile_2"``, which
+    attends to the pages where they lie.
 
     Args:
         as_flash_attention: serve ``"flash_attention_2"`` and ``"flash_attention_3"``, too, as code and
             ``config.json`` have them, on any device; the model's config keeps the name that it was given. An
             installed flash-attn package is not used then. :func:`unregister` first, to change it.
 
-    A model refuses what flashtile does not serve: with a ValueError if it adds a bias to its scores (T5) or
-    supports no flash implementation otherwise; with a NotImplementedError ``output_attentions=True`` where
-    sequences are packed. For others a second pass over queries and keys gives the weights, before dropout;
-    they have no gradient, and those of padded queries mean nothing.
+    A model refuses what flashtile does not serve: with a ValueError if it supports no flash implementation
+    and is not one of :data:`BIASED`; with a NotImplementedError ``output_attentions=True`` where sequences
+    are packed. For others a second pass over queries and keys gives the weights, before dropout; they have no
+    gradient, and those of padded queries mean nothing.
     A mask of its own, (batch, heads or 1, seqlen_q, seqlen_k), is read as it is.
 
     Raises:
@@ -75,6 +79,7 @@ def register(as_flash_attention: bool = False) -> None:
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.masking_utils import flash_attention_mask
 
+    mask = _with_static_caches(flash_attention_mask)
     forwards = dict.fromkeys(NAMES + literal, _checked(flash_attention_forward))
     if any(name.startswith("paged|flash") for name in modeling.ALL_ATTENTION_FUNCTIONS):
         from transformers.integrations.flash_paged import paged_attention_forward
@@ -84,7 +89,7 @@ def register(as_flash_attention: bool = False) -> None:
     for name, function in forwards.items():
         modeling.AttentionInterface.register(name, function)
         if name not in literal:
-            _masks().register(name, flash_attention_mask)
+            _masks().register(name, mask)
     model = modeling.PreTrainedModel
     model._check_and_adjust_attn_implementation = _admitting(
         model._check_and_adjust_attn_implementation, literal
@@ -200,35 +205,15 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any) -> Any:
-        if named.get("output_attentions"):
-            return _attend_with_weights(module, query, key, value, attention_mask, **named)
-        if attention_mask is not None and attention_mask.dim() == 4:
-            return _attend_masked(query, key, value, attention_mask, **named), None
+        cells = attention_mask is not None and attention_mask.dim() == 4
+        if cells or named.get("output_attentions") or named.get("position_bias") is not None:
+            return _attend(module, query, key, value, attention_mask, **named)
         return forward(module, query, key, value, attention_mask, **named)
 
     return attention
 
 
-def _attend_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **unused: Any,
-) -> Tensor:
-    """(batch, seqlen, heads, head_dim), under a mask that says what causality and windows hide, too."""
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    cells = as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
-    return attention(
-        q, k, v, dropout_p=dropout, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux, **cells
-    )
-
-
-def _attend_with_weights(
+def _attend(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -240,34 +225,76 @@ def _attend_with_weights(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool = False,
     cache: Any = None,
     position_ids: Tensor | None = None,
     **others: Any,
-) -> tuple[Tensor, Tensor]:
-    """(out, weights): (batch, seqlen, heads, head_dim) and (batch, heads, seqlen, keys)."""
-    restarts = position_ids is not None and len(query) == 1 and bool((position_ids.diff() < 0).any())
+) -> tuple[Tensor, Tensor | None]:
+    """(out, weights) under a mask of scores, with a bias of theirs, or with the weights: out (batch, seqlen,
+    heads, head_dim), weights (batch, heads, seqlen, keys) or None.
+
+    A mask of four dimensions says what causality and windows hide, too. One of two dimensions is of keys, and
+    shorter than a static cache, of which only so many have been written.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    reach = -1 if sliding_window is None else sliding_window - 1
+    options: dict[str, Any]
+    of_scores = attention_mask is not None and attention_mask.dim() == 4
+    _refuse_packed(cache, None if of_scores else position_ids, len(q), others)
+    if attention_mask is not None and of_scores:
+        options = as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
+    else:
+        causal = _is_causal(module) if is_causal is None else is_causal
+        options = {"causal": causal, "window_size": (reach, -1 if causal else reach)}
+        if attention_mask is not None:
+            keys = attention_mask[:, : k.shape[1]].bool()
+            k, v = k[:, : keys.shape[1]], v[:, : keys.shape[1]]
+            if reach < 0:
+                options["key_padding_mask"] = keys
+            else:
+                options = {"mask": _without_padding(keys, q.shape[1], causal, reach)[:, None]}
+    if position_bias is not None:
+        position_bias = position_bias[..., : k.shape[1]]
+        options["bias"] = position_bias + options["bias"] if "bias" in options else position_bias
+    options |= {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "sink": s_aux}
+    found: Any = attention(q, k, v, return_attn_weights=output_attentions, **options)
+    return found if output_attentions else (found, None)
+
+
+def _refuse_packed(cache: Any, position_ids: Tensor | None, batch: int, others: dict[str, Any]) -> None:
+    restarts = position_ids is not None and batch == 1 and bool((position_ids.diff() < 0).any())
     if cache is not None or restarts or any("cu_seq" in n and t is not None for n, t in others.items()):
         raise NotImplementedError(
-            "output_attentions must be False where sequences are packed or lie in pages: use "
-            'model.set_attn_implementation("eager") for them'
+            "output_attentions must be False, and there must be no position bias or mask of scores, where "
+            'sequences are packed or lie in pages: use model.set_attn_implementation("eager") for them'
         )
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    causal = module.is_causal if is_causal is None else is_causal
-    reach = -1 if sliding_window is None else sliding_window - 1
-    cells: dict[str, Any]
-    if attention_mask is None:
-        cells = {"causal": causal, "window_size": (reach, -1 if causal else reach)}
-    elif attention_mask.dim() == 4:
-        cells = as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
-    else:
-        keys = attention_mask[:, : k.shape[1]].bool()
-        k, v = k[:, : keys.shape[1]], v[:, : keys.shape[1]]  # of a static cache what is used
-        cells = {"mask": _without_padding(keys, q.shape[1], causal, reach)[:, None]}
-    out, weights = attention(
-        q, k, v, dropout_p=dropout, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux,
-        return_attn_weights=True, **cells,
-    )  # fmt: skip
-    return out, weights
+
+
+def _is_causal(module: Any) -> bool:
+    """Of a module that attends. In Transformers 5.17 UMT5's decoder does not say that it is."""
+    biased_decoder = getattr(module, "is_decoder", False) and getattr(
+        module, "has_relative_attention_bias", False
+    )
+    return module.is_causal or biased_decoder
+
+
+def _with_static_caches(mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Transformers' mask of keys. Where it would be None over a static cache, it says how many there are.
+
+    Without it attention would take the cache's unwritten places for keys.
+    """
+
+    @functools.wraps(mask)
+    def of_keys(*arguments: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+        if attention_mask is None and "allow_is_bidirectional_skip" not in named:
+            written = int(named["q_offset"]) + named["q_length"] - named["kv_offset"]
+            if written < named["kv_length"]:
+                device = named.get("device")
+                return torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
+        return mask(*arguments, attention_mask=attention_mask, **named)
+
+    return of_keys
 
 
 def _without_padding(keys: Tensor, seqlen_q: int, causal: bool, reach: int) -> Tensor:
@@ -297,7 +324,8 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
     A ``literal`` name is chosen as ours would be, for Transformers would look for FlashAttention's package.
 
     A model that lists the flash implementations it is compatible with (they know sinks) would otherwise fall
-    back to one of its list, and one that supports none would lose the bias that it adds to its scores.
+    back to one of its list. One that supports none might lose what it adds to its scores; those of ``BIASED``
+    hand it over.
     """
 
     @functools.wraps(check)
@@ -307,10 +335,10 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
             attn_implementation = NAMES[0]
         if attn_implementation in NAMES + _PAGED:
             model = type(self)
-            if not self._supports_flash_attn:
+            if not self._supports_flash_attn and self.config.model_type not in BIASED:
                 raise ValueError(
                     f"attn_implementation={asked_for!r}: {model.__name__} supports no flash "
-                    'attention (T5, for one, adds a bias to its scores); use "sdpa" or "eager"'
+                    'attention; use "sdpa" or "eager"'
                 )
             listed = model._compatible_flash_implementations
             if listed and any("flash" in name for name in listed) and NAMES[0] not in listed:

@@ -160,6 +160,14 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
+def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
+    """(batch, heads, own blocks, other blocks) bool: which of the others the lists of a block mask have."""
+    within = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    places = indices.long().clamp(0, max(indices.shape[-1] - 1, 0))
+    counts = torch.zeros_like(indices).scatter_add_(-1, places, within.to(indices.dtype))
+    return counts > 0
+
+
 def of_flex_attention(block_mask: Any) -> BlockMask:
     """A :class:`BlockMask` of FlexAttention's own as one of ours.
 

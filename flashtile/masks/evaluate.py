@@ -19,6 +19,7 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     kind: str = "mask_mod",
     check: bool | None = None,
+    differentiable: bool = False,
 ) -> list[Any]:
     """The results of a program on tensors that broadcast against each other.
 
@@ -29,6 +30,7 @@ def evaluate(
         kind: of the function, for the error.
         check: whether reads outside of a tensor are an error, else they are moved to its nearest element.
             None is: on the CPU, for on a GPU the check synchronises.
+        differentiable: whether results have derivatives by ``tensors``.
 
     Returns:
         Tensors or, where nothing depends on an input, numbers.
@@ -44,7 +46,8 @@ def evaluate(
     for line in program.lines:
         operands = [value(operand) for operand in line.operands]
         if line.operation == LOAD:
-            tensor = tensors[operands[0]].detach()
+            tensor = tensors[operands[0]]
+            tensor = tensor if differentiable else tensor.detach()
             loaded = tensor[_inside(line, tensor, operands[1:], kind, check)]
             known[line.name] = loaded.to(dtype) if line.kind == "float" else loaded
         else:

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn import operators
+from flashtile.attn import derivatives, operators
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
 from flashtile.checks.attention import check_call, check_types
 from flashtile.masks.block_mask import LISTS
+from flashtile.masks.derivatives import plain
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.masks.program import parse
 from flashtile.op.operation import Operation, is_plain, library
-from flashtile.op.refusals import transforming
+from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 from flashtile.op.schema import extended
 
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
@@ -200,12 +201,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call with functions."""
     all_extras, all_options = arguments_of(extras, options, functions)
+    tensors = (q, k, v)
+    if carries_tangents((*tensors, *all_extras)):
+        check_modified(*tensors, all_extras, all_options)
+        refuse_tangents(Extras._fields, extras._replace(sink=None))
+        attend, learned = _definition(all_extras, all_options, all_captured=True)
+        return attend(q, k, v, *learned)
     if transforming():
         raise NotImplementedError(
-            "score_mod, mask_mod and block_mask must be None under transforms of torch.func: call "
-            "flashtile.attention without them, or outside of the transform"
+            "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
+            "tangents: call flashtile.attention without them, or outside of the transform"
         )
-    tensors = (q, k, v)
     if not is_plain(tensors, all_extras):
         return FORWARD.traced(tensors, all_extras, all_options)
     learns = all_options.learned or any(t.requires_grad for t in tensors) or _learns(extras.sink)
@@ -267,13 +273,53 @@ def _operator_backward(ctx, dout, dlse):
     return *_gradients(ctx, dout, dlse), *(None,) * len(ModifiedOptions._fields)
 
 
-def _refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError(
-        "q, k, v and captured tensors have first derivatives only: the backward is not differentiable"
+def _definition(extras: Any, options: Any, all_captured: bool = False) -> tuple[Any, list[Tensor]]:
+    """Attention by its definition as a function of (q, k, v, *learned), and the learned tensors: the sink if
+    there is one, and captured tensors that learn (or all)."""
+    given, plain_options = plain_part(extras, options)
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    which = [i for i in range(len(captured)) if all_captured or options.learned >> i & 1]
+    sinks = [] if given.sink is None else [given.sink]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor]:
+        own = given._replace(sink=learned[0]) if sinks else given
+        values = list(captured)
+        for i, tensor in zip(which, learned[len(sinks) :], strict=True):
+            values[i] = tensor
+        return plain(q, k, v, extras, options, values, (own, plain_options))
+
+    return attend, sinks + [captured[i] for i in which]
+
+
+def _save_for_second(ctx, inputs, output):
+    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(inputs)
+    ctx.save_for_backward(dout, dlse, q, k, v, *extras)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _second_derivative(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+    """As :func:`flashtile.attn.transforms.second_derivative`, with captured tensors in a bias's place."""
+    dout, dlse, q, k, v, *rest = ctx.saved_tensors
+    extras, options = ModifiedExtras(*rest), ctx.options
+    attend, learned = _definition(extras, options)
+    which = [i for i in range(MAX_CAPTURED) if options.learned >> i & 1]
+    asked = [*cotangents[:3], *([] if extras.sink is None else [cotangents[3]])]
+    asked += [cotangents[4 + i] for i in which]
+    ddout, ddlse, (ddq, ddk, ddv, *found) = derivatives.of_gradients(
+        attend, asked, dout, dlse, (q, k, v, *learned)
     )
+    of_extras: list[Tensor | None] = [None] * len(ModifiedExtras._fields)
+    if extras.sink is not None:
+        of_extras[Extras._fields.index("sink")] = found.pop(0)
+    for i, gradient in zip(which, found, strict=True):
+        of_extras[_FIRST_CAPTURED + i] = gradient
+    return ddout, ddlse, ddq, ddk, ddv, None, None, *of_extras, *(None,) * len(options)
 
 
 torch.library.register_autograd(
     "flashtile::forward_modified", _operator_backward, setup_context=_setup_context, lib=library
 )
-torch.library.register_autograd("flashtile::backward_modified", _refuse_second_derivative, lib=library)
+torch.library.register_autograd(
+    "flashtile::backward_modified", _second_derivative, setup_context=_save_for_second, lib=library
+)

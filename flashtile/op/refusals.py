@@ -23,6 +23,13 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether forward mode asks for the derivative by one of ``tensors``, at any level."""
+    if forward_ad._current_level < 0 or torch.compiler.is_dynamo_compiling():
+        return False
+    return _first(_carries_tangent, [("", t) for t in tensors]) is not None
+
+
 def refuse_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
     """Raise NotImplementedError for the first of ``tensors`` that carries a tangent."""
     if forward_ad._current_level < 0:

@@ -94,6 +94,9 @@ def context_parallel_attention(
     NCCL calls of a kind that was compared before are not compared again (FLASHTILE_DEBUG=1: they are), and
     what ranks wait for on the GPU ends by the group's own timeout.
 
+    A graph of ``torch.compile`` ends before the call and another begins after it: ranks talk on the host, and
+    what they say decides what is computed. With ``fullgraph=True`` that is an error which says so.
+
     Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -105,6 +108,13 @@ def context_parallel_attention(
         ... )
         >>> dist.destroy_process_group()
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _call_in_eager_mode(
+            q, k, v, group=group, mesh=mesh, method=method, layout=layout, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+            softcap=softcap, sink=sink, deterministic=deterministic, return_lse=return_lse, timeout=timeout,
+            backend=backend,
+        )  # fmt: skip
     check_flag("return_lse", return_lse)
     options = make_options(None, None, softmax_scale, causal, window_size, softcap, deterministic, backend)
     check_layout(layout)
@@ -138,6 +148,17 @@ def context_parallel_attention(
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
+
+
+def _call_in_eager_mode(*arguments: Any, **named: Any) -> Any:
+    return torch.compiler.disable(context_parallel_attention)(*arguments, **named)
+
+
+# torch.compiler.disable as a decorator would take the seconds that the compiler's import takes.
+_call_in_eager_mode._torchdynamo_disable = True  # type: ignore[attr-defined]
+_call_in_eager_mode._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "the ranks of context_parallel_attention compare their calls on the host"
+)
 
 
 def _is_distributed(q: Any) -> bool:

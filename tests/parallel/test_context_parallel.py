@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import parallel_tasks
 import pytest
 import torch
+import torch.distributed as dist
 from ranks_pool import pool
+
+from flashtile import parallel
 
 CASES = {
     "ring causal": {"ranks": 4, "method": "ring", "causal": True},
@@ -132,6 +137,25 @@ def test_parts_are_not_rounded(ranks):
 def test_distributed_tensors(ranks, placements, public):
     for error in ranks.run(parallel_tasks.distributed, 8, shape=(4, 2), placements=placements, public=public):
         assert error < 1e-12
+
+
+def test_a_compiled_call_ends_one_graph_and_begins_another():
+    """One rank: what the compiler sees is the same. The error of a whole graph says what it lacks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert parallel_tasks.compiled(None) == (2, 0.0)
+        whole = torch.compile(partial(parallel.context_parallel_attention, causal=True), fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="compare their calls on the host"):
+            whole(*torch.randn(3, 1, 4, 2, 8).unbind())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather"])
+def test_compiled_calls_over_ranks(ranks, method):
+    for found in ranks.run(parallel_tasks.compiled, 2, method=method):
+        assert found == (2, 0.0), found
 
 
 DISAGREEMENTS = {

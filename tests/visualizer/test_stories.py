@@ -12,9 +12,9 @@ import pytest
 import torch
 from visits import Visit
 
-from flashtile.algorithms import reservation
+from flashtile.algorithms import Memory, reservation
 from flashtile.visualizer import stories
-from flashtile.visualizer.stories import fp8, matmul, pool, unified, warps
+from flashtile.visualizer.stories import fp8, masks, matmul, pool, unified, warps
 
 END = 10**9
 
@@ -184,6 +184,36 @@ def test_reservations_against_pages(told: Visit) -> None:
     assert 0.6 < waste["longest"] < 0.8
     assert waste["pages"] < 0.04
     assert column(found, "sequences")["pages"] > 5 * places
+
+
+@pytest.mark.parametrize("name", masks.MASKS)
+def test_blocks_of_a_mask(told: Visit, name: str) -> None:
+    """Counted here score by score, and painted so; both ways give what standard attention gives."""
+    places = torch.arange(masks.SEQLEN)
+    seen = torch.as_tensor(masks.MASKS[name]()(0, 0, places[:, None], places))
+    side, block = masks.SEQLEN // masks.BLOCK, masks.BLOCK
+    kept = seen.view(side, block, side, block).transpose(1, 2).flatten(2).sum(-1)
+    empty, full = int((kept == 0).sum()), int((kept == block**2).sum())
+    found = tell(told, "masks", variant=name)
+    partial = side**2 - empty - full
+    assert column(found, "skipped") == {"every": 0, "lists": empty}
+    assert column(found, "partial") == {"every": side**2, "lists": partial}
+    assert column(found, "full") == {"every": 0, "lists": full}
+    assert column(found, "masked") == {"every": masks.SEQLEN**2, "lists": partial * block**2}
+    flops = column(found, "matmul_flops")
+    assert flops["lists"] * side**2 == flops["every"] * (side**2 - empty)
+    painted = told.each("[data-case=lists] .cells rect:not(.outline)", "e.getAttribute('class')")
+    words = {0: "skipped", block**2: "computed"}
+    assert painted == [words.get(n, "partial") for n in kept.flatten().tolist()]
+
+    q, k, v = (t.double() for t in masks.inputs())
+    scores = q @ k.T * masks.HEAD_DIM**-0.5
+    if name == "alibi":
+        scores = scores - masks.SLOPE * (places[:, None] - places).abs()
+    exact = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ v
+    for in_lists in (False, True):
+        out = masks.attend(name, Memory(), in_lists).double()
+        torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
 
 
 def test_memories_are_shown_at_the_same_step(told: Visit) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flashtile.visualizer.stories.case import Case
 
-STORIES = ("softmax", "matmul", "chain", "warps", "fp8", "unified", "pool")
+STORIES = ("softmax", "matmul", "chain", "warps", "fp8", "unified", "pool", "masks")
 """In the order of the page."""
 
 

@@ -1,0 +1,195 @@
+"""Gradients of gradients, and tangents: by finite differences, and as standard attention has them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+import flashtile
+from flashtile import masks, reference
+from small_calls import DEVICES, assert_same, dense, slopes, varlen
+
+STATE = torch.tensor([7, 3])
+ROWS, KEYS = 4, 6
+CELLS = torch.rand(2, 1, ROWS, KEYS, generator=torch.Generator().manual_seed(0)) > 0.3
+PADDING = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0]]).bool()
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def causal_over_few_keys(q, k, v, **options):
+    """The first rows see no key."""
+    return flashtile.attention(q, k[:, :3], v[:, :3], causal=True, **options)
+
+
+def modified(q, k, v, table, sink, **options):
+    """A captured tensor that learns, under a block mask with empty, partial and full blocks."""
+    blocks = masks.create_block_mask(masks.causal() | masks.window(2, 3), None, None, 20, 33, BLOCK_SIZE=16)
+
+    def score_mod(score, batch, head, q_idx, kv_idx):
+        return score * torch.sigmoid(table[head, q_idx]) + torch.sin(score)
+
+    return flashtile.attention(q, k, v, score_mod=score_mod, block_mask=blocks, sink=sink, **options)
+
+
+def with_sink(q, k, v, sink, **options):
+    return flashtile.attention(q, k, v, sink=sink, softcap=2.0, **options)
+
+
+def with_bias(q, k, v, bias, **options):
+    return flashtile.attention(q, k, v, bias=bias, mask=CELLS, **options)
+
+
+WHOLE = partial(dense, seqlen_q=ROWS, seqlen_k=KEYS, head_dim=3, dtype=torch.float64)
+PACKED = {"cu_seqlens_q": int32(0, 3, 3, 7), "cu_seqlens_k": int32(0, 4, 6, 11), "max_seqlen_q": 4}
+PACKED |= {"max_seqlen_k": 5, "causal": True}
+CALLS = {
+    "full": (flashtile.attention, {}, []),
+    "causal": (flashtile.attention, {"causal": True, "softcap": 1.5, "softmax_scale": 0.7}, []),
+    "no keys": (causal_over_few_keys, {}, []),
+    "window": (
+        flashtile.attention, {"window_size": (2, 0), "alibi_slopes": slopes(), "attention_chunk": 4}, []
+    ),
+    "mask": (flashtile.attention, {"mask": CELLS, "seqused_k": int32(6, 0)}, []),
+    "padding": (flashtile.attention, {"key_padding_mask": PADDING, "seqused_q": int32(1, 4)}, []),
+    "dropout": (flashtile.attention, {"dropout_p": 0.4, "rng_state": STATE}, []),
+    "sink": (with_sink, {}, [random(4)]),
+    "bias": (with_bias, {"dropout_p": 0.2, "rng_state": STATE}, [random(1, 4, ROWS, KEYS)]),
+}  # fmt: skip
+
+
+def differentiable(name):
+    """A function of tensors in float64 to out and lse; rows without keys have 0 for -inf."""
+    if name == "packed":  # with a token behind the last sequence
+        call, options, more = flashtile.attention, PACKED, []
+        tensors = [t.double() for t in varlen("cpu", (3, 0, 5), (4, 2, 6))[0]]
+        tensors = [t[..., :3].contiguous() for t in tensors]
+    elif name == "functions":
+        call, options, more = modified, {}, [random(4, 20), random(4)]
+        tensors = dense(batch=1, seqlen_q=20, seqlen_k=33, head_dim=2, dtype=torch.float64)
+    else:
+        call, options, more = CALLS[name]
+        tensors = WHOLE()
+
+    def run(*arguments):
+        out, lse = call(*arguments, return_lse=True, **options)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    return run, tuple(t.detach().requires_grad_() for t in [*tensors, *more])
+
+
+@pytest.mark.parametrize("name", [*CALLS, "packed", "functions"])
+def test_second_derivatives_and_tangents_are_those_of_finite_differences(name):
+    """The kernels' gradients are differenced, so that two ways of computing are compared."""
+    run, tensors = differentiable(name)
+    assert gradgradcheck(run, tensors, fast_mode=True)
+    assert gradcheck(run, tensors, fast_mode=True, check_forward_ad=True)
+
+
+def first_and_second(attention, device, dtype):
+    q, k, v = dense(device, dtype=dtype, grad=True)
+    sink, bias = (t.to(device, dtype).requires_grad_() for t in (random(4), random(1, 4, 9, 12)))
+    state = STATE.to(device)
+    learned = q, k, v, sink, bias
+    out, lse = attention(q, k, v, sink=sink, bias=bias, causal=True, dropout_p=0.3, rng_state=state)
+    gradients = torch.autograd.grad(out.sin().sum() + lse.square().sum(), learned, create_graph=True)
+    penalty = sum(t.float().square().sum() for t in gradients)
+    return *gradients, *torch.autograd.grad(penalty, learned)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_penalty_is_that_of_standard_attention(device):
+    """GQA, a sink, a bias and dropout at once; the first gradients come from the kernels."""
+    ours = first_and_second(partial(flashtile.attention, return_lse=True), device, torch.float32)
+    expected = first_and_second(reference.attention, device, torch.float32)
+    for a, e in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, e, atol=2e-4, rtol=2e-4)
+
+
+def test_half_precision_keeps_its_dtypes():
+    results = first_and_second(partial(flashtile.attention, return_lse=True), "cpu", torch.bfloat16)
+    assert all(t.dtype == torch.bfloat16 and t.isfinite().all() for t in results)
+
+
+def loss(attention, k, v, x):
+    out, lse = attention(x, k, v, causal=True)
+    return out.square().sum() + lse.sin().sum()
+
+
+ORDERS = {
+    "hessian": torch.func.hessian,
+    "jacrev of jacrev": lambda f: torch.func.jacrev(torch.func.jacrev(f)),
+    "third": lambda f: torch.func.grad(
+        lambda y: torch.func.grad(lambda x: torch.func.grad(f)(x).sin().sum())(y).cos().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_transforms_nest(order):
+    q, k, v = WHOLE()
+    losses = (
+        partial(loss, attention, k, v)
+        for attention in (partial(flashtile.attention, return_lse=True), reference.attention)
+    )
+    ours, expected = (ORDERS[order](f)(q) for f in losses)
+    torch.testing.assert_close(ours, expected)
+    assert expected.abs().max() > 1e-2
+
+
+def test_third_derivatives_by_autograd():
+    run, tensors = differentiable("sink")
+    third = []
+    for attend in (run, partial(reference.attention, softcap=2.0)):
+        q, k, v, sink = tensors
+        out, lse = attend(q, k, v, sink) if attend is run else attend(q, k, v, sink=sink)
+        value = out.sin().sum() + lse.sin().sum()
+        for _ in range(3):
+            value = sum(t.sin().sum() for t in torch.autograd.grad(value, tensors, create_graph=True))
+        third.append(torch.autograd.grad(value, tensors))
+    assert_same(third[0], third[1])
+
+
+@pytest.mark.parametrize("of", ["dout", "dlse"])
+def test_forward_mode_over_a_gradient(of):
+    """Where the gradient of a result alone has a tangent: gradients are linear in it."""
+    q, k, v = dense(grad=True)
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
+    result = out if of == "dout" else lse
+    with forward_ad.dual_level():
+        ones = torch.ones_like(result)
+        (dq,) = torch.autograd.grad(result, q, forward_ad.make_dual(ones, 2 * ones), retain_graph=True)
+        primal, tangent = forward_ad.unpack_dual(dq)
+    (expected,) = torch.autograd.grad(result, q, ones)
+    assert_same((primal, tangent), (expected, 2 * expected))
+
+
+def test_packed_sequences_have_tangents():
+    (q, k, v), options = varlen()
+    call = partial(flashtile.flash_attn_varlen_func, **options)
+    _, tangent = torch.func.jvp(call, (q, k, v), (k.new_ones(q.shape), v, k))
+    _, expected = torch.func.jvp(
+        lambda *t: reference.attention(*t, **options)[0], (q, k, v), (k.new_ones(q.shape), v, k)
+    )
+    assert_same((tangent,), (expected,))
+
+
+def test_what_has_no_derivative_is_still_named():
+    q, k, v = dense()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(slopes(), slopes())
+        with pytest.raises(NotImplementedError, match="alibi_slopes must carry no tangents"):
+            flashtile.attention(q, k, v, alibi_slopes=dual)
+        with pytest.raises(NotImplementedError, match="alibi_slopes must carry no tangents"):
+            flashtile.attention(q, k, v, alibi_slopes=dual, score_mod=masks.softcap(2.0))
+        with pytest.raises(ValueError, match="v has leading shape"):
+            flashtile.attention(forward_ad.make_dual(q, q), k[:1], v)

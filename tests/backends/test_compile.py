@@ -40,25 +40,32 @@ def constants_of(case: CompileCase) -> dict:
 
 
 def telling() -> set[tuple[str, str]]:
-    """(architecture, name) of cases that compile each tile of each kernel for Hopper, and each kernel for the
-    others, with the widest heads and the most features that have it, and each value of each constant but the
-    width of heads. Heads of q and v are as wide as each other."""
-    chosen, seen = set(), set()
-    for arch in TENSOR_CORE:
-        for case in sorted(CASES[arch], key=weight, reverse=True):
-            if case.exhaustive:
-                continue
-            constants = constants_of(case)
-            width = constants.get("BLOCK_D")
-            if width is not None and constants.get("BLOCK_DV", width) != width:
-                continue
-            kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
-            tile = case.num_warps, case.num_stages, *map(constants.get, TILE)
-            told = {(*kernel, *item) for item in constants.items() if item[0] not in WIDTHS}
-            told.add((arch, *kernel, type_of_q(case), *(tile if arch == HOPPER else ())))
-            if not told <= seen:
-                chosen.add((arch, case.name))
-                seen |= told
+    """(architecture, name) of cases that compile each value of each constant but the width of heads, with the
+    widest heads and the most features that have it; and, with the fewest, each tile of each kernel for Hopper
+    and each kernel for the others. Heads of q and v are as wide as each other."""
+    heavy = [(arch, case) for arch in CASES for case in sorted(CASES[arch], key=weight, reverse=True)]
+    chosen: set[tuple[str, str]] = set()
+    values, tiles = set(), set()
+
+    def choose(arch: str, case: CompileCase, by_tile: bool) -> None:
+        constants = constants_of(case)
+        width = constants.get("BLOCK_D")
+        if case.exhaustive or (width is not None and constants.get("BLOCK_DV", width) != width):
+            return
+        kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
+        own_values = {(*kernel, *item) for item in constants.items() if item[0] not in WIDTHS}
+        sizes = case.num_warps, case.num_stages, *map(constants.get, TILE)
+        tile = arch, *kernel, type_of_q(case), *(sizes if arch == HOPPER else ())
+        if (tile in tiles) if by_tile else (own_values <= values):
+            return
+        chosen.add((arch, case.name))
+        values.update(own_values)
+        tiles.add(tile)
+
+    for arch, case in heavy:
+        choose(arch, case, by_tile=False)
+    for arch, case in reversed(heavy):
+        choose(arch, case, by_tile=True)
     return chosen
 
 

@@ -56,10 +56,10 @@ _FLOAT_ROWS = ("dbias", "lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
 _WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
 """Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
 _CELL_SPILLS = {
-    "dkdv bf16 head_dim 64 dropout": 420,
-    "dkdv bf16 head_dim 128 masks": 216,
-    "dkdv bf16 head_dim 128 bias": 352,
-    "dkdv bf16 head_dim 128 dropout": 872,
+    "dkdv bf16 head_dim 64 dropout": 184,
+    "dkdv bf16 head_dim 128 masks": 92,
+    "dkdv bf16 head_dim 128 bias": 300,
+    "dkdv bf16 head_dim 128 dropout": 464,
     "dbias bf16 head_dim 128 bias": 44,
 }
 """Bytes of register spills with masks, biases and dropout: the most of Triton 3.6 and 3.7, none timed yet."""

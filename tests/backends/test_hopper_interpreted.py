@@ -25,11 +25,12 @@ import decode_cases
 import flashtile
 from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
+from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.forward.config import every_row
 from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
 from flashtile.fp8.layout import E4M3
-from gluon_interpreter import interpreted
+from gluon_interpreter import Edited, interpreted
 
 exhaustive = pytest.mark.exhaustive
 SMALL = Case(
@@ -68,6 +69,7 @@ BACKWARD: Variants = {
     "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
     "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
+    "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
     "wide": {"head_dim": 256, "causal": True},
     "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
 }
@@ -123,22 +125,39 @@ def test_every_configuration_of_the_forward(case: Case) -> None:
 
 
 DETERMINISTIC: Variants = {
-    "causal": {"causal": True, "head_dim": 128, "seqlen_q": 300},
-    "varlen": {"lengths": ((300, 200), (40, 300))},
+    "full": {"seqlen_k": 500},
+    "causal": {"seqlen_k": 500, "causal": True},
+    "varlen": {"lengths": ((300, 400), (40, 300))},
 }
+ONE_HEAD: Variants = {
+    name: {"seqlen_q": 300, "heads_q": 1, "dtype": FP16, **variant} for name, variant in DETERMINISTIC.items()
+}
+"""All programs are at work on one head, and must wait for one another. FP16 shows what float32 sums lose."""
 
 
-@by_name(cases(DETERMINISTIC, {"": {}}))
-def test_deterministic_gradients_do_not_depend_on_the_order(case: Case) -> None:
-    """Blocks of keys add to dQ as they come: the order decides the rounding, unless it is fixed."""
+def gradients_of_some_orders(case: Case, edited: Edited | None) -> list[tuple[torch.Tensor, ...]]:
     inputs = case.inputs("cpu")
     leaves = [tensor.requires_grad_() for tensor in inputs.qkv]
     found = []
     for seed in range(3):
-        with interpreted(seed):
+        with interpreted(seed, edited):
             out = flashtile.attention(*leaves, backend="hopper", deterministic=True, **inputs.arguments)
             found.append(torch.autograd.grad(out, leaves, inputs.dout))
-    assert all(torch.equal(a, b) for later in found[1:] for a, b in zip(found[0], later, strict=True))
+    return found
+
+
+@by_name(cases(ONE_HEAD, {"": {}}))
+def test_deterministic_gradients_do_not_depend_on_the_order(case: Case) -> None:
+    """Blocks of keys add to dQ as they come: the order decides the rounding, unless it is fixed."""
+    first, *others = gradients_of_some_orders(case, None)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_without_their_order_they_would() -> None:
+    case = replace(SMALL, name="unordered", **ONE_HEAD["causal"])
+    unordered = Edited(backward.accumulate_dq, "if signalled != order:", "if False:")
+    (first, *_), *others = gradients_of_some_orders(case, unordered)
+    assert not all(torch.equal(first, dq) for dq, *_ in others)
 
 
 DECODE = {

@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -39,6 +39,9 @@ test-compile: $(READY) ## compile every configuration of every kernel; make test
 
 mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
 	$(RUN) scripts/mutants.py $(ARGS)
+
+test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal
 
 test-parallel: $(READY) ## context parallelism in every method, layout and mask; make test has the telling ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/parallel

@@ -229,21 +229,22 @@ def paged(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     seed: int = 0,
+    device: str = "cuda",
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """(q, k_cache, v_cache) on the card and a call's arguments; what no sequence holds is NaN, its entries
+    """(q, k_cache, v_cache) on ``device`` and a call's arguments; what no sequence holds is NaN, its entries
     far off. ``seqlen_q`` of several numbers is ragged, ``page_size`` 0 a dense cache in another order."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
     dense = page_size == 0
     page_size = page_size or max([*contexts, 1]) + 3
     columns = -(-max([*contexts, 1]) // page_size)
     used = [-(-context // page_size) for context in contexts]
     blocks = sum(used) + 3
-    order = torch.randperm(blocks, generator=generator, device="cuda").int()
-    table = torch.full((len(contexts), columns), 2**31 - 1, dtype=torch.int32, device="cuda")
+    order = torch.randperm(blocks, generator=generator, device=device).int()
+    table = torch.full((len(contexts), columns), 2**31 - 1, dtype=torch.int32, device=device)
     caches = []
     for dim in (head_dim, head_dim_v or head_dim):
         shape = (blocks, page_size, heads[1], dim)
-        caches.append(torch.randn(shape, generator=generator, device="cuda").to(cache_dtype or dtype))
+        caches.append(torch.randn(shape, generator=generator, device=device).to(cache_dtype or dtype))
     start = 0
     for b, count in enumerate(used):
         table[b, :count] = order[start : start + count]
@@ -253,7 +254,7 @@ def paged(
         start += count
     for cache in caches:
         cache[order[start:].long()] = torch.nan
-    lengths = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
     arguments: dict[str, Any] = {"cache_seqlens": lengths}
     if dense:
         arguments["cache_batch_idx"] = torch.where(lengths > 0, table[:, 0], order[-1])
@@ -261,6 +262,6 @@ def paged(
         arguments["block_table"] = table
     rows: tuple[int, ...] = (len(contexts), seqlen_q) if isinstance(seqlen_q, int) else (sum(seqlen_q) + 1,)
     if isinstance(seqlen_q, tuple):
-        arguments |= _offsets("q", seqlen_q, partial(torch.tensor, dtype=torch.int32, device="cuda"))
-    q = torch.randn((*rows, heads[0], head_dim), generator=generator, device="cuda").to(dtype)
+        arguments |= _offsets("q", seqlen_q, partial(torch.tensor, dtype=torch.int32, device=device))
+    q = torch.randn((*rows, heads[0], head_dim), generator=generator, device=device).to(dtype)
     return (q, *caches), arguments

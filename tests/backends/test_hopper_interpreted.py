@@ -1,0 +1,250 @@
+"""The Hopper kernels without a card: interpreted, held to the error rule, in several orders of events.
+
+``make test`` has a few telling calls of each kernel; ``make test-hopper-interpreted`` all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+sys.path.insert(0, str(Path(__file__).parents[1] / "linear"))
+
+import linear_calls
+from linear_calls import Call
+
+import decode_cases
+import flashtile
+from cases import BF16, FP16, Case, Variants, cross, masks
+from decode_cases import paged
+from flashtile.backends.hopper.backward import kernel as backward
+from flashtile.backends.hopper.forward.config import every_row
+from flashtile.decode import testing as decode_testing
+from flashtile.fp8 import testing as fp8_testing
+from flashtile.fp8.layout import E4M3
+from gluon_interpreter import Edited, interpreted
+
+exhaustive = pytest.mark.exhaustive
+SMALL = Case(
+    batch=1, seqlen_q=150, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=64, dtype=BF16, name="hopper"
+)
+LENGTHS = ((100, 160), (1, 1), (0, 10), (130, 70), (200, 200))
+
+
+def check(case: Case, seed: int = 0, **options: Any) -> None:
+    inputs = case.inputs("cpu")
+    # Memory is poisoned by torch's deterministic mode, which would make all gradients deterministic.
+    mode = mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=False)
+    with interpreted(seed) as interpreter, mode:
+        inputs.check(backend="hopper", **options)
+    assert any(name.endswith("kernel") for name in interpreter.launched)
+
+
+def cases(bases: Variants, variants: Variants) -> Iterator[Case]:
+    return cross({name: replace(SMALL, **base) for name, base in bases.items()}, variants)
+
+
+def by_name(all_cases: Iterator[Case]) -> Any:
+    return pytest.mark.parametrize("case", list(all_cases), ids=lambda case: case.name)
+
+
+FORWARD: Variants = {
+    "three-warpgroups": {"seqlen_q": 250, "heads_q": 3, "heads_kv": 3},
+    "packed-heads": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64},
+    "causal": {"causal": True, "seqlen_q": 300, "head_dim": 128, "sink": "own"},
+    "varlen": {"lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16},
+    "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
+    "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
+}
+BACKWARD: Variants = {
+    "more-heads-than-dq-accum-has": {"batch": 8},
+    "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
+    "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
+    "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
+    "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
+    "wide": {"head_dim": 256, "causal": True},
+    "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
+}
+HEAD_SIZES: Variants = {
+    "d64": {},
+    "d128": {"head_dim": 128},
+    "d256": {"head_dim": 256, "seqlen_q": 130},
+    "d96-64": {"head_dim": 96, "head_dim_v": 64},
+    "d64-256": {"head_dim_v": 256, "seqlen_q": 100, "dtype": FP16},
+    "square": {"seqlen_q": 300, "head_dim": 128},
+    "varlen": {"lengths": LENGTHS},
+    "varlen-wide": {"lengths": LENGTHS, "head_dim": 256},
+}
+
+
+@by_name(cases(FORWARD, {"": {}}))
+def test_forward(case: Case) -> None:
+    check(case, gradients=False)
+
+
+@by_name(cases(BACKWARD, {"": {}}))
+def test_backward(case: Case) -> None:
+    check(case)
+
+
+@exhaustive
+@pytest.mark.parametrize("seed", [1, 2])
+@by_name(cases(HEAD_SIZES, masks(70, 9)))
+def test_every_mask(case: Case, seed: int) -> None:
+    for deterministic in (False, True):
+        check(case, seed, deterministic=deterministic)
+
+
+def table_rows() -> Iterator[Case]:
+    """A call of few rows for each configuration of the forward."""
+    fewest: dict[tuple, int] = {}
+    for d, dv, windowed, keys, _ in every_row():
+        start = fewest.get((d, dv, windowed), 200)
+        fewest[d, dv, windowed] = keys
+        variants: Variants = {"causal": {"causal": True}, "left": {"window_size": (start - 2, -1)}}
+        for name, variant in variants.items() if windowed else [("full", {})]:
+            yield replace(
+                SMALL, name=f"d{d}-{dv}-{start}-{name}", seqlen_q=260, seqlen_k=start + 7, head_dim=d,
+                head_dim_v=dv, heads_kv=2, **variant,
+            )  # fmt: skip
+
+
+@exhaustive
+@by_name(table_rows())
+def test_every_configuration_of_the_forward(case: Case) -> None:
+    for seed in range(3):
+        check(case, seed, gradients=False)
+
+
+DETERMINISTIC: Variants = {
+    "full": {"seqlen_k": 500},
+    "causal": {"seqlen_k": 500, "causal": True},
+    "varlen": {"lengths": ((300, 400), (40, 300))},
+}
+ONE_HEAD: Variants = {
+    name: {"seqlen_q": 300, "heads_q": 1, "dtype": FP16, **variant} for name, variant in DETERMINISTIC.items()
+}
+"""All programs are at work on one head, and must wait for one another. FP16 shows what float32 sums lose."""
+
+
+def gradients_of_some_orders(case: Case, edited: Edited | None) -> list[tuple[torch.Tensor, ...]]:
+    inputs = case.inputs("cpu")
+    leaves = [tensor.requires_grad_() for tensor in inputs.qkv]
+    found = []
+    for seed in range(3):
+        with interpreted(seed, edited):
+            out = flashtile.attention(*leaves, backend="hopper", deterministic=True, **inputs.arguments)
+            found.append(torch.autograd.grad(out, leaves, inputs.dout))
+    return found
+
+
+@by_name(cases(ONE_HEAD, {"": {}}))
+def test_deterministic_gradients_do_not_depend_on_the_order(case: Case) -> None:
+    """Blocks of keys add to dQ as they come: the order decides the rounding, unless it is fixed."""
+    first, *others = gradients_of_some_orders(case, None)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_without_their_order_they_would() -> None:
+    case = replace(SMALL, name="unordered", **ONE_HEAD["causal"])
+    unordered = Edited(backward.accumulate_dq, "if signalled != order:", "if False:")
+    (first, *_), *others = gradients_of_some_orders(case, unordered)
+    assert not all(torch.equal(first, dq) for dq, *_ in others)
+
+
+DECODE = {
+    case.name: case
+    for case in decode_cases.CASES
+    if not (
+        case.cache_dtype or case.rotary_dim or case.new or case.head_dim % 8 or (case.head_dim_v or 8) % 8
+    )
+}
+TELLING_DECODE = (
+    "page-size-1", "window-left", "leftpad-paged", "batch-idx", "ragged-queries", "tree-by-batch",
+    "more-splits-than-keys",
+)  # fmt: skip
+
+
+def check_decode(tensors: tuple, arguments: dict[str, Any], seed: int = 0, **more: Any) -> None:
+    with interpreted(seed) as interpreter:
+        decode_testing.check(*tensors, backend="hopper", **arguments, **more)
+    assert "attend_kernel" in interpreter.launched
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in TELLING_DECODE else pytest.param(name, marks=exhaustive) for name in DECODE]
+)
+def test_decode(name: str) -> None:
+    check_decode(*decode_cases.build(DECODE[name], BF16, "cpu"))
+
+
+@pytest.mark.parametrize("splits", [{}, pytest.param({"num_splits": 3}, marks=exhaustive)], ids=str)
+@pytest.mark.parametrize(
+    ("page_size", "seqlen_q"),
+    [(16, 40), *(pytest.param(size, 9, marks=exhaustive) for size in (0, 3, 64, 256))],
+)
+def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[str, int]) -> None:
+    tensors, arguments = paged([300, 5, 700], (8, 2), page_size=page_size, seqlen_q=seqlen_q, device="cpu")
+    check_decode(tensors, arguments, causal=True, **splits)
+
+
+FP8: Variants = {
+    "full": {"seqlen_q": 200, "heads_q": 3, "heads_kv": 3},
+    "causal-softcap": {"causal": True, "softcap": 5.0, "head_dim": 128, "seqlen_q": 300},
+    "window": {"window_size": (100, 20), "head_dim": 256},
+    "varlen": {"lengths": LENGTHS, "head_dim": 128, "causal": True},
+}
+EVERY_FP8 = cross(
+    {name: replace(SMALL, **HEAD_SIZES[name]) for name in ("d64", "d128", "d256", "varlen", "varlen-wide")},
+    {name: masks(70, 9)[name] for name in ("full", "causal", "window", "left", "softcap", "scale-negative")},
+)
+
+
+def check_fp8(case: Case, seed: int, rows: bool) -> None:
+    """Quantised by block, V transposed; or as it is, V row by row, with a scale for each head."""
+    inputs = case.inputs("cpu")
+    tensors, scales = inputs.qkv, {}
+    if rows:
+        generator = torch.Generator().manual_seed(3)
+        shape = (case.batch if case.lengths is None else len(case.lengths), case.heads_kv)
+        scales = {f"{name}_descale": 0.5 + torch.rand(shape, generator=generator) for name in "qkv"}
+        tensors = tuple(tensor.to(E4M3) for tensor in tensors)  # type: ignore[assignment]
+    with interpreted(seed) as interpreter:
+        fp8_testing.check(*tensors, backend="hopper", **inputs.arguments, **scales)
+    assert "forward_kernel" in interpreter.launched
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["blocks", "rows"])
+@by_name(cases(FP8, {"": {}}))
+def test_fp8(case: Case, rows: bool) -> None:
+    check_fp8(case, 0, rows)
+
+
+@exhaustive
+@pytest.mark.parametrize("rows", [False, True], ids=["blocks", "rows"])
+@by_name(EVERY_FP8)
+def test_fp8_under_every_mask(case: Case, rows: bool) -> None:
+    check_fp8(case, 1, rows)
+
+
+PRODUCTS = (
+    Call(3, 128, 1032, norm=True, residual=True),
+    Call(16, 100, 520, "silu_and_mul", bias=True),
+    Call(1, 96, 272, scales="channel"),
+    Call(5, 128, 72, "qkv", bias=True, rotary_dim=8),
+)
+
+
+@pytest.mark.parametrize("call", PRODUCTS, ids=lambda call: call.name)
+def test_products(call: Call) -> None:
+    with interpreted(0) as interpreter:
+        linear_calls.check(call, BF16, "cpu", aligned=True, backend="hopper", prefetch=call.M > 3)
+    assert interpreter.launched == ["flat_kernel"]

@@ -1,0 +1,127 @@
+"""What the kernels' inline assembly does, by its text. A text that is not known here is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.language import core
+
+from gluon_interpreter import global_memory
+from gluon_interpreter.errors import KernelError
+from gluon_interpreter.program import current_partition
+from gluon_interpreter.values import TORCH_DTYPES, Value
+
+LARGEST_E4M3 = 448.0
+
+
+def same(x: Any, dtype: Any) -> Value:
+    """Registers as they are."""
+    if isinstance(x, int) or x.dtype == dtype:
+        return x
+    raise KernelError(f"{x.dtype} is taken for {dtype}")
+
+
+def rounded(x: Value, dtype: Any) -> Value:
+    return x.to(dtype)
+
+
+def differs_from_one(x: Value, dtype: Any) -> Value:
+    return Value(torch.ne(x.data, 1.0).to(TORCH_DTYPES[dtype]), dtype)
+
+
+def rescaled(x: Value, factor: Value, flag: Value, dtype: Any) -> Value:
+    """A warp may skip what no row of it changes."""
+    return Value(torch.where(flag.data != 0, x.data * factor.data, x.data), dtype)
+
+
+def e4m3_bytes(*numbers_and_dtype: Any) -> Value:
+    """Four numbers to the bytes of an int32, the first the lowest."""
+    *numbers, dtype = numbers_and_dtype
+    four = torch.stack([number.data for number in numbers], -1).clamp(-LARGEST_E4M3, LARGEST_E4M3)
+    return Value(four.to(torch.float8_e4m3fn).view(torch.int32)[..., 0], dtype)
+
+
+def registers_as_bytes(x: Value, dtype: Any) -> Value:
+    """Of four neighbours, the bytes of the first one."""
+    firsts = x.data.reshape(*x.data.shape[:-1], -1, 4)[..., :1]
+    return Value(firsts.contiguous().view(torch.int8).reshape(x.data.shape), dtype)
+
+
+def bytes_exchanged(low: Value, high: Value, dtypes: Any) -> tuple[Value, Value]:
+    """Pairs of int16 of two tiles: (their low bytes, their high bytes), those of ``low`` first."""
+    parts = [x.data.contiguous().view(torch.int8).reshape(*x.data.shape, 2) for x in (low, high)]
+    both = torch.stack(parts, -3)  # [..., low or high, c, byte], but pairs c are the last dimension
+    even, odd = (both[..., byte].contiguous().view(torch.int16)[..., 0] for byte in range(2))
+    return Value(even, dtypes[0]), Value(odd, dtypes[1])
+
+
+def log2(x: Value, dtype: Any) -> Value:
+    return Value(x.tensor().log2(), dtype)
+
+
+def nothing(*operands_and_dtype: Any) -> Value:
+    """For a program of its own nothing changes: kernels run one after the other here, and memory is one."""
+    return Value(0, core.int32)
+
+
+def stores_awaited(pending: int) -> Callable[..., Value]:
+    def wait(*operands: Any) -> Value:
+        partition = current_partition()
+        partition.wait_store_writes(pending)
+        partition.schedule.pause()
+        return Value(1, core.int32)
+
+    return wait
+
+
+def load_acquire(pointer: Any, dtype: Any) -> Value:
+    partition = current_partition()
+    found = partition.schedule.poll(
+        pointer.key, lambda: global_memory.load(pointer, None, None).data, lambda: f"counter {pointer.offset}"
+    )
+    partition.acquire(pointer.key)
+    return Value(found, dtype)
+
+
+def proxy_fence(*operands: Any) -> Value:
+    current_partition().fence_global()
+    return Value(0, core.int32)
+
+
+KNOWN: list[tuple[str, Callable[..., Any]]] = [
+    (r"\{ \.reg \.pred never;.*nanosleep.*\}", same),
+    (r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", rounded),
+    (r"shl\.b32 \$0, \$2, 16; and\.b32 \$1, \$2, 0xffff0000;", rounded),
+    (r"\{ \.reg \.pred other; setp\.neu.*vote\.sync\.any.*\}", differs_from_one),
+    (r"\{ \.reg \.pred same; setp\.eq\.b32 same, \$48, 0; @same bra\.uni done; mul.*\}", rescaled),
+    (r"\{ \.reg \.b16 low, high; cvt\.rn\.satfinite\.e4m3x2\.f32 low, \$2, \$1; .*\}", e4m3_bytes),
+    (r"prmt\.b32 \$0, \$2, \$3, 0x6420; prmt\.b32 \$1, \$2, \$3, 0x7531;", bytes_exchanged),
+    (r"lg2\.approx\.ftz\.f32 \$0, \$1;", log2),
+    (r"griddepcontrol\.(wait|launch_dependents); mov\.[bu]32 \$0, (0|\$1);", nothing),
+    (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", nothing),
+    (r"fence\.proxy\.async; mov\.b32 \$0, \$1;", proxy_fence),
+    (r"ld\.acquire\.gpu\.global\.b32 \$0, \[\$1\];", load_acquire),
+]
+COPIED = "mov.b32 $0, $1;"
+STORES_AWAITED = re.compile(r"cp\.async\.bulk\.wait_group (\d+); mov\.b32 \$0, \$1;")
+
+
+def meaning(text: str, pack: int, dtype: Any) -> Callable[..., Any]:
+    """The function that an assembly text stands for."""
+    text = " ".join(text.split())
+    if text == COPIED:
+        return registers_as_bytes if dtype == core.int8 and pack == 4 else same
+    awaited = STORES_AWAITED.fullmatch(text)
+    if awaited is not None:
+        return stores_awaited(int(awaited[1]))
+    for pattern, function in KNOWN:
+        if re.fullmatch(pattern, text):
+            return function
+    raise NotImplementedError(f"inline assembly that the interpreter does not know: {text}")
+
+
+def inline_asm_elementwise(asm: str, constraints: str, args: Any, dtype: Any, is_pure: Any, pack: Any) -> Any:
+    return meaning(asm, pack, dtype)(*args, dtype)

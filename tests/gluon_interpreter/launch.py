@@ -1,0 +1,108 @@
+"""Launches of the package with its kernels interpreted; all up to the start of a kernel is as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
+
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.op.operation import Operation
+from gluon_interpreter.functions import Functions
+from gluon_interpreter.global_memory import Box, Pointer
+from gluon_interpreter.program import Launch, Partition, Program, current_partition
+from gluon_interpreter.schedule import Schedule, current_task
+from gluon_interpreter.values import Value, cast
+
+
+def argument(value: Any, is_constant: bool) -> Any:
+    """What a kernel gets for what it is launched with."""
+    if is_constant or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return Pointer.to_tensor(value)
+    if isinstance(value, TensorDescriptor):
+        return Box(value)
+    if isinstance(value, bool):
+        return Value(value, core.int1)
+    if isinstance(value, int):
+        return Value(value, core.int32 if -(2**31) <= value < 2**31 else core.int64)
+    return cast(Value(float(value), core.float64), core.float32)
+
+
+class Interpreter:
+    """Runs kernels. Each run of a kernel has a seed of its own, which follows from ``seed``."""
+
+    def __init__(self, seed: int = 0, functions: Functions | None = None) -> None:
+        self._seed = seed
+        self._functions = Functions() if functions is None else functions
+        self.launched: list[str] = []
+
+    def launch(self, kernel: Any, programs: int, arguments: tuple, num_warps: int) -> None:
+        function = self._functions.of(kernel)
+        schedule = Schedule(self._seed + len(self.launched))
+        self.launched.append(function.__name__)
+        constants = [parameter.is_constexpr for parameter in kernel.params]
+        if len(constants) != len(arguments):
+            raise TypeError(f"{function.__name__} takes {len(constants)} arguments, not {len(arguments)}")
+        given = [argument(value, constant) for value, constant in zip(arguments, constants, strict=True)]
+        if isinstance(kernel, GluonJITFunction):
+            launch = Launch(schedule, programs)
+            for index in range(programs):
+                _start(launch, index, num_warps, lambda: function(*given))
+        else:
+            _start_in_turn(schedule, programs, num_warps, lambda: function(*given))
+        schedule.run()
+
+
+def _start(launch: Launch, index: int, num_warps: int, run: Callable[[], None]) -> None:
+    name = f"program {index}"
+    partition = Partition(Program(launch, index), name, num_warps)
+
+    def body() -> None:
+        run()
+        current_partition().end()
+
+    launch.schedule.start(name, body, partition)
+
+
+def _start_in_turn(schedule: Schedule, programs: int, num_warps: int, run: Callable[[], None]) -> None:
+    """Programs that never wait for one another, one after the other in any order."""
+
+    def body() -> None:
+        for index in schedule.shuffled(programs):
+            program = Program(Launch(schedule, programs), index)
+            current_task().state = Partition(program, f"program {index}", num_warps)
+            run()
+
+    schedule.start("programs in turn", body, None)
+
+
+@contextmanager
+def interpreted(seed: int = 0, functions: Functions | None = None) -> Iterator[Interpreter]:
+    """Kernels that are launched within run here, on tensors in the CPU's memory."""
+    interpreter = Interpreter(seed, functions)
+
+    def run(kept: Any, device: torch.device, *tensors: Any) -> None:
+        views = kept._views
+        descriptors = [view.of(tensor) for view, tensor in zip(views, tensors, strict=False)]
+        arguments = (*descriptors, *tensors[len(views) :], *kept._fixed)
+        interpreter.launch(kept._kernel, kept.programs, arguments, kept._options["num_warps"])
+
+    def prepared(operation: Operation, tensors: Any, beside: Any, options: Any) -> Any:
+        operation.check(*tensors, beside, options)
+        return operation.prepare(tensors, beside, options)  # kept nowhere: it is of use here alone
+
+    with (
+        mock.patch.object(KeptKernel, "__call__", run),
+        mock.patch.object(Operation, "prepared", prepared),
+        mock.patch("flashtile.backends.hopper.reason_of_device", return_value=None),
+    ):
+        yield interpreter

@@ -1,0 +1,182 @@
+"""Programs and their partitions: what each knows of the others, and what it has in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gluon_interpreter.clocks import NOBODY, Agents, new_clock
+from gluon_interpreter.errors import KernelError
+from gluon_interpreter.global_clocks import GlobalClocks
+from gluon_interpreter.schedule import Copy, Schedule, current_task
+
+if TYPE_CHECKING:
+    from gluon_interpreter.shared_memory import Tile
+
+
+class Launch:
+    """What the programs of a launch share."""
+
+    def __init__(self, schedule: Schedule, programs: int) -> None:
+        self.schedule, self.programs = schedule, programs
+        self.agents = Agents()
+        self.memory = GlobalClocks(self.agents)
+
+
+class Program:
+    """One program of a launch."""
+
+    def __init__(self, launch: Launch, index: int) -> None:
+        self.launch, self.index = launch, index
+
+
+class Partition:
+    """A thread of the interpreter: warps that run the same function, or a whole program.
+
+    Products, TMA stores and asynchronous copies in flight are numbered from 1, and are over in that order.
+    """
+
+    def __init__(self, program: Program, name: str, num_warps: int, clock: Tensor | None = None) -> None:
+        self.program, self.name, self.num_warps = program, name, num_warps
+        new = program.launch.agents.new
+        self.agent = new(name, generic=True)
+        self.products = new(f"a product of {name}")
+        self.stores = new(f"a TMA store of {name}")
+        self.writes = new(f"a TMA store of {name}")
+        """How far its TMA stores have come in global memory."""
+        self.copies = new(f"an asynchronous copy of {name}", generic=True)
+        self.clock = new_clock() if clock is None else clock
+        self.clock[self.agent.number] = 1
+        self.num_products = 0
+        self.num_groups = 0
+        self.stores_in_flight: list[Copy] = []
+        self.num_stores = 0
+        self._acquired = new_clock()
+        """What it has read of other programs, but not fenced."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.program.launch.schedule
+
+    @property
+    def now(self) -> int:
+        return int(self.clock[self.agent.number])
+
+    def tick(self) -> None:
+        """What comes from here on is not what others have met so far."""
+        self.clock[self.agent.number] += 1
+
+    def meet(self, clock: Tensor) -> None:
+        torch.maximum(self.clock, clock, out=self.clock)
+
+    def fence(self) -> None:
+        """What was written is there for the async proxy."""
+        for agent in (self.agent, self.copies):
+            self.clock[agent.fenced] = self.clock[agent.number]
+        self.tick()
+
+    def release(self, counter: Hashable) -> None:
+        """Whoever reads the counter from here on may know what this partition knows."""
+        self.program.launch.memory.release(counter, self.clock)
+        self.tick()
+
+    def acquire(self, counter: Hashable) -> None:
+        self._acquired = self._acquired.maximum(self.program.launch.memory.acquire(counter))
+
+    def fence_global(self) -> None:
+        """What was acquired counts for TMA, too."""
+        self.meet(self._acquired)
+
+    def for_async(self) -> Tensor:
+        return self.clock[self.program.launch.agents.for_async]
+
+    def check_read(self, tile: Tile, does: str, is_async: bool) -> None:
+        number = tile.unknown_writer(self.for_async() if is_async else self.clock)
+        if number is not None:
+            self._fault(tile, does, number, is_async, "written")
+
+    def check_write(self, tile: Tile, does: str, is_async: bool) -> None:
+        written = tile.allocation.same_part(tile.allocation.written, tile.writer)
+        clock = (self.for_async() if is_async else self.clock).clone()
+        clock[NOBODY] = int(written.max())  # what nobody has written may be
+        number = tile.unknown_writer(clock)
+        if number is not None:
+            self._fault(tile, does, number, is_async, "written")
+        number = tile.unknown_reader(self.clock)
+        if number is not None:
+            self._fault(tile, does, number, False, "read")
+
+    def _fault(self, tile: Tile, does: str, number: int, is_async: bool, access: str) -> None:
+        names = self.program.launch.agents.names
+        if number == NOBODY:
+            raise KernelError(f"{does} {tile.name}, parts of which nobody has written")
+        if is_async and tile.unknown_writer(self.clock) is None:
+            raise KernelError(f"{does} {tile.name}, {access} by {names[number]} without fence_async_shared")
+        raise KernelError(f"{does} {tile.name}, {access} by {names[number]}, and knows of no end of that")
+
+    def wait_products(self, pending: int) -> None:
+        done = max(self.num_products - pending, 0)
+        self.clock[self.products.number] = max(done, int(self.clock[self.products.number]))
+
+    def wait_store_reads(self, pending: int) -> None:
+        """All TMA stores but the last ``pending`` have read shared memory."""
+        done = max(self.num_stores - pending, 0)
+        for copy in self.stores_in_flight[: max(len(self.stores_in_flight) - pending, 0)]:
+            self.schedule.land(copy, steps_left=min(copy.steps_left, 1))
+        self.clock[self.stores.number] = max(done, int(self.clock[self.stores.number]))
+
+    def wait_store_writes(self, pending: int) -> None:
+        """All TMA stores but the last ``pending`` have written global memory."""
+        self.wait_store_reads(pending)
+        keep = len(self.stores_in_flight) - pending
+        for copy in self.stores_in_flight[: max(keep, 0)]:
+            self.schedule.land(copy)
+        del self.stores_in_flight[: max(keep, 0)]
+        done = max(self.num_stores - pending, 0)
+        self.clock[self.writes.number] = max(done, int(self.clock[self.writes.number]))
+
+    def wait_copies(self, pending: int) -> None:
+        done = max(self.num_groups - pending, 0)
+        self.clock[self.copies.number] = max(done, int(self.clock[self.copies.number]))
+
+    def end(self) -> None:
+        """Nothing may be left in flight that reads or writes the program's shared memory."""
+        if int(self.clock[self.stores.number]) < self.num_stores:
+            raise KernelError("ends before its TMA stores have read shared memory (store_wait)")
+        if int(self.clock[self.products.number]) < self.num_products:
+            raise KernelError("ends with products in flight (warpgroup_mma_wait)")
+
+
+def current_partition() -> Partition:
+    return current_task().state
+
+
+def warp_specialize(
+    functions: Sequence[tuple[Callable, tuple]], num_warps: Sequence[int], num_registers: Sequence[int]
+) -> Any:
+    """The first function here, each of the others in a partition of its own; all end together."""
+    mine = current_partition()
+    if not len(functions) - 1 == len(num_warps) == len(num_registers):
+        raise KernelError(f"{len(functions)} functions for 1 + {len(num_warps)} partitions")
+    program, schedule = mine.program, mine.schedule
+    mine.tick()
+    tasks = []
+    for i, ((function, arguments), warps) in enumerate(zip(functions[1:], num_warps, strict=True), 1):
+        name = f"program {program.index}, partition {i} ({function.__name__})"
+        partition = Partition(program, name, int(warps), mine.clock.clone())
+
+        def body(function: Any = function, arguments: Any = arguments, partition: Any = partition) -> None:
+            function(*arguments)
+            partition.end()
+
+        tasks.append(schedule.start(name, body, partition))
+    function, arguments = functions[0]
+    result = function(*arguments)
+    mine.end()
+    for task in tasks:
+        schedule.wait(lambda task=task: task.done, lambda task=task: f"waits for the end of {task.name}")
+        mine.meet(task.state.clock)
+    return result

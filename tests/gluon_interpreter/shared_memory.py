@@ -1,0 +1,154 @@
+"""Shared memory of a program: tiles, and who has read and written each of their elements when."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluon_interpreter.clocks import NOBODY, Agent, Agents
+from gluon_interpreter.errors import KernelError
+from gluon_interpreter.program import current_partition
+from gluon_interpreter.values import LAYOUT, TORCH_DTYPES, Value, cast, undefined, value_of
+
+NEVER = 2**31 - 1
+ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
+
+
+def name_of_caller() -> str:
+    """What a kernel calls the memory that it allocates: "k.full" of ``full = ...`` called by ``k = ...``."""
+    names: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = ASSIGNMENT.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+        if "gluon_interpreter" not in frame.f_code.co_filename and found is not None:
+            names.insert(0, found[1])
+        if "gluon_interpreter" in frame.f_code.co_filename and names:
+            break
+        frame = frame.f_back
+    return ".".join(names) or "memory"
+
+
+class Allocation:
+    """Elements of shared memory, with the clock and agent of their last writer and the clocks of their last
+    readers."""
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: Any, agents: Agents) -> None:
+        self.name, self.agents = name, agents
+        self.writer = torch.full(list(shape), NOBODY, dtype=torch.int32)
+        self.written = torch.full(list(shape), NEVER, dtype=torch.int32)
+        self.readers: dict[int, Tensor] = {}
+        self.data = undefined(shape, TORCH_DTYPES[dtype])
+        self.barriers: dict[int, Any] = {}
+        """mbarriers that lie here, by the place of their element."""
+
+    def same_part(self, whole: Tensor, part: Tensor) -> Tensor:
+        """Of ``whole``, the elements that ``part`` is of ``writer``."""
+        return whole.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+class Tile:
+    """A view of shared memory, ``shared_memory_descriptor`` in a kernel. ``writer`` is the same view of who
+    wrote it, with one dimension more for the elements as they were allocated that make one of ``data``."""
+
+    layout = LAYOUT
+
+    def __init__(self, allocation: Allocation, data: Tensor, dtype: Any, writer: Tensor, name: str) -> None:
+        self.allocation, self.data, self.dtype = allocation, data, dtype
+        self.writer, self.name = writer, name
+
+    @staticmethod
+    def allocate(shape: Sequence[Any], dtype: Any, agents: Agents) -> Tile:
+        sizes = [int(size) for size in shape]
+        allocation = Allocation(name_of_caller(), sizes, dtype, agents)
+        return Tile(allocation, allocation.data, dtype, allocation.writer[..., None], allocation.name)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def rank(self) -> int:
+        return self.data.dim()
+
+    @property
+    def type(self) -> Any:
+        return self
+
+    def _view(self, data: Tensor, writer: Tensor, name: str | None = None) -> Tile:
+        return Tile(self.allocation, data, self.dtype, writer, self.name if name is None else name)
+
+    def index(self, i: Any) -> Tile:
+        i = int(i)
+        if not 0 <= i < len(self.data):
+            raise KernelError(f"{self.name} has {len(self.data)} tiles, number {i} is asked for")
+        return self._view(self.data[i], self.writer[i], f"{self.name}[{i}]")
+
+    def slice(self, start: Any, length: Any, dim: int = 0) -> Tile:
+        start, length = int(start), int(length)
+        if start < 0 or start + length > self.data.shape[dim]:
+            raise KernelError(f"{self.name} of {self.shape}: {length} from {start} on along {dim}")
+        return self._view(self.data.narrow(dim, start, length), self.writer.narrow(dim, start, length))
+
+    def permute(self, order: Sequence[int]) -> Tile:
+        return self._view(self.data.permute(*order), self.writer.permute(*order, self.rank))
+
+    def reshape(self, shape: Sequence[Any]) -> Tile:
+        sizes = [int(size) for size in shape]
+        return self._view(self.data.view(sizes), self.writer.view(*sizes, self.writer.shape[-1]))
+
+    def reinterpret(self, dtype: Any, shape: Sequence[Any]) -> Tile:
+        """The same memory as elements of ``dtype``, of the same size or larger."""
+        sizes = [int(size) for size in shape]
+        data = self.data.view(TORCH_DTYPES[dtype]).view(sizes)
+        writer = self.writer.reshape(*sizes, -1)
+        if writer.data_ptr() != self.writer.data_ptr():
+            raise NotImplementedError(f"{self.name} does not lie in one piece")
+        return Tile(self.allocation, data, dtype, writer, self.name)
+
+    def load(self, layout: Any = None) -> Value:
+        partition = current_partition()
+        partition.check_read(self, "loads", is_async=False)
+        self.record_read(partition.agent, partition.now)
+        return Value(self.data.clone(), self.dtype)
+
+    def store(self, value: Value) -> None:
+        partition = current_partition()
+        data = cast(value_of(value), self.dtype).tensor()
+        if math.prod(data.shape) != math.prod(self.shape) or list(data.shape) != self.shape:
+            raise KernelError(f"{self.name} of {self.shape} is given {list(data.shape)}")
+        if value.dtype != self.dtype:
+            raise KernelError(f"{self.name} of {self.dtype} is given {value.dtype}")
+        partition.check_write(self, "stores to", is_async=False)
+        self.record_write(partition.agent, partition.now)
+        self.data.copy_(data)
+
+    def record_read(self, agent: Agent, clock: int) -> None:
+        allocation = self.allocation
+        clocks = allocation.readers.get(agent.number)
+        if clocks is None:
+            clocks = allocation.readers[agent.number] = torch.zeros_like(allocation.written)
+        allocation.same_part(clocks, self.writer).fill_(clock)
+
+    def record_write(self, agent: Agent, clock: int) -> None:
+        self.writer.fill_(agent.number)
+        self.allocation.same_part(self.allocation.written, self.writer).fill_(clock)
+
+    def unknown_writer(self, clock: Tensor) -> int | None:
+        """An agent whose write to the tile one with ``clock`` does not know of; None if there is none."""
+        written = self.allocation.same_part(self.allocation.written, self.writer)
+        unknown = clock[self.writer] < written
+        return int(self.writer[unknown][0]) if bool(unknown.any()) else None
+
+    def unknown_reader(self, clock: Tensor) -> int | None:
+        """The same of reads."""
+        for number, clocks in self.allocation.readers.items():
+            if int(self.allocation.same_part(clocks, self.writer).max()) > int(clock[number]):
+                return number
+        return None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -240,7 +241,8 @@ def poisoned_memory() -> Iterator[None]:
     """Fill everything that ``torch.empty`` and its kin return with NaN (integers: their largest value).
 
     An output element that is never written then shows. torch does this itself in its deterministic mode,
-    switched on inside and put back after; operations without a deterministic form only warn.
+    switched on inside and put back after; operations without a deterministic form only warn. Who asks torch
+    for the mode is told what it was before: calls are deterministic if they would be without the poison.
 
     Examples:
         >>> from flashtile import testing
@@ -255,7 +257,8 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True
     try:
-        yield
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=enabled):
+            yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         deterministic.fill_uninitialized_memory = fill

@@ -93,9 +93,10 @@ def attention_weights(
         form: "full" for every weight; "columns" for what each key gets of all rows of a head, as policies
             that evict keys from a cache ask for (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to
             128 for so many of each row. The last two take memory in proportion to the lengths.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
-        window_size, attention_chunk, softcap, alibi_slopes, mask, key_padding_mask, bias, score_mod,
-        mask_mod, block_mask, backend: those of the call that gave lse.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: those of the call that
+            gave lse.
+        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: the same.
+        mask, key_padding_mask, bias, score_mod, mask_mod, block_mask, backend: the same.
 
     Returns:
         "full": (batch, heads_q, seqlen_q, seqlen_k) in q's dtype; packed sequences are padded with zeros to

@@ -161,7 +161,7 @@ DECODE = {
     case.name: case
     for case in decode_cases.CASES
     if not (
-        case.cache_dtype or case.rotary_dim or case.new or case.head_dim % 8 or (case.head_dim_v or 8) % 8
+        case.cache_dtype or case.rotary_dim or case.new is not None or case.head_dim % 8 or (case.head_dim_v or 8) % 8
     )
 }
 TELLING_DECODE = (

@@ -161,9 +161,10 @@ DECODE = {
     case.name: case
     for case in decode_cases.CASES
     if not (
-        case.cache_dtype or case.rotary_dim or case.new is not None or case.head_dim % 8 or (case.head_dim_v or 8) % 8
+        case.cache_dtype or case.rotary_dim or case.new is not None or case.head_dim % 8
+        or (case.head_dim_v or 8) % 8
     )
-}
+}  # fmt: skip
 TELLING_DECODE = (
     "page-size-1", "window-left", "leftpad-paged", "batch-idx", "ragged-queries", "tree-by-batch",
     "more-splits-than-keys",

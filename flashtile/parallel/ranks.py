@@ -204,7 +204,7 @@ class Ranks:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _silent(self, peers: Sequence[int], timeout: float) -> RuntimeError:
-        named = ", ".join(map(str, peers)) or "some"
+        named = ", ".join(map(str, sorted(set(peers)))) or "some"
         return RuntimeError(
             f"rank {self.rank} of {self.size} heard nothing from rank {named} within {timeout:g} s: it is "
             "gone, has raised an error, or makes another call (all ranks must make the same, in one order)"

@@ -37,9 +37,9 @@ def events(monkeypatch):
         note("load", base, offsets, seen)
         return load_rows(base, offsets, seen, *widths)
 
-    def noted_work_tile(*arguments):
+    def noted_work_tile(*arguments, **named):
         seen_so_far.append((interpreter_builder.grid_idx[0], "work tile", []))
-        return attend_n_blocks(*arguments)
+        return attend_n_blocks(*arguments, **named)
 
     monkeypatch.setattr(steps, "load_rows", noted_load)
     monkeypatch.setattr(steps, "prefetch_rows", lambda base, at, seen, *_: note("ask", base, at, seen))

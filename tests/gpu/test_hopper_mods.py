@@ -14,7 +14,7 @@ from targets import CUDA
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
-from listed_calls import LISTED_CALLS, MANY_TILES, ListedCall
+from listed_calls import LISTED_CALLS, MANY_TILES, ListedCall, full_by_its_lists
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]
@@ -71,6 +71,16 @@ def test_a_block_mask_is_read_anew_at_each_replay_of_a_graph() -> None:
     parts = [tensor.view(8, 128, 4, 128) for tensor in (q, k, v)]
     expected = flashtile.attention(*parts, causal=True).view(1, 1024, 4, 128)
     torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_a_full_block_hides_nothing() -> None:
+    shape = (1, 300, 2, 64)
+    q, k, v = (testing.random_tensor(shape, torch.float16, "cuda", seed=i).requires_grad_() for i in range(3))
+    out = flashtile.attention(q, k, v, block_mask=full_by_its_lists(300, 300, "cuda"), backend="hopper")
+    plain = flashtile.attention(q, k, v)
+    torch.testing.assert_close(out, plain, atol=2e-3, rtol=2e-3)
+    gradients, expected = (torch.autograd.grad(one.float().sum(), (q, k, v)) for one in (out, plain))
+    torch.testing.assert_close(gradients, expected, atol=5e-3, rtol=5e-3)
 
 
 def test_gradients_of_captured_tensors_come_from_the_portable_kernels() -> None:

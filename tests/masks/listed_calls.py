@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,16 @@ def _of_keys(score, batch, head, q_idx, kv_idx):
     return 0.01 * kv_idx.float()
 
 
+def _but_one_key(batch, head, q_idx, kv_idx):
+    return kv_idx != 5
+
+
+def full_by_its_lists(seqlen_q: int, seqlen_k: int, device: str) -> masks.BlockMask:
+    """Every block is in the lists of full ones, which hide nothing, whatever the mask would."""
+    block_mask = masks.create_block_mask(lambda b, h, q, kv: kv >= 0, None, None, seqlen_q, seqlen_k, device)
+    return replace(block_mask, mask_mod=masks.mask_mod(_but_one_key))
+
+
 WIDE = {"head_dim": 128, "dtype": torch.bfloat16}
 
 LISTED_CALLS: dict[str, ListedCall] = {
@@ -98,6 +108,7 @@ LISTED_CALLS: dict[str, ListedCall] = {
     "ragged-window": listed(lambda device: masks.window(150, 20, offset=200), 300, 500),
     "ragged-prefix": listed(lambda device: masks.prefix_lm(200), 300, 300),
     "ragged-in-a-full-block": listed(lambda device: masks.prefix_lm(330), 130, 330, **WIDE),
+    "ragged-behind-a-partial-block": listed(lambda device: _but_one_key, 130, 330),
     "no-keys": listed(lambda device: lambda b, h, q, kv: kv < 0, 256, 256),
     "by-heads": listed(lambda device: _by_heads, 256, 512, batch=2, heads=2, heads_kv=2),
     "blocks-of-256": listed(_document(600, 300), 512, 600, size=256),

@@ -133,6 +133,7 @@ def mods_of(extras: Any, options: Any) -> Mods:
         tuple(i for i in range(MAX_CAPTURED) if options.learned >> i & 1),
         tuple(tensor.dim() for tensor in captured),
         (options.block_q, options.block_kv) if options.block_q else None,
+        extras.kv_num_blocks.shape[1] if options.block_q else 1,
     )
 
 

@@ -27,6 +27,8 @@ class Mods:
     """Dimensions of each captured tensor."""
     block_size: tuple[int, int] | None = None
     """Queries by keys, of a block mask."""
+    list_heads: int = 1
+    """Query heads that the block mask tells apart, 1 if all share it."""
 
     @property
     def score_program(self) -> Program | None:

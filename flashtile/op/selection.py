@@ -4,7 +4,7 @@ A backend takes part in an operation with a module, ``flashtile.backends.<backen
 ``part``, that offers
 
 * ``reason_against(problem, explicit)``: why it does not serve the problem, None if it does; ``explicit``
-  says that it was asked for by name,
+  says that it was asked for by name; ``reason_against_<operation>`` is asked instead where there is one,
 * ``prepare_<operation>(problem, config)``: a launch ``(*tensors, beside)`` for tensors of one signature,
   which validates nothing (one with ``writes_into`` takes memory for its results behind them: ``op/into.py``),
 * ``configure_<operation>(problem)``: the frozen configuration, where there is one to choose.
@@ -75,7 +75,8 @@ def _reason_against(name: str, operation: Served, problem: Any, explicit: bool) 
     part = load_part(name, operation)
     if part is None:
         return f"it has no kernels for {operation.name}"
-    return part.reason_against(problem, explicit=explicit)
+    reason_against = getattr(part, f"reason_against_{operation.name}", part.reason_against)
+    return reason_against(problem, explicit=explicit)
 
 
 def _configure(name: str, operation: Served, problem: Any) -> Any:

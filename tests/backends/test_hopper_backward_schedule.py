@@ -91,7 +91,7 @@ def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **mo
     left, right = window
     fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1} | more
     return SimpleNamespace(
-        BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, **fields
+        BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
 
 

@@ -30,14 +30,26 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         return "its kernels for head sizes over 128 write 16 bits, partial results are float32"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
-    if problem.mods is not None:
-        return f"it takes no {problem.mods.given}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             return f"{name} must be a multiple of 8 for TMA, it is {size}"
         if size > LARGEST_HEAD_DIM:
             return f"{name} must be at most {LARGEST_HEAD_DIM} for its tiles, it is {size}"
-    return reason_of_tensors(problem)
+    if problem.mods is not None:
+        from flashtile.backends.hopper.mods.config import reason_against_mods
+
+        reason = reason_against_mods(problem)
+    return reason_of_tensors(problem) if reason is None else reason
+
+
+def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
+    """The same of the backward pass."""
+    reason = reason_against(problem, explicit)
+    if reason is None and problem.mods is not None:
+        from flashtile.backends.hopper.mods import config
+
+        reason = config.reason_against_backward(problem)
+    return reason
 
 
 def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
@@ -64,6 +76,10 @@ def reason_of_tensors(problem: Problem) -> str | None:
 
 
 def configure_forward(problem: Problem):
+    if problem.mods is not None:
+        from flashtile.backends.hopper.mods.config import choose_forward
+
+        return choose_forward(problem)
     from flashtile.backends.hopper.forward.config import choose
 
     return choose(problem)
@@ -71,18 +87,30 @@ def configure_forward(problem: Problem):
 
 def configure_backward(problem: Problem):
     """A ``BackwardConfig``, for head sizes over 128 a ``WideBackwardConfig``."""
+    if problem.mods is not None:
+        from flashtile.backends.hopper.mods.config import choose_backward
+
+        return choose_backward(problem)
     from flashtile.backends.hopper.backward.config import choose
 
     return choose(problem)
 
 
 def prepare_forward(problem: Problem, config):
+    if problem.mods is not None:
+        from flashtile.backends.hopper.mods.launch import ForwardLaunch as ModifiedLaunch
+
+        return ModifiedLaunch(problem, config)
     from flashtile.backends.hopper.forward.launch import ForwardLaunch
 
     return ForwardLaunch(problem, config)
 
 
 def prepare_backward(problem: Problem, config):
+    if problem.mods is not None:
+        from flashtile.backends.hopper.mods.launch import BackwardLaunch as ModifiedLaunch
+
+        return ModifiedLaunch(problem, config)
     from flashtile.backends.hopper.backward.config import WideBackwardConfig
 
     if isinstance(config, WideBackwardConfig):

@@ -1,6 +1,8 @@
 """What the configurations of all Hopper kernels have in common. The tables are in ``forward``, ``backward``,
 ``fp8``."""
 
+from typing import Any, ClassVar
+
 WARPGROUP_ROWS = 64
 """Rows of a product that one warpgroup computes."""
 PRODUCER_REGISTERS = 24
@@ -15,3 +17,15 @@ LAUNCH_REGISTERS = {2: 168, 3: 128}
 def padded(head_dim: int) -> int:
     """The head size that the tiles have: TMA fills what is missing with zeros."""
     return next(size for size in (64, 128, 256) if head_dim <= size)
+
+
+class WithoutFunctions:
+    """What variants of kernels say of functions of scores and masks; those of ``mods`` have fields."""
+
+    HAS_MODS: ClassVar[bool] = False
+    HAS_CUTS: ClassVar[bool] = False
+    """A mask hides keys by other than their distance to the row."""
+    SCORE_MOD: ClassVar[Any] = None
+    MASK_MOD: ClassVar[Any] = None
+    LISTED: ClassVar[bool] = False
+    """A block mask lists the blocks to compute."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 
 POSTPROCESS_WARPS = 2
 """Warps that make dQ of ``dq_accum``, beside the producer and the warp that adds to it."""
@@ -63,7 +63,7 @@ class WideBackwardConfig(BackwardConfig):
 
 
 @dataclass(frozen=True)
-class BackwardVariant:
+class BackwardVariant(WithoutFunctions):
     """Everything that the backward kernel is compiled for: one constant of the kernel."""
 
     HAS_TREE: ClassVar[bool] = False

@@ -70,6 +70,8 @@ from flashtile.backends.hopper.compat import (
     async_store,
 )
 from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
+from flashtile.backends.hopper.mods.cells import key_mods, of_query_head
+from flashtile.backends.hopper.mods.visits import row_visits, visited_block
 from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
@@ -126,6 +128,11 @@ def producer(
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
         cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
+        if C.LISTED:  # visits take the place of blocks, those under a mask first
+            visits = row_visits(C, work, pointers.lists)
+            begin, end, cut, count, in_front, full = (
+                0, visits.count, visits.cut, visits.count, visits.cut, visits.cut
+            )  # fmt: skip
         following = tile_index
         mbarrier.wait(shared.kv_empty, (t & 1) ^ 1)
         if begin < end:
@@ -141,7 +148,10 @@ def producer(
                 if (g == C.GROUP - 1) & (j == count - 1):  # the atomic takes its time, while tiles are ahead
                     following = gl.atomic_add(pointers.next_tile, 1)
                     work_queue.put(queue, t + 1, following)
-                row = block_of_step(j, begin, end, cut, in_front, full) * C.BLOCK_M
+                m = block_of_step(j, begin, end, cut, in_front, full)
+                if C.LISTED:
+                    m, _full = visited_block(C, visits, m)
+                row = m * C.BLOCK_M
                 column = padded_row(C, work, row)
                 slot = q.acquire(i)
                 barrier = q.full.index(slot)
@@ -180,12 +190,19 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
         cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
+        if C.LISTED:  # visits take the place of blocks, those under a mask first
+            visits = row_visits(C, work, pointers.lists)
+            begin, end, cut, count, in_front, full = (
+                0, visits.count, visits.cut, visits.count, visits.cut, visits.cut
+            )  # fmt: skip
         key_head, _ = head_and_block(C, tile_index, blocks, schedule)
         wait_until_zeroed(key_head, blocks, accum)
         for g in range(C.GROUP):
             head = head_of_batch(C, work, g, schedule.num_heads)
             for j in range(count):
                 m = block_of_step(j, begin, end, cut, in_front, full)
+                if C.LISTED:
+                    m, _full = visited_block(C, visits, m)
                 accum_block = accum_row(C, work, key_head, g, m * C.BLOCK_M, accum) // C.BLOCK_M
                 if C.DETERMINISTIC:
                     block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
@@ -255,8 +272,8 @@ def pass_dq(W: gl.constexpr, shared, dq, i):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, slope, dk, dv,
-    start, q, do, shared, schedule, numbers,
+    C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, slope, mods,
+    dk, dv, start, q, do, shared, schedule, numbers,
 ):  # fmt: skip
     """Step ``i``: rows of block ``m``; and dQ of the step before, unless this is the FIRST of a work tile.
 
@@ -296,12 +313,12 @@ def step(
         scores = warpgroup_mma_wait(1, deps=[scores])
     softcap_grad = 1.0
     if C.HAS_SCORE_MOD:
-        scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout)
+        scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout, mods)
         p = gl.exp2(scores + row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
     else:
         p = gl.exp2(scores * numbers.scale_log2)
     if CUT:
-        p = mask(C, W, p, m, work, schedule, s_layout)
+        p = mask(C, W, p, m, work, schedule, s_layout, mods)
     weights = to_16_bit(p * softcap_grad, dtype)  # dS / dP: P, times the soft-cap's derivative
     p = to_16_bit(p, dtype)
     do.wait(i)
@@ -371,33 +388,44 @@ def consumer(
         mbarrier.wait(shared.kv_full, t & 1)
         dk_sum = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
         dv_sum = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
+        mods = 0
+        if C.HAS_MODS:
+            mods = key_mods(C, work, pointers)
+        if C.LISTED:
+            visits = mods.visits  # type: ignore[attr-defined]
+            begin, end = 0, visits.count
         if begin < end:
             cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
+            if C.LISTED:
+                count, cut, in_front, full = end, visits.cut, visits.cut, visits.cut
             start = row_of(shared.neg_lse.index(q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
             last = i + count * C.GROUP - 1
             m = block_of_step(0, begin, end, cut, in_front, full)
             slope = slope_of(C, work, 0, pointers, schedule)
             dk_sum, dv_sum, start = step(
-                C, W, True, C.MASKED, i, m, min(last - i, 1), work, slope, dk_sum, dv_sum, start, q, do,
-                shared, schedule, numbers,
+                C, W, True, C.MASKED, i, m, min(last - i, 1), work, slope, mods, dk_sum, dv_sum, start, q,
+                do, shared, schedule, numbers,
             )  # fmt: skip
             i += 1
             for g in range(C.GROUP):
                 slope = slope_of(C, work, g, pointers, schedule)
+                of_head = mods
+                if C.HAS_MODS:
+                    of_head = of_query_head(C, mods, g)
                 done = max(1 - g, 0)  # of the first head, the step above
                 if C.MASKED:
                     for j in range(done, cut):
                         m = block_of_step(j, begin, end, cut, in_front, full)
                         dk_sum, dv_sum, start = step(
-                            C, W, False, True, i, m, min(last - i, 1), work, slope, dk_sum, dv_sum, start, q,
-                            do, shared, schedule, numbers,
+                            C, W, False, True, i, m, min(last - i, 1), work, slope, of_head, dk_sum, dv_sum,
+                            start, q, do, shared, schedule, numbers,
                         )  # fmt: skip
                         i += 1
                     done = max(done, cut)
                 for j in range(done, count):
                     dk_sum, dv_sum, start = step(
-                        C, W, False, False, i, full - cut + j, min(last - i, 1), work, slope, dk_sum, dv_sum,
-                        start, q, do, shared, schedule, numbers,
+                        C, W, False, False, i, full - cut + j, min(last - i, 1), work, slope, of_head, dk_sum,
+                        dv_sum, start, q, do, shared, schedule, numbers,
                     )  # fmt: skip
                     i += 1
             before = i - 1
@@ -428,21 +456,12 @@ def wait_for_preprocess():
     )  # fmt: skip
 
 
-@gluon_kernel(do_not_specialize=(*Schedule._fields, *Sizes._fields))
-def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
-    dv_desc,
-    table, seqused_k, alibi_slopes, dq_semaphores, dq, counters,
-    num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
-    alibi_stride, swizzle, row_blocks, total_heads, resident_heads, row_vectors, scale,
-    scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
+@gluon.jit
+def run_partitions(
+    C: gl.constexpr, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc,
+    dq_accum_desc, dk_desc, dv_desc, pointers, schedule, accum, numbers,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; each takes work tiles as it comes free.
-
-    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. ``counters``: next_tile, next_part, then
-    added_blocks and converted_parts of each key head.
-    """
-    wait_for_preprocess()
+    """All of a program, once the preprocess kernel has ended: its shared memory and its partitions."""
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
@@ -474,6 +493,37 @@ def backward_kernel(
     )
     queue = work_queue.make_work_queue(3)
     chunks = make_chunks(dq_accum_desc)
+    gl.warp_specialize(
+        [
+            (consumer, (C, 0, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
+            (consumer, (C, 1, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
+            (producer, (
+                C, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
+                pointers, schedule,
+            )),
+            (accumulate_dq, (C, queue, shared, dq_add_desc, pointers, schedule, accum)),
+            (postprocess, (C, chunks, dq_accum_desc, pointers, schedule, accum, numbers.scale)),
+        ],
+        [4, 1, 1, POSTPROCESS_WARPS],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon_kernel(do_not_specialize=(*Schedule._fields, *Sizes._fields))
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
+    dv_desc,
+    table, seqused_k, alibi_slopes, dq_semaphores, dq, counters,
+    num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
+    alibi_stride, swizzle, row_blocks, total_heads, resident_heads, row_vectors, scale,
+    scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program for each multiprocessor at most; each takes work tiles as it comes free.
+
+    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. ``counters``: next_tile, next_part, then
+    added_blocks and converted_parts of each key head.
+    """
+    wait_for_preprocess()
     added_blocks = counters + 2
     pointers = Pointers(table, seqused_k, alibi_slopes, counters)
     schedule = Schedule(
@@ -485,17 +535,7 @@ def backward_kernel(
         sizes, dq_semaphores, dq, counters + 1, added_blocks, added_blocks + total_heads
     )  # fmt: skip
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
-    gl.warp_specialize(
-        [
-            (consumer, (C, 0, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
-            (consumer, (C, 1, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
-            (producer, (
-                C, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
-                pointers, schedule,
-            )),
-            (accumulate_dq, (C, queue, shared, dq_add_desc, pointers, schedule, accum)),
-            (postprocess, (C, chunks, dq_accum_desc, pointers, schedule, accum, scale)),
-        ],
-        [4, 1, 1, POSTPROCESS_WARPS],
-        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
+    run_partitions(
+        C, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
+        dv_desc, pointers, schedule, accum, numbers,
     )  # fmt: skip

@@ -4,7 +4,7 @@ signature."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,10 +152,22 @@ class Kernels(NamedTuple):
 class BackwardLaunch:
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``, of one signature."""
 
+    kernel = backward_kernel
+
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
-        self._variant = variant_of(problem, config)
+        self._variant = self._variant_of(problem, config)
         self._kernels: Kernels | None = None
+
+    _variant_of = staticmethod(variant_of)
+    _numbers_of = staticmethod(numbers_of)
+
+    def _more_integers(self, extras: Any) -> dict[str, int]:
+        """Those of the kernel with functions."""
+        return {}
+
+    def _more_tensors(self, extras: Any, lse: Tensor) -> tuple:
+        return ()
 
     def __call__(
         self,
@@ -171,7 +183,7 @@ class BackwardLaunch:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
-            kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
+            kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
         # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
         dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
@@ -200,15 +212,14 @@ class BackwardLaunch:
             dq_semaphores,
             dq,
             counters,
+            *self._more_tensors(extras, lse),
         )
         return dq, dk, dv, dsink, None
 
-    def _prepare(
-        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
-    ) -> Kernels:
+    def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
         problem, variant = self._problem, self._variant
         swizzle = l2_swizzle(problem)
-        schedule = schedule_of(problem, variant.BLOCK_N, k, alibi_slopes, swizzle)
+        schedule = schedule_of(problem, variant.BLOCK_N, k, extras.alibi_slopes, swizzle)
         programs = num_programs(schedule.num_tiles, q.device)
         heads, rows = statistics_shape(problem)
         sizes = Sizes(
@@ -217,14 +228,15 @@ class BackwardLaunch:
             resident_heads=resident_heads(problem, variant.BLOCK_N, swizzle, programs),
             row_vectors=problem.head_dim // 8,
         )
-        scalars = schedule._asdict() | sizes._asdict() | numbers_of(problem)._asdict()
+        scalars = schedule._asdict() | sizes._asdict() | self._numbers_of(problem)._asdict()
+        scalars |= self._more_integers(extras)
         products = KeptKernel(
-            backward_kernel,
+            self.kernel,
             programs,
-            arguments_of(backward_kernel, scalars),
+            arguments_of(self.kernel, scalars),
             (variant,),
             None,
-            arguments_of(backward_kernel, views(problem, variant, q, k, v, sizes.resident_heads)),
+            arguments_of(self.kernel, views(problem, variant, q, k, v, sizes.resident_heads)),
             maxnreg=LAUNCH_REGISTERS[2],
             launch_pdl=True,
         )

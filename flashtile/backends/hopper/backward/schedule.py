@@ -140,6 +140,8 @@ def row_blocks(C: gl.constexpr, work, left, right):
     # Rows behind the last have probability 0 in any case: the last block of rows needs no mask for them.
     full_end = (full_end + C.BLOCK_M - 1) // C.BLOCK_M if full_end == work.seqlen_q else full_end // C.BLOCK_M
     partial = first + C.BLOCK_N > work.seqlen_k
+    if C.HAS_CUTS:  # whatever it hides
+        full_end = full_begin
     return begin, begin if none else end, full_begin, full_begin if partial else full_end
 
 

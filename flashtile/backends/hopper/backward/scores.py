@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper import config
+from flashtile.backends.hopper.mods.visits import visited_block
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -65,9 +66,18 @@ def soft_cap(C: gl.constexpr, s, numbers):
 
 
 @gluon.jit
-def apply_score_mod(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr):
-    """(scores in log2 units, softcap_grad) from raw products: soft-cap, then ALiBi."""
+def apply_score_mod(
+    C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr, mods=0
+):  # fmt: skip
+    """(scores in log2 units, their derivative by the scaled products) from raw products: soft-cap, then
+    ALiBi; or SCORE_MOD, to which ``numbers.scale_log2`` leads in natural units."""
     s, softcap_grad = soft_cap(C, s, numbers)
+    if C.LISTED:
+        m, _ = visited_block(C, mods.visits, m)
+    if C.SCORE_MOD is not None:
+        keys, rows = positions(C, W, m, work, s_layout)
+        s, own_grad = C.SCORE_MOD(s, mods.sequence, mods.head, rows - mods.offset, keys, mods.captured)
+        s, softcap_grad = s * LOG2_E, own_grad
     if C.ALIBI:
         keys, rows = positions(C, W, m, work, s_layout)
         s = s - slope * gl.abs(rows - keys).to(gl.float32)
@@ -75,9 +85,15 @@ def apply_score_mod(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers
 
 
 @gluon.jit
-def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.constexpr):
+def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.constexpr, mods=0):
     """P, but 0 for keys that a row does not see."""
+    is_full = False
+    if C.LISTED:
+        m, is_full = visited_block(C, mods.visits, m)
     keys, rows = positions(C, W, m, work, s_layout)
+    if C.MASK_MOD is not None:
+        seen = C.MASK_MOD(mods.sequence, mods.head, rows - mods.offset, keys, mods.captured)
+        p = gl.where(seen | is_full, p, 0.0)
     if not C.EVEN_N:
         p = gl.where(keys < work.seqlen_k, p, 0.0)
     if C.HAS_RIGHT:

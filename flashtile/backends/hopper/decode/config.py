@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
@@ -57,7 +57,7 @@ class HopperDecodeConfig(DecodeConfig):
 
 
 @dataclass(frozen=True)
-class Variant(Layout):
+class Variant(Layout, WithoutFunctions):
     """Everything that the kernel is compiled for: one constant of the kernel."""
 
     PAGE_SIZE: int

@@ -166,7 +166,7 @@ def mask_rows(C: gl.constexpr, work, own, slope, call):
     first_key = in_keys - lengths.window_left
     if C.HAS_LEFTPAD:
         first_key = gl.maximum(first_key, sequence.leftpad)
-    return Rows(in_keys, first_key, last_key, slope, tree)
+    return Rows(in_keys, first_key, last_key, slope, tree, 0)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 from flashtile.problem import UNLIMITED
 
 O_PART = 64
@@ -59,7 +59,7 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
-class ForwardVariant:
+class ForwardVariant(WithoutFunctions):
     """Everything that the forward kernel is compiled for: one constant of the kernel."""
 
     HAS_TREE: ClassVar[bool] = False

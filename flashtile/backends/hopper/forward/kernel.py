@@ -48,6 +48,8 @@ from flashtile.backends.hopper.forward.schedule import (
     snake_order,
 )
 from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale
+from flashtile.backends.hopper.mods.cells import hide_cells, modify_scores, query_mods
+from flashtile.backends.hopper.mods.visits import key_block, key_visits
 from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
@@ -136,6 +138,9 @@ class Rows(NamedTuple):
     """ALiBi's, of the row's head, in log2 units."""
     tree: Any
     """What a tree mask says, as a :class:`Tree`; 0 without one."""
+    mods: Any
+    """What functions of scores and masks need, as :class:`~flashtile.backends.hopper.mods.cells.CellMods`; 0
+    without."""
 
 
 class Tree(NamedTuple):
@@ -160,6 +165,10 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
         s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
+    if C.LISTED:
+        n, _ = key_block(C, rows.mods.visits, n)
+    if C.SCORE_MOD is not None:
+        s = modify_scores(C, s, n, rows, numbers, s_layout)
     if C.ALIBI:
         keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
         distance = gl.abs(rows.positions[:, None] - keys[None, :])
@@ -169,8 +178,13 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 @gluon.jit
 def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
-    """-inf for keys of block ``n`` outside [first_key, last_key] of their row."""
+    """-inf for keys of block ``n`` outside [first_key, last_key] of their row, and what MASK_MOD hides."""
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
+    is_full = False
+    if C.LISTED:
+        n, is_full = key_block(C, rows.mods.visits, n)
+    if C.MASK_MOD is not None:
+        s = hide_cells(C, s, n, is_full, rows, s_layout)
     s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:
         s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
@@ -336,13 +350,13 @@ def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
 
 
 @gluon.jit
-def mask_rows(C: gl.constexpr, work, positions, slope, schedule):
+def mask_rows(C: gl.constexpr, work, positions, slope, schedule, mods=0):
     """The rows at ``positions`` of a sequence, as :class:`Rows`."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:
         last_key = gl.minimum(in_keys + schedule.window_right, last_key)
-    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0)
+    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0, mods)
 
 
 @gluon.jit
@@ -360,6 +374,7 @@ def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
         gl.convert_layout(rows.last_key, layout),
         slope,
         tree,
+        rows.mods,
     )
 
 
@@ -419,7 +434,16 @@ def attend_tile(
     slope = 0.0
     if C.ALIBI:
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * (1 / LN_2)
-    rows = mask_rows(C, work, positions, slope, schedule)
+    mods = 0
+    if C.HAS_MODS:
+        mods = query_mods(C, work, block, pointers)
+    if C.LISTED:  # visits take the place of blocks
+        visits = mods.visits  # type: ignore[attr-defined]
+        n_begin, n_end = 0, visits.count
+        my_begin, my_end, full_begin, full_end = 0, visits.count, 0, visits.count - visits.cut
+    elif C.MASK_MOD is not None:  # whatever it hides
+        full_begin, full_end = my_begin, my_begin
+    rows = mask_rows(C, work, positions, slope, schedule, mods)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     if C.SINK:
         m = gl.load(pointers.sink + head).to(gl.float32) * (1 / LN_2)
@@ -445,7 +469,7 @@ def attend_tile(
         )  # fmt: skip
         my_end = whole
     n = my_end - 1
-    if C.HAS_RIGHT:
+    if C.HAS_RIGHT or C.HAS_CUTS:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i = attend_cut(
             C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, ping_pong,
@@ -459,11 +483,11 @@ def attend_tile(
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
     s = apply_score_mod(C, s, n, rows, numbers, s_layout)
-    if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:
+    if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS:
         s = mask(C, s, n, rows, s_layout)
     weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
     l = scale_rows(l, alpha) + quad_sums(weights)
-    if C.HAS_RIGHT:
+    if C.HAS_RIGHT or C.HAS_CUTS:
         o = scale_rows(o, alpha)
     p = gl.convert_layout(weights.to(dtype), p_layout)
     i += 1
@@ -552,14 +576,20 @@ def consumer(
 
 
 @gluon.jit
-def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule):
+def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
     """All that the consumers need for one block of query rows; returns the new ``i``."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
+    if C.LISTED:
+        visits = key_visits(C, 1, work, block, pointers.lists)
+        n_begin, n_end = 0, visits.count
     for n in range(n_end - 1, n_begin - 1, -1):
+        key_number = n
+        if C.LISTED:
+            key_number, _ = key_block(C, visits, n)
         slot = k.acquire(i)
         mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
-        load_keys(C, k_desc, work, n, k.full.index(slot), k.tiles.index(slot))
+        load_keys(C, k_desc, work, key_number, k.full.index(slot), k.tiles.index(slot))
         if n == n_end - 1:  # the first keys may come before q's tile is free
             slot = q.acquire(j)
             mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
@@ -568,7 +598,7 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
                 load_queries(C, w, q_desc, work, block, q.full.index(slot), part)
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
-        load_keys(C, v_desc, work, n, v.full.index(slot), v.tiles.index(slot))
+        load_keys(C, v_desc, work, key_number, v.full.index(slot), v.tiles.index(slot))
         i += 1
     return i
 
@@ -580,7 +610,7 @@ def load_work_tile(C: gl.constexpr, tile_index, i, j, q, k, v, q_desc, k_desc, v
     num_blocks = query_blocks(C, work, schedule)
     for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
         block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-        i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, schedule)
+        i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
         j += 1
     return i, j
 
@@ -608,17 +638,9 @@ def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, 
             i, j = load_work_tile(C, tile_index, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
 
 
-@gluon_kernel(do_not_specialize=Schedule._fields)
-def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, alibi_slopes, sink,
-    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-    window_right, alibi_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
-):  # fmt: skip
-    """Grid: one program for each multiprocessor at most.
-
-    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
-    ``table``. A pointer to what a call has not (a table, used lengths, slopes, a sink) is never followed.
-    """
+@gluon.jit
+def run_partitions(C: gl.constexpr, q_desc, k_desc, v_desc, o_desc, pointers, schedule, numbers):
+    """All of a program: its shared memory, its consumers and its producer."""
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, 1)
@@ -629,12 +651,6 @@ def forward_kernel(
     else:
         O_TILES: gl.constexpr = 2 * C.WARPGROUPS if C.O_IN_PARTS else C.WARPGROUPS
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [O_TILES] + o_desc.block_type.shape, o_desc.layout)
-    pointers = Pointers(lse, table, seqused_k, alibi_slopes, sink)
-    schedule = Schedule(
-        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-        window_right, alibi_stride,
-    )  # fmt: skip
-    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -656,3 +672,23 @@ def forward_kernel(
             [4, 4, 1],
             [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
         )
+
+
+@gluon_kernel(do_not_specialize=Schedule._fields)
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, alibi_slopes, sink,
+    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+    window_right, alibi_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program for each multiprocessor at most.
+
+    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
+    ``table``. A pointer to what a call has not (a table, used lengths, slopes, a sink) is never followed.
+    """
+    pointers = Pointers(lse, table, seqused_k, alibi_slopes, sink)
+    schedule = Schedule(
+        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
+        window_right, alibi_stride,
+    )  # fmt: skip
+    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
+    run_partitions(C, q_desc, k_desc, v_desc, o_desc, pointers, schedule, numbers)

@@ -37,7 +37,7 @@ end together, of few enough heads that their keys stay in the L2 cache."""
 def pack_of(problem: Problem, block_m: int) -> int:
     """Query heads of a key head to put into one tile: all of them if that saves a quarter of the tiles."""
     group = problem.group_size
-    if problem.varlen or group & (group - 1) or group > WARPGROUP_ROWS:
+    if problem.varlen or problem.mods is not None or group & (group - 1) or group > WARPGROUP_ROWS:
         return 1
     apart = group * math.ceil(problem.seqlen_q / block_m)
     together = math.ceil(problem.seqlen_q * group / block_m)

@@ -3,6 +3,9 @@
 Each function is a text of its own. Its name holds a digest of the text and of the steps that it calls, and a
 kernel's key holds the name: the same program finds the same compiled kernel, in this process and in Triton's
 cache on disk. Python finds the text of a function that has no file in ``linecache``.
+
+Gluon kernels call the same functions, which take the layouts of the tiles that they are given. Only a tile
+that a function makes itself would need one, so that for Gluon (``gluon=True``) it makes none.
 """
 
 from __future__ import annotations
@@ -39,29 +42,30 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 """Functions by their text."""
 
 
-def score_function(mods: Mods) -> Any:
+def score_function(mods: Mods, gluon: bool = False) -> Any:
     """``(scores, b, head, rows, keys, captured) -> (scores, their derivative)`` of ``score_mod``."""
     program = mods.score_program
     if program is None:
         return None
     both, _ = derivatives(program)
-    writer = _Writer(both, mods)
+    writer = _Writer(both, mods, gluon)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
     return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
 
 
-def mask_function(mods: Mods) -> Any:
-    """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``."""
+def mask_function(mods: Mods, gluon: bool = False) -> Any:
+    """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``, in a shape that broadcasts to the tile's,
+    for Gluon perhaps a scalar."""
     program = mods.mask_program
     if program is None:
         return None
     writer = _Writer(program, mods)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
-    return writer.function(
-        "mask_mod", "b, h, q, kv, captured", f"return tl.full((1, 1), True, tl.int1) & {seen}"
-    )
+    if not gluon:
+        seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
+    return writer.function("mask_mod", "b, h, q, kv, captured", f"return {seen}")
 
 
 def gradient_function(mods: Mods) -> Any:
@@ -98,8 +102,9 @@ def gradient_function(mods: Mods) -> Any:
 class _Writer:
     """The body of a function."""
 
-    def __init__(self, program: Program, mods: Mods) -> None:
+    def __init__(self, program: Program, mods: Mods, gluon: bool = False) -> None:
         self.program = program
+        self.gluon = gluon
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.body: list[str] = []
 
@@ -114,7 +119,12 @@ class _Writer:
     def spread(self, operand: Any) -> str:
         """A float of the scores' shape."""
         whole = "score" in depends_on(self.program)[operand] if isinstance(operand, Name) else False
-        return self.operand(operand) if whole else f"(tl.zeros_like(score) + {self.operand(operand)})"
+        text = self.operand(operand)
+        if whole:
+            return text
+        if self.gluon:
+            return f"tl.where(score == score, {text}, {text})"
+        return f"(tl.zeros_like(score) + {text})"
 
     def lines_of_program(self) -> None:
         for line in self.program.lines:

@@ -1,0 +1,155 @@
+"""From a call with functions to the arguments of the Hopper kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.hopper.backward import launch as plain_backward
+from flashtile.backends.hopper.backward.config import BackwardConfig
+from flashtile.backends.hopper.config import LAUNCH_REGISTERS
+from flashtile.backends.hopper.forward.config import ForwardConfig
+from flashtile.backends.hopper.forward.launch import Outputs, schedule_of, views
+from flashtile.backends.hopper.forward.launch import variant_of as plain_variant_of
+from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.mods.backward import backward_kernel
+from flashtile.backends.hopper.mods.config import ModifiedBackwardVariant, ModifiedForwardVariant
+from flashtile.backends.hopper.mods.forward import Numbers, forward_kernel
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable.mods import functions
+from flashtile.backends.portable.mods.arguments import SIZES
+from flashtile.backends.portable.mods.launch import KV_LISTS, Q_LISTS, captured_of, lists_of
+from flashtile.masks.problem import MAX_CAPTURED, Mods
+from flashtile.problem import LOG2_E
+
+
+def function_fields(mods: Mods) -> dict[str, Any]:
+    """Fields of both variants."""
+    mask, listed = functions.mask_function(mods, gluon=True), mods.block_size is not None
+    return {
+        "HAS_CUTS": mask is not None or listed,
+        "SCORE_MOD": functions.score_function(mods, gluon=True),
+        "MASK_MOD": mask,
+        "LISTED": listed,
+    }
+
+
+def variant_of(problem: Problem, config: ForwardConfig) -> ModifiedForwardVariant:
+    """What the forward kernel is compiled for."""
+    mods = problem.mods
+    assert mods is not None
+    fields = vars(plain_variant_of(problem, config))
+    more = function_fields(mods)
+    size_q, size_kv = mods.block_size or (config.BLOCK_M, config.BLOCK_N)
+    if more["LISTED"]:  # blocks of rows cost what the block mask leaves them
+        fields |= {"EVEN_N": problem.seqlen_k % size_kv == 0, "QUEUED": True, "PAIRED": False}
+    if more["SCORE_MOD"] is not None:  # scores are in natural units, which the softmax scales
+        fields["HAS_SCORE_MOD"] = False
+    return ModifiedForwardVariant(**fields, **more, OWN=size_q, PARTS=size_kv // config.BLOCK_N)
+
+
+def numbers_of(problem: Problem) -> Numbers:
+    """The floats of the forward."""
+    numbers = score_numbers(problem)
+    assert problem.mods is not None
+    if problem.mods.score_mod:
+        numbers["scale_log2"] = LOG2_E
+    return Numbers(**numbers, scale=problem.softmax_scale)
+
+
+def integers_of(problem: Problem, extras: Any) -> dict[str, int]:
+    """The kernels' integers that say how captured tensors and lists lie."""
+    mods = problem.mods
+    assert mods is not None
+    sizes = [size for i in range(len(mods.ranks)) for size in getattr(extras, f"captured_{i}").shape]
+    batch, heads = (1, 1) if mods.block_size is None else extras.kv_num_blocks.shape[:2]
+    return {
+        "list_batch": batch,
+        "list_heads": heads,
+        **dict(zip(SIZES, sizes + [0] * (len(SIZES) - len(sizes)), strict=True)),
+    }
+
+
+def backward_variant_of(problem: Problem, config: BackwardConfig) -> ModifiedBackwardVariant:
+    """What the backward kernel is compiled for."""
+    mods = problem.mods
+    assert mods is not None
+    fields = vars(plain_backward.variant_of(problem, config))
+    more = function_fields(mods)
+    size_q, size_kv = mods.block_size or (config.BLOCK_M, config.BLOCK_N)
+    fields["MASKED"] |= more["HAS_CUTS"]
+    fields["HAS_SCORE_MOD"] |= more["SCORE_MOD"] is not None
+    return ModifiedBackwardVariant(**fields, **more, OWN=size_kv, PARTS=size_q // config.BLOCK_M)
+
+
+def backward_numbers_of(problem: Problem) -> plain_backward.Numbers:
+    """The floats of the backward. With score_mod they lead to scores in natural units."""
+    numbers = plain_backward.numbers_of(problem)
+    assert problem.mods is not None
+    if problem.mods.score_mod:
+        numbers = numbers._replace(scale_log2=problem.softmax_scale)
+    return numbers
+
+
+def function_tensors(extras: Any, lists: tuple[str, ...], missing: Tensor) -> tuple[Tensor, ...]:
+    """Captured tensors and lists as the kernels take them, ``missing`` for those that a call has not."""
+    given = *captured_of(extras), *lists_of(extras, lists)
+    return tuple(missing if tensor is None else tensor for tensor in given)
+
+
+class ForwardLaunch:
+    """``(q, k, v, extras) -> (out, lse)`` for tensors of one signature."""
+
+    def __init__(self, problem: Problem, config: ForwardConfig) -> None:
+        self._problem = problem
+        self._variant = variant_of(problem, config)
+        self._allocate = Outputs(problem, problem.out_dtype)
+        self._kernel: KeptKernel | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> tuple[Tensor, Tensor]:
+        out, lse = self._allocate(q)
+        if self._kernel is None:
+            self._kernel = self._prepare(q, k, v, extras)
+        table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32) if self._variant.QUEUED else lse
+        slopes, sink = extras.alibi_slopes, extras.sink
+        self._kernel(
+            q.device, q, k, v, out, lse, table, lse if slopes is None else slopes,
+            lse if sink is None else sink, *function_tensors(extras, KV_LISTS, lse),
+        )  # fmt: skip
+        return out, lse
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> KeptKernel:
+        problem, variant = self._problem, self._variant
+        schedule = schedule_of(problem, variant, k, extras.alibi_slopes)
+        scalars = schedule._asdict() | integers_of(problem, extras) | numbers_of(problem)._asdict()
+        return KeptKernel(
+            forward_kernel,
+            num_programs(schedule.num_tiles, q.device),
+            arguments_of(forward_kernel, scalars),
+            (variant,),
+            None,
+            arguments_of(forward_kernel, views(problem, variant, q, k, v)),
+            maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
+        )
+
+
+class BackwardLaunch(plain_backward.BackwardLaunch):
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, *None of captured tensors)``."""
+
+    kernel = backward_kernel
+    _variant_of = staticmethod(backward_variant_of)
+    _numbers_of = staticmethod(backward_numbers_of)
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dq, dk, dv, dsink, _ = super().__call__(*arguments)
+        return dq, dk, dv, dsink, *(None,) * MAX_CAPTURED
+
+    def _more_integers(self, extras: Any) -> dict[str, int]:
+        return integers_of(self._problem, extras)
+
+    def _more_tensors(self, extras: Any, lse: Tensor) -> tuple:
+        return function_tensors(extras, Q_LISTS, lse)

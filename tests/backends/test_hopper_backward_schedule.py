@@ -78,7 +78,9 @@ step_order = as_python(backward_schedule, "step_order")
 block_of_step = as_python(backward_schedule, "block_of_step")
 dq_order = as_python(backward_schedule, "dq_order")
 padded_row = as_python(backward_schedule, "padded_row")
-num_work_tiles = as_python(backward_schedule, "num_work_tiles")
+count_tiles = as_python(backward_schedule, "count_tiles")
+own_row_blocks = as_python(backward_schedule, "own_row_blocks")
+gradient_head = as_python(backward_schedule, "gradient_head")
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]
 LENGTHS = [(1, 1), (17, 40), (40, 17), (32, 64), (64, 32), (33, 65), (64, 8), (5, 70), (70, 5), (48, 48)]
@@ -89,7 +91,7 @@ every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
-    fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1} | more
+    fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1, "ROW_SPLITS": 1} | more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
@@ -247,7 +249,7 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
     used = [20, -4, 100, 48]
     pointers = SimpleNamespace(table=Memory(table), seqused_k=Memory(used))
     schedule = make_schedule(3, heads, 20, 48, swizzle=swizzle)
-    tile_indices = num_work_tiles(C, pointers, schedule)
+    tile_indices = count_tiles(C, pointers, schedule)
     assert tile_indices == len(rows) * heads
     found = [find_work_tile(C, tile_index, pointers, schedule) for tile_index in range(tile_indices)]
     expected = [
@@ -267,18 +269,75 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
         assert places == sorted(places, reverse=deterministic)
 
 
+@every_mask
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+@pytest.mark.parametrize("row_splits", [2, 3, 8])
+def test_shares_of_rows_are_whole(
+    window: tuple[int, int], seqlen_q: int, seqlen_k: int, row_splits: int
+) -> None:
+    """Programs that share a block of keys meet each of its row blocks once, masked as if they were one. They
+    write parts of their own."""
+    blocks, heads, batch = ceil_div(seqlen_k, 16), 2, 2
+    C, alone = variant(8, 16, window, ROW_SPLITS=row_splits), variant(8, 16, window)
+    schedule = make_schedule(blocks, heads, seqlen_q, seqlen_k, *window, num_tiles=batch * heads * blocks)
+    found: dict[tuple[int, int, int], list] = {}
+    written: Counter[tuple[int, int, int]] = Counter()
+    for tile_index in range(count_tiles(C, SimpleNamespace(), schedule)):
+        work = find_work_tile(C, tile_index, SimpleNamespace(), schedule)
+        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
+        assert begin <= end
+        cut, count, before, full = step_order(begin, end, full_begin, full_end)
+        steps = [(block_of_step(j, begin, end, cut, before, full), j < cut) for j in range(count)]
+        found.setdefault((work.sequence, work.head, work.place), []).append(steps)
+        written[work.sequence, gradient_head(C, tile_index, work), work.place] += 1
+    assert len(found) == batch * heads * blocks
+    for (_, _, place), shares in found.items():
+        steps, cut = steps_of(alone, work_of(place, seqlen_q, seqlen_k), window)
+        assert sorted(itertools.chain(*shares)) == sorted((m, j < cut) for j, m in enumerate(steps))
+        sizes = [len(share) for share in shares]
+        assert len(sizes) == row_splits
+        assert max(sizes) - min(sizes) <= 1
+    parts = itertools.product(range(batch), range(heads * row_splits), range(blocks))
+    assert written == Counter(parts)
+
+
+def test_shares_of_heads_have_the_keys_of_their_group() -> None:
+    """Each key head of the schedule loads K and V of the one that it is a share of, and has its own part."""
+    loaded: list[list] = []
+    load_keys = functions_of(
+        work_tiles,
+        backward_schedule,
+        gl=PYTHON_GL,
+        async_load=lambda desc, at, barrier, tile: loaded.append(at),
+    )["load_keys"]
+    splits, heads_q, heads_kv = 3, 12, 2
+    C = variant(8, 16, GROUP=heads_q // heads_kv // splits, HEAD_SPLITS=splits)
+    schedule = make_schedule(1, heads_kv * splits, 40, 16)
+    head_of_batch = as_python(backward_schedule, "head_of_batch")
+    for tile_index in range(2 * heads_kv * splits):
+        work = find_work_tile(C, tile_index, SimpleNamespace(), schedule)
+        load_keys(C, None, work, None, None)
+        sequence, row, head, _ = loaded[-1]
+        assert (sequence, row) == (work.sequence, 0)
+        assert head == gradient_head(C, tile_index, work) // splits
+        for g in range(C.GROUP):
+            head_q = head_of_batch(C, work, g, schedule.num_heads) - sequence * heads_q
+            assert head_q // (heads_q // heads_kv) == head
+    assert len(loaded) == 12
+
+
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
-@pytest.mark.parametrize("swizzle", [1, 2, 6])
+@pytest.mark.parametrize(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 3)])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
 def test_nobody_waits_forever_for_the_order_of_additions(
-    programs: int, swizzle: int, window: tuple[int, int]
+    programs: int, swizzle: int, row_splits: int, window: tuple[int, int]
 ) -> None:
     """Programs as the kernel's: each takes the next work tile, and adds to a row block in order."""
     batch, heads, blocks, block_m, block_n = 2, 3, 4, 8, 16
     left, right = window
-    C = variant(block_m, block_n, window, DETERMINISTIC=True)
+    C = variant(block_m, block_n, window, DETERMINISTIC=True, ROW_SPLITS=row_splits)
     schedule = make_schedule(blocks, heads, 50, block_n * blocks - 3, left, right, swizzle=swizzle)
-    queue = iter(range(batch * heads * blocks))
+    queue = iter(range(batch * heads * blocks * row_splits))
     semaphores: Counter[tuple[int, int, int]] = Counter()
     finished: list[int] = []
 
@@ -286,7 +345,7 @@ def test_nobody_waits_forever_for_the_order_of_additions(
         """Whether it went on."""
         for tile_index in queue:
             work = find_work_tile(C, tile_index, SimpleNamespace(), schedule)
-            begin, end, full_begin, full_end = row_blocks(C, work, left, right)
+            begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
             cut, count, before, full = step_order(begin, end, full_begin, full_end)
             for j in range(count):
                 m = block_of_step(j, begin, end, cut, before, full)
@@ -302,7 +361,7 @@ def test_nobody_waits_forever_for_the_order_of_additions(
         went_on = [next(each, None) for each in running]
         running = [each for each, state in zip(running, went_on, strict=True) if state is not None]
         assert not running or any(state is not False for state in went_on)
-    assert sorted(finished) == list(range(batch * heads * blocks))
+    assert sorted(finished) == list(range(batch * heads * blocks * row_splits))
 
 
 def test_interleaved_heads_leave_room_in_the_l2_cache() -> None:
@@ -338,6 +397,7 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
         assert resident >= swizzle
     if seqlen == 512 and not deterministic:
         assert resident == 67
+        assert resident_heads(problem, 128, swizzle, 132, row_splits=4) == 18
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -404,10 +464,11 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("sizes", [(64, 128), (256, 128)])
 def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
-    """Tiles as the table has them, barriers beside."""
+    """Tiles as the table has them, barriers beside. Parts in float32 leave through as much as 16 bits do."""
     config = choose(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
     if isinstance(config, WideBackwardConfig):
-        tiles = wide_smem_bytes(config, *sizes)
+        of_dkv, of_dq = wide_smem_bytes(config, *sizes)
+        tiles = (of_dkv, of_dq, of_dkv)
     else:
         tiles = (smem_bytes(config, *sizes),)
     name = f"head_dim {sizes[0]}/{sizes[1]} "

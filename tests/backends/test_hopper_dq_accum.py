@@ -184,6 +184,7 @@ def run(
     resident: int,
     swizzle: int = 0,
     varlen: bool = False,
+    row_splits: int = 1,
 ) -> None:
     """A thread for each program's warp that adds, and one for its postprocess warps."""
     block_d = 64 if head_dim <= 64 else 128
@@ -205,7 +206,7 @@ def run(
     resident = min(resident, total_heads)
     C = SimpleNamespace(
         VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUP=group, BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False,
+        BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, ROW_SPLITS=row_splits,
     )  # fmt: skip
     numbers = Schedule(
         num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,
@@ -238,15 +239,16 @@ def run(
 
     def accumulate_dq() -> None:
         tile_index = atomic_add(pointers.next_tile, 1)
-        while tile_index < FUNCTIONS["num_work_tiles"](C, pointers, numbers):
+        while tile_index < FUNCTIONS["count_tiles"](C, pointers, numbers):
             following = atomic_add(pointers.next_tile, 1)  # as the producer: before it waits
             work = FUNCTIONS["find_work_tile"](C, tile_index, pointers, numbers)
             key_head, _ = FUNCTIONS["head_and_block"](C, tile_index, blocks_of_head, numbers)
             FUNCTIONS["wait_until_zeroed"](key_head, blocks_of_head, accum)
+            begin, end, _, _ = FUNCTIONS["own_row_blocks"](C, tile_index, work, numbers)
             for g in range(group):
-                first = FUNCTIONS["accum_row"](C, work, key_head, g, 0, accum)
+                first = FUNCTIONS["accum_row"](C, work, key_head, g, begin * block_m, accum)
                 with LOCK:
-                    added = memory.view(-1, block_d)[first : first + -(-work.seqlen_q // ROWS) * ROWS]
+                    added = memory.view(-1, block_d)[first : first + (end - begin) * block_m]
                     added += (key_head * group + g + 1) * 2.0**-10
             atomic_add(accum.added_blocks + key_head, 1)
             tile_index = following
@@ -305,6 +307,14 @@ def test_variable_lengths(lengths: tuple[tuple[int, int], ...], programs: int, r
     run(lengths, 5, 2, 128, 64, programs, resident, varlen=True)
 
 
+@pytest.mark.parametrize("row_splits", [2, 4])
+@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 1), (5, 100)])
+def test_rows_that_programs_share(programs: int, resident: int, row_splits: int) -> None:
+    """A head is complete when all shares of its blocks of keys are."""
+    run(((300, 500),) * 2, 3, 2, 128, 64, programs, resident, row_splits=row_splits)
+    run(PACKED[0], 3, 2, 64, 128, programs, resident, varlen=True, row_splits=row_splits)
+
+
 @pytest.mark.parametrize(("swizzle", "resident"), [(1, 1), (2, 2), (4, 8), (8, 8)])
 def test_in_one_order(swizzle: int, resident: int) -> None:
     run(((200, 400),) * 4, 4, 1, 128, 64, 3, resident, swizzle)
@@ -319,8 +329,9 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
         memory = torch.cat([store(part).flatten() for part in tile.split(columns, 1)])
         dq = torch.empty(ROWS * head_dim)
         C = SimpleNamespace(
-            VARLEN=False, SEQUSED=False, GROUP=1, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim
-        )
+            VARLEN=False, SEQUSED=False, GROUP=1, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim,
+            ROW_SPLITS=1,
+        )  # fmt: skip
         numbers = Schedule(1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 1)
         accum = DqAccum(Sizes(128 // block_m, 1, 1, head_dim // 8), None, Pointer(dq), None, None, None)
         view = View(torch.cat([memory, memory * 0]), head_dim)

@@ -24,7 +24,9 @@ import decode_cases
 import flashtile
 from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
+from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
+from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.forward.config import every_row
 from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
@@ -90,6 +92,29 @@ def test_forward(case: Case) -> None:
 @by_name(cases(BACKWARD, {"": {}}))
 def test_backward(case: Case) -> None:
     check(case)
+
+
+SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
+    "both": (Splits(2, 2), {"causal": True, "head_dim": 128, "seqlen_q": 300}),
+    "heads": (Splits(4, 1), {"causal": True, "unused_keys": 40, "batch": 2, "softcap": 3.0}),
+    "rows-more-than-blocks": (Splits(1, 8), {"seqlen_q": 70}),
+    "varlen": (Splits(2, 2), {"lengths": LENGTHS, "causal": True, "unused_tail": 30, "slack": 9}),
+    "wide": (Splits(2, 2), {"head_dim": 256, "causal": True}),
+    "wide-varlen": (Splits(4, 2), {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128}),
+    "wide-used": (Splits(1, 4), {"head_dim": 256, "unused_keys": 40, "batch": 2, "window_size": (70, 9)}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("both", "wide") else pytest.param(name, marks=exhaustive) for name in SHARED]
+)
+def test_shared_blocks_of_keys(name: str) -> None:
+    """More programs than a card of two multiprocessors would have share them."""
+    splits, fields = SHARED[name]
+    with mock.patch.object(backward_config, "choose_splits", return_value=splits):
+        for seed, deterministic in enumerate((False, True)):
+            case = replace(SMALL, name=name, heads_q=4, **fields)
+            check(case, seed, deterministic=deterministic)
 
 
 @exhaustive

@@ -54,9 +54,11 @@ def forward() -> Callable[[], object]:
     return lambda: launch(q, k, v, EXTRAS)
 
 
-def backward(head_dim: int) -> Callable[[], object]:
+def backward(head_dim: int, heads: int = 1, rows: int = 1) -> Callable[[], object]:
+    """Blocks of keys shared by so many shares of heads and of rows."""
     problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim)
-    launch = hopper.prepare_backward(problem, hopper.configure_backward(problem))
+    config = replace(hopper.configure_backward(problem), HEAD_SPLITS=heads, ROW_SPLITS=rows)
+    launch = hopper.prepare_backward(problem, config)
     q, k, v, out, dout = (tensor(head_dim) for _ in range(5))
     lse = torch.zeros(HEADS, BATCH * ROWS)
     return lambda: launch(dout, None, q, k, v, out, lse, EXTRAS)
@@ -78,6 +80,7 @@ CALLS = {
     "fp8": lambda: fp8(Scales()),
     "backward": lambda: backward(128),
     "wide backward": lambda: backward(256),
+    "shared backward": lambda: backward(128, rows=2),
 }
 
 
@@ -164,6 +167,32 @@ def test_threads_that_prepare_at_once_launch_the_same(name: str, kernels: Kernel
     for first_at, second_at in itertools.product(range(1, 6), repeat=2):
         found = meet(CALLS[name](), kernels, first_at, second_at)
         assert all(launched == expected for launched in found), (first_at, second_at)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_shared_blocks_of_keys_give_parts_that_are_added_up(
+    head_dim: int, rows: int, kernels: Kernels
+) -> None:
+    """In float32, by one more kernel, into the gradients that are returned; else nothing is."""
+    _, dk, dv, *_ = backward(head_dim, rows=rows)()  # type: ignore[misc]
+    launched = kernels.launched[threading.get_ident()]
+    products = next(tensors for name, tensors in launched if name in ("backward_kernel", "dkv_kernel"))
+    places = [t.data_ptr() for t in products if isinstance(t, Tensor)]
+    if rows == 1:
+        assert "sum_parts_kernel" not in [name for name, _ in launched]
+        assert {dk.data_ptr(), dv.data_ptr()} <= set(places)
+        return
+    name, tensors = launched[-1]
+    assert name == "sum_parts_kernel"
+    *parts, dk_summed, dv_summed = tensors
+    assert dk_summed is dk
+    assert dv_summed is dv
+    assert not {dk.data_ptr(), dv.data_ptr()} & set(places)
+    for part in parts:
+        assert part.data_ptr() in places
+        assert part.shape == (BATCH * ROWS, HEADS * rows, head_dim)
+        assert part.dtype == torch.float32
 
 
 def attend_tensors(kernels: Kernels) -> list[tuple]:

@@ -43,6 +43,8 @@ SANITIZED = (
     Case(name="expanded", layout="expanded", heads_q=6, heads_kv=3),
     Case(name="sink", sink="own", causal=True, heads_q=6, heads_kv=3),
     Case(name="unused keys", unused_keys=40, sink="float32", window_size=(33, 5), dtype=BF16),
+    Case(name="shared keys", heads_q=8, heads_kv=1, seqlen_q=600, seqlen_k=650, causal=True, dtype=BF16),
+    Case(name="shared keys, head_dim 256", heads_q=8, heads_kv=1, seqlen_q=300, head_dim=256, dtype=BF16),
     Case(name="varlen, unused keys", lengths=RAGGED, unused_keys=5, sink="float32", unused_tail=9),
 )
 DETERMINISTIC = (

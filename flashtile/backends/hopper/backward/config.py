@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
+from flashtile.backends.hopper.backward.splits import choose_splits
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 
 POSTPROCESS_WARPS = 2
@@ -25,6 +26,8 @@ class BackwardConfig:
     Args:
         BLOCK_M: query rows of a step, 64 or 128.
         STAGES: blocks of queries and output gradients in shared memory.
+        HEAD_SPLITS, ROW_SPLITS: programs that share a block of keys (``splits``): the query heads of a group
+            in so many parts, and the query rows of each in so many.
         spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
             and
             accepted: without a mask, causal, with every feature at once.
@@ -32,6 +35,8 @@ class BackwardConfig:
 
     BLOCK_M: int
     STAGES: int = 2
+    HEAD_SPLITS: int = 1
+    ROW_SPLITS: int = 1
     spill_budget: int = 0
     causal_spill_budget: int = 0
     features_spill_budget: int = 0
@@ -39,6 +44,11 @@ class BackwardConfig:
     @property
     def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernel
         return 2 * WARPGROUP_ROWS
+
+    @property
+    def parts(self) -> int:
+        """Of each row of dK and dV, which are added up in the end."""
+        return self.HEAD_SPLITS * self.ROW_SPLITS
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,9 @@ class BackwardVariant(WithoutFunctions):
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
     GROUP: int
-    """Query heads to a key head."""
+    """Query heads to a key head of the schedule."""
+    HEAD_SPLITS: int
+    ROW_SPLITS: int
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_M: int
@@ -105,7 +117,14 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 
 def choose(problem: Problem) -> BackwardConfig:
     """:class:`WideBackwardConfig` where either head size is over 128."""
-    return _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)), WideBackwardConfig())
+    config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)), WideBackwardConfig())
+    return with_splits(config, problem)
+
+
+def with_splits(config: BackwardConfig, problem: Problem) -> BackwardConfig:
+    """``config`` with as many programs to a block of keys as fill the card."""
+    splits = choose_splits(problem, config.BLOCK_M, config.BLOCK_N)
+    return replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
 
 
 def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:

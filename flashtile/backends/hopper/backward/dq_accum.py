@@ -55,7 +55,7 @@ class DqAccum(NamedTuple):
     next_part: Any
     """The first part that no program has taken yet. There are as many parts of a head as blocks of keys."""
     added_blocks: Any
-    """For each key head, how many blocks of keys have added all that they have."""
+    """For each key head, how many work tiles have added all that they have."""
     converted_parts: Any
     """For each key head, how many parts are converted, and zero again."""
 
@@ -261,7 +261,7 @@ def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, 
     while part < blocks * accum.sizes.total_heads:
         following = gl.atomic_add(accum.next_part, 1)  # it takes its time, while this part waits
         head = part // blocks
-        wait_for(accum.added_blocks + head, blocks)
+        wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)
         i = convert_part(C, chunks, accum_desc, i, head, part % blocks, pointers, schedule, accum, scale)
         signal(accum.converted_parts + head, 0)
         part = following

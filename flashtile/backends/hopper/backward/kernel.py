@@ -2,7 +2,8 @@
 
 After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2) in FlashAttention-3's form (Shah et al. 2024,
 arXiv:2407.08608, section 3 and appendix). A work tile is BLOCK_N keys of one key head. Its program walks the
-query rows that see them, of every query head that shares the key head. Per step, with keys as rows:
+query rows that see them, of every query head that shares the key head, or its share of both (``schedule``).
+Per step, with keys as rows:
 
     S^T = K Q^T     P^T = exp2(S^T - lse)     dV += P^T dO
     dP^T = V dO^T   dS^T = P^T (dP^T - delta)  dK += dS^T Q     dQ += dS K
@@ -44,14 +45,16 @@ from flashtile.backends.hopper.backward.schedule import (
     Schedule,
     block_of_step,
     blocks_of_head,
+    count_tiles,
     dq_order,
     find_work_tile,
+    gradient_head,
     head_and_block,
     head_of_batch,
     load_keys,
     load_rows,
+    own_row_blocks,
     padded_row,
-    row_blocks,
     step_order,
 )
 from flashtile.backends.hopper.backward.scores import (
@@ -72,7 +75,6 @@ from flashtile.backends.hopper.compat import (
 from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
 from flashtile.backends.hopper.mods.cells import key_mods, of_query_head
 from flashtile.backends.hopper.mods.visits import row_visits, visited_block
-from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
@@ -119,14 +121,14 @@ def producer(
     pointers, schedule,
 ):  # fmt: skip
     """Takes work tiles from the work queue and loads what they need."""
-    num_tiles = num_work_tiles(C, pointers, schedule)
+    num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
     tile_index = gl.atomic_add(pointers.next_tile, 1)
     work_queue.put(queue, t, tile_index)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
         cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
         if C.LISTED:  # visits take the place of blocks, those under a mask first
             visits = row_visits(C, work, pointers.lists)
@@ -180,7 +182,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
     has not yet: so there is always a program that goes on.
     """
     DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
-    num_tiles = num_work_tiles(C, pointers, schedule)
+    num_tiles = count_tiles(C, pointers, schedule)
     blocks = blocks_of_head(C, pointers, schedule)
     i = 0
     t = 0
@@ -188,7 +190,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
     pending = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
         cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
         if C.LISTED:  # visits take the place of blocks, those under a mask first
             visits = row_visits(C, work, pointers.lists)
@@ -345,8 +347,8 @@ def step(
 
 
 @gluon.jit
-def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, tile, gradient, schedule):
-    """TMA store of warpgroup W's keys, as many columns at a time as ``desc`` has, through one tile.
+def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule):
+    """TMA store of warpgroup W's keys of a head, as many columns at a time as ``desc`` has, through one tile.
 
     Rows behind the last key are not written.
     """
@@ -361,9 +363,9 @@ def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, tile, gradient,
             if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
             place = RAGGED_ROWS - work.seqlen_k + row
-            async_store(desc, [RAGGED_ROWS, end, place, work.head, n * PART], tile)
+            async_store(desc, [RAGGED_ROWS, end, place, head, n * PART], tile)
         else:
-            async_store(desc, [work.sequence, row, work.head, n * PART], tile)
+            async_store(desc, [work.sequence, row, head, n * PART], tile)
 
 
 @gluon.jit
@@ -378,13 +380,13 @@ def consumer(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
-    num_tiles = num_work_tiles(C, pointers, schedule)
+    num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
     tile_index = work_queue.peek(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
         mbarrier.wait(shared.kv_full, t & 1)
         dk_sum = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
         dv_sum = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
@@ -438,9 +440,11 @@ def consumer(
             pass_dq(W, shared, dq, before)
         else:
             mbarrier.arrive(shared.kv_empty, count=1)
-        work = find_work_tile(C, work_queue.read(queue, t, 4), pointers, schedule)
-        store_gradient(C, W, dv_desc, work, shared.gradient.index(W), dv_sum, schedule)
-        store_gradient(C, W, dk_desc, work, shared.gradient.index(W), dk_sum * numbers.scale, schedule)
+        tile_index = work_queue.read(queue, t, 4)
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        head = gradient_head(C, tile_index, work)
+        store_gradient(C, W, dv_desc, work, head, shared.gradient.index(W), dv_sum, schedule)
+        store_gradient(C, W, dk_desc, work, head, shared.gradient.index(W), dk_sum * numbers.scale, schedule)
         queue.release(t)
         t += 1
         tile_index = work_queue.peek(queue, t, 4)

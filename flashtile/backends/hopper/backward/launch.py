@@ -1,5 +1,5 @@
-"""From tensors to the backward's two kernels: preprocess, and the five products; prepared once a
-signature."""
+"""From tensors to the backward's kernels: preprocess, the five products, and the sum of parts if blocks of
+keys are shared; prepared once a signature."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from flashtile.backends.hopper.backward.kernel import backward_kernel
 from flashtile.backends.hopper.backward.preprocess import Preprocess, dense_batch, statistics_shape
 from flashtile.backends.hopper.backward.schedule import Schedule
 from flashtile.backends.hopper.backward.scores import Numbers
+from flashtile.backends.hopper.backward.splits import as_scheduled
+from flashtile.backends.hopper.backward.sum_parts import SumParts, shape_of_parts
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -58,7 +60,9 @@ def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
         EVEN_N=even,
         MASKED=left != UNLIMITED or right != UNLIMITED or not even,
         DETERMINISTIC=problem.deterministic,
-        GROUP=problem.group_size,
+        GROUP=problem.group_size // config.HEAD_SPLITS,
+        HEAD_SPLITS=config.HEAD_SPLITS,
+        ROW_SPLITS=config.ROW_SPLITS,
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
         BLOCK_M=config.BLOCK_M,
@@ -91,15 +95,15 @@ def l2_swizzle(problem: Problem) -> int:
     return largest_divisor(key_heads(problem), most)
 
 
-def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int) -> int:
-    """Key heads that ``dq_accum`` has room for.
+def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, row_splits: int = 1) -> int:
+    """Key heads that ``dq_accum`` has room for, of a problem as scheduled.
 
     Twice as many as programs are at work on: while those of one half are completed and converted, blocks of
     the other have begun. When deterministic, interleaved heads are complete together and need more room;
     never less than all of them, which must not wait for one another. Still more would leave the L2 cache.
     """
-    blocks = math.ceil(problem.total_k / dense_batch(problem) / block_n)
-    heads = math.ceil(2 * programs / max(blocks, 1)) + 1
+    tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
+    heads = math.ceil(2 * programs / max(tiles, 1)) + 1
     if problem.deterministic:
         heads = heads + swizzle if has_uneven_blocks(problem) else max(heads, 5 * swizzle // 2)
     return min(heads, key_heads(problem))
@@ -115,7 +119,7 @@ def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
 def schedule_of(
     problem: Problem, block_n: int, k: Tensor, alibi_slopes: Tensor | None, swizzle: int = 1
 ) -> Schedule:
-    """The integers of a launch whose work tiles are ``block_n`` keys."""
+    """The integers of a launch whose work tiles are ``block_n`` keys, of a problem as scheduled."""
     num_blocks = math.ceil(problem.seqlen_k / block_n)
     table = key_tile_table(problem, block_n)
     tiles = problem.batch * num_blocks if table is None else table.capacity
@@ -145,6 +149,7 @@ class Kernels(NamedTuple):
     preprocess: Preprocess
     fill_table: TileTable | None
     products: KeptKernel
+    sum_parts: SumParts | None
     dq_semaphores: int
     """How many there are, if deterministic: one for each block of rows."""
 
@@ -156,6 +161,7 @@ class BackwardLaunch:
 
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
+        self._config = config
         self._variant = self._variant_of(problem, config)
         self._kernels: Kernels | None = None
 
@@ -191,6 +197,9 @@ class BackwardLaunch:
         dq_semaphores = counters
         if self._problem.deterministic:
             dq_semaphores = q.new_zeros(kernels.dq_semaphores, dtype=torch.int32)
+        written = dk, dv
+        if kernels.sum_parts is not None:
+            written = kernels.sum_parts.allocate(k, v)
         table = lse
         if kernels.fill_table is not None:
             table = kernels.fill_table(cu_seqlens_k, cu_seqlens_q, None)
@@ -204,8 +213,7 @@ class BackwardLaunch:
             neg_delta,
             dq_accum,
             dq_accum,
-            dk,
-            dv,
+            *written,
             table,
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
@@ -214,18 +222,22 @@ class BackwardLaunch:
             counters,
             *self._more_tensors(extras, lse),
         )
+        if kernels.sum_parts is not None:
+            kernels.sum_parts(*written, dk, dv)
         return dq, dk, dv, dsink, None
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
-        problem, variant = self._problem, self._variant
-        swizzle = l2_swizzle(problem)
-        schedule = schedule_of(problem, variant.BLOCK_N, k, extras.alibi_slopes, swizzle)
-        programs = num_programs(schedule.num_tiles, q.device)
+        problem, variant, parts = self._problem, self._variant, self._config.parts
+        scheduled = as_scheduled(problem, variant.HEAD_SPLITS)
+        swizzle = l2_swizzle(scheduled)
+        schedule = schedule_of(scheduled, variant.BLOCK_N, k, extras.alibi_slopes, swizzle)
+        programs = num_programs(schedule.num_tiles * variant.ROW_SPLITS, q.device)
+        resident = resident_heads(scheduled, variant.BLOCK_N, swizzle, programs, variant.ROW_SPLITS)
         heads, rows = statistics_shape(problem)
         sizes = Sizes(
             row_blocks=rows // variant.BLOCK_M,
-            total_heads=key_heads(problem),
-            resident_heads=resident_heads(problem, variant.BLOCK_N, swizzle, programs),
+            total_heads=key_heads(scheduled),
+            resident_heads=resident,
             row_vectors=problem.head_dim // 8,
         )
         scalars = schedule._asdict() | sizes._asdict() | self._numbers_of(problem)._asdict()
@@ -236,35 +248,35 @@ class BackwardLaunch:
             arguments_of(self.kernel, scalars),
             (variant,),
             None,
-            arguments_of(self.kernel, views(problem, variant, q, k, v, sizes.resident_heads)),
+            arguments_of(self.kernel, views(problem, variant, q, k, v, resident)),
             maxnreg=LAUNCH_REGISTERS[2],
             launch_pdl=True,
         )
         preprocess = Preprocess(
-            problem,
+            scheduled,
             has_dlse=dlse is not None,
             lse_factor=LOG2_E if variant.HAS_SCORE_MOD else 1 / problem.softmax_scale,
             counters=2 + 2 * sizes.total_heads,
-            resident_heads=sizes.resident_heads,
+            resident_heads=resident,
             columns=variant.BLOCK_D,
         )
         fill_table = key_tile_table(problem, variant.BLOCK_N)
-        return Kernels(preprocess, fill_table, products, heads * sizes.row_blocks)
+        sum_parts = SumParts(problem, parts) if parts > 1 else None
+        return Kernels(preprocess, fill_table, products, sum_parts, heads * sizes.row_blocks)
 
 
 def views(
     problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident_heads: int
 ) -> dict[str, View]:
     """Of each tensor that TMA moves, by the kernel's parameters."""
-    dtype, out_dtype = problem.dtype, problem.out_dtype
-    gradient_part = 2 * GRADIENT_PART // out_dtype.itemsize
+    dtype = problem.dtype
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
     heads, rows = statistics_shape(problem)
     statistics = View([heads, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
-    tiles = resident_heads * problem.group_size * rows // WARPGROUP_ROWS
+    tiles = resident_heads * variant.GROUP * rows // WARPGROUP_ROWS
     # A warpgroup adds 64 rows at a time: of 64 rows half of the columns, of 128 rows all.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
     part, chunk = [columns // 4, 256], [d // 8, POSTPROCESS_CHUNK // (8 * d), 64]
@@ -277,6 +289,16 @@ def views(
         "neg_delta_desc": statistics,
         "dq_add_desc": View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
         "dq_accum_desc": View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
-        "dk_desc": view_k(k.shape, contiguous_strides(k.shape), WARPGROUP_ROWS, gradient_part, out_dtype),
-        "dv_desc": view_k(v.shape, contiguous_strides(v.shape), WARPGROUP_ROWS, gradient_part, out_dtype),
+        "dk_desc": gradient_view(problem, variant, k.shape, GRADIENT_PART),
+        "dv_desc": gradient_view(problem, variant, v.shape, GRADIENT_PART),
     }
+
+
+def gradient_view(problem: Problem, variant: BackwardVariant, shape: tuple[int, ...], columns: int) -> View:
+    """What the kernel writes as gradient of keys or values of ``shape``: 64 rows and so many columns at a
+    time, in float32 half as many. Where programs share blocks of keys, it writes parts, in float32."""
+    view = ragged_view if problem.varlen or problem.seqused_k else dense_view
+    parts = variant.HEAD_SPLITS * variant.ROW_SPLITS
+    dtype = problem.out_dtype if parts == 1 else torch.float32
+    shape = shape_of_parts(shape, parts)
+    return view(shape, contiguous_strides(shape), WARPGROUP_ROWS, 2 * columns // dtype.itemsize, dtype)

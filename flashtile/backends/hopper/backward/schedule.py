@@ -1,6 +1,11 @@
 """The tile scheduler of the Hopper backward: which blocks of keys a program takes, and which query rows each
 meets.
 
+Where there are too few work tiles, programs share a block of keys (``splits``). HEAD_SPLITS divides the query
+heads of a group: the schedule then has so many times the key heads, each with so many query heads less, and
+only loads of K and V know better. ROW_SPLITS divides the query rows that see the block: so many work tiles
+follow one another, each with its share of the rows.
+
 The functions on integers are the kernel's own; Python calls them through ``.fn``.
 """
 
@@ -11,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common import launch, preprocess
 from flashtile.backends.hopper.compat import async_load
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range, num_work_tiles
 
 RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
@@ -33,11 +38,11 @@ class Schedule(NamedTuple):
     """Integers of the launch; run-time arguments of the kernel, in this order."""
 
     num_tiles: Any
-    """Work tiles of all heads and sequences; packed sequences have theirs in the table."""
+    """Blocks of keys of all heads and sequences; packed sequences have theirs in the table."""
     num_blocks: Any
     """Blocks of keys of the longest sequence."""
     num_heads: Any
-    """Key heads."""
+    """Key heads, each counted HEAD_SPLITS times."""
     seqlen_q: Any
     seqlen_k: Any
     batch_rows_k: Any
@@ -52,6 +57,12 @@ class Schedule(NamedTuple):
 
 
 @gluon.jit
+def count_tiles(C: gl.constexpr, pointers, schedule):
+    """Work tiles of the whole launch."""
+    return num_work_tiles(C, pointers, schedule) * C.ROW_SPLITS
+
+
+@gluon.jit
 def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     """(key head, its block) of a work tile, with so many blocks to a head. Heads count through a dense batch.
 
@@ -61,6 +72,7 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     would then wait for one another if their next blocks were neighbours: blocks of ``swizzle`` heads
         alternate.
     """
+    tile_index = tile_index // C.ROW_SPLITS
     head = tile_index // blocks
     block = tile_index % blocks
     if C.DETERMINISTIC:
@@ -146,6 +158,24 @@ def row_blocks(C: gl.constexpr, work, left, right):
 
 
 @gluon.jit
+def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
+    """:func:`row_blocks` of a work tile, whose blocks [begin, end) are its share of those of its keys."""
+    begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+    if C.ROW_SPLITS > 1:
+        share = tile_index % C.ROW_SPLITS
+        count = end - begin
+        end = begin + count * (share + 1) // C.ROW_SPLITS
+        begin += count * share // C.ROW_SPLITS
+    return begin, end, full_begin, full_end
+
+
+@gluon.jit
+def gradient_head(C: gl.constexpr, tile_index, work):
+    """The head of dK and dV that a work tile writes. Where keys are shared, each program has its own."""
+    return work.head * C.ROW_SPLITS + tile_index % C.ROW_SPLITS
+
+
+@gluon.jit
 def step_order(begin, end, full_begin, full_end):
     """(cut, count, before, full): the order of ``count`` blocks of rows, for :func:`block_of_step`.
 
@@ -211,8 +241,9 @@ def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
 def load_keys(C: gl.constexpr, desc, work, barrier, tile):
     """TMA load of the block of keys or values; rows behind the last key arrive as zeros."""
     row = work.place * C.BLOCK_N
+    head = work.head // C.HEAD_SPLITS
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, work.head, 0], barrier, tile)
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, 0], barrier, tile)
     else:
-        async_load(desc, [work.sequence, row, work.head, 0], barrier, tile)
+        async_load(desc, [work.sequence, row, head, 0], barrier, tile)

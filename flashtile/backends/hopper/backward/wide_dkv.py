@@ -33,12 +33,14 @@ from flashtile.backends.hopper.backward.kernel import store_gradient
 from flashtile.backends.hopper.backward.schedule import (
     Pointers,
     Schedule,
+    count_tiles,
     find_work_tile,
+    gradient_head,
     head_of_batch,
     load_keys,
     load_rows,
+    own_row_blocks,
     padded_row,
-    row_blocks,
 )
 from flashtile.backends.hopper.backward.scores import (
     Numbers,
@@ -48,9 +50,8 @@ from flashtile.backends.hopper.backward.scores import (
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
-from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.compat import async_load, reinterpret
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
-from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
@@ -115,14 +116,14 @@ def producer(
     neg_delta_desc, pointers, schedule,
 ):  # fmt: skip
     """Takes work tiles from the work queue and loads what they need."""
-    num_tiles = num_work_tiles(C, pointers, schedule)
+    num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
     tile_index = gl.atomic_add(pointers.next_tile, 1)
     while tile_index < num_tiles:
         work_queue.put(queue, t, tile_index)
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, _, _ = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
         if begin < end:
             # The first rows may come before the tiles of keys are free.
             load_step(C, i, begin, 0, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
@@ -205,13 +206,13 @@ def value_consumer(
 ):
     """The warpgroup that computes P and dV."""
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    num_tiles = num_work_tiles(C, pointers, schedule)
+    num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
     tile_index = work_queue.take(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
         k.wait(t)
         dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
         count = end - begin
@@ -221,7 +222,8 @@ def value_consumer(
             cut = (m < full_begin) | (m >= full_end)
             dv = value_step(C, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers)
             i += 1
-        store_gradient(C, 0, gradients.dv_desc, work, gradients.dv, dv, schedule)
+        head = gradient_head(C, tile_index, work)
+        store_gradient(C, 0, gradients.dv_desc, work, head, gradients.dv, dv, schedule)
         tma.store_wait(0)
         k.release(t)
         t += 1
@@ -234,19 +236,20 @@ def key_consumer(
 ):
     """The warpgroup that computes dS and dK."""
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    num_tiles = num_work_tiles(C, pointers, schedule)
+    num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
     tile_index = work_queue.take(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, _, _ = row_blocks(C, work, schedule.window_left, schedule.window_right)
+        begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
         v.wait(t)
         dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
         for _ in range((end - begin) * C.GROUP):
             dk = key_step(C, i, dk, q, do, v, weights, statistics)
             i += 1
-        store_gradient(C, 0, gradients.dk_desc, work, gradients.dk, dk * numbers.scale, schedule)
+        head = gradient_head(C, tile_index, work)
+        store_gradient(C, 0, gradients.dk_desc, work, head, gradients.dk, dk * numbers.scale, schedule)
         tma.store_wait(0)
         v.release(t)
         t += 1
@@ -274,12 +277,15 @@ def dkv_kernel(
     neg_delta = gl.allocate_shared_memory(
         gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
-    # A warpgroup that is done with its block of keys stores through it.
+    # A warpgroup that is done with its block of keys stores through it, float32 in half as many columns.
     dv = k.tiles.index(0)
     dk = v.tiles.index(0)
     if C.BLOCK_D != C.BLOCK_DV:
-        dk = gl.allocate_shared_memory(dtype, dk_desc.block_type.shape, dk_desc.layout)
-        dv = gl.allocate_shared_memory(dtype, dv_desc.block_type.shape, dv_desc.layout)
+        dk = gl.allocate_shared_memory(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
+        dv = gl.allocate_shared_memory(dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
+    elif C.HEAD_SPLITS * C.ROW_SPLITS > 1:
+        dk = reinterpret(dk, dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
+        dv = reinterpret(dv, dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
     queue = work_queue.make_work_queue(2)
     statistics = Statistics(neg_lse, neg_delta)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)

@@ -1,4 +1,5 @@
-"""From tensors to the backward's kernels for head sizes over 128: preprocess, dK and dV, dQ."""
+"""From tensors to the backward's kernels for head sizes over 128: preprocess, dK and dV, dQ, and the sum of
+parts if blocks of keys are shared."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from flashtile.backends.common.tma import View, dense_view, ragged_view
 from flashtile.backends.hopper.backward import launch as backward
 from flashtile.backends.hopper.backward.config import BackwardVariant, WideBackwardConfig
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
+from flashtile.backends.hopper.backward.splits import as_scheduled
+from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded
@@ -43,6 +46,7 @@ class Kernels(NamedTuple):
     fill_table_q: TileTable | None
     dkv: KeptKernel
     dq: KeptKernel
+    sum_parts: SumParts | None
 
 
 class WideBackwardLaunch:
@@ -50,6 +54,7 @@ class WideBackwardLaunch:
 
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
+        self._parts = config.parts
         self._dkv, self._dq = variants(problem, config)
         self._kernels: Kernels | None = None
 
@@ -77,22 +82,28 @@ class WideBackwardLaunch:
         if kernels.fill_table_k is not None and kernels.fill_table_q is not None:
             table_k = kernels.fill_table_k(cu_seqlens_k, cu_seqlens_q, None)
             table_q = kernels.fill_table_q(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        written = dk, dv
+        if kernels.sum_parts is not None:
+            written = kernels.sum_parts.allocate(k, v)
         used = lse if seqused_k is None else seqused_k
         slopes = lse if alibi_slopes is None else alibi_slopes
-        kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, dk, dv, table_k, used, slopes, next_tile)
+        kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, *written, table_k, used, slopes, next_tile)
         kernels.dq(device, q, k, v, dout, dq, neg_lse, neg_delta, table_q, used, slopes)
+        if kernels.sum_parts is not None:
+            kernels.sum_parts(*written, dk, dv)
         return dq, dk, dv, dsink, None
 
     def _prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
     ) -> Kernels:
         problem, dkv, dq = self._problem, self._dkv, self._dq
-        of, numbers = views(problem, q, k, v), backward.numbers_of(problem)._asdict()
-        blocks_k = backward.schedule_of(problem, dkv.BLOCK_N, k, alibi_slopes)
+        of, numbers = views(problem, dkv, q, k, v), backward.numbers_of(problem)._asdict()
+        scheduled = as_scheduled(problem, dkv.HEAD_SPLITS)
+        blocks_k = backward.schedule_of(scheduled, dkv.BLOCK_N, k, alibi_slopes)
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
         compute_dkv = KeptKernel(
             dkv_kernel,
-            num_programs(blocks_k.num_tiles, q.device),
+            num_programs(blocks_k.num_tiles * dkv.ROW_SPLITS, q.device),
             arguments_of(dkv_kernel, blocks_k._asdict() | numbers),
             (dkv,),
             None,
@@ -115,10 +126,11 @@ class WideBackwardLaunch:
             forward.tile_table(problem, dq),
             compute_dkv,
             compute_dq,
+            SumParts(problem, self._parts) if self._parts > 1 else None,
         )
 
 
-def views(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
+def views(problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
     """Of each tensor that TMA moves, by the kernels' parameters; 64 rows at a time."""
     rows, dtype = WARPGROUP_ROWS, problem.dtype
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -134,6 +146,6 @@ def views(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
         "neg_lse_desc": statistics,
         "neg_delta_desc": statistics,
         "dq_desc": view_q(q.shape, contiguous_strides(q.shape), rows, block_d, dtype),
-        "dk_desc": view_k(k.shape, contiguous_strides(k.shape), rows, block_d, dtype),
-        "dv_desc": view_k(v.shape, contiguous_strides(v.shape), rows, block_dv, dtype),
+        "dk_desc": backward.gradient_view(problem, dkv, k.shape, block_d),
+        "dv_desc": backward.gradient_view(problem, dkv, v.shape, block_dv),
     }

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.preprocess import ROW_PAD
-from flashtile.backends.hopper.backward.config import BackwardConfig, BackwardVariant
+from flashtile.backends.hopper.backward.config import BackwardConfig, BackwardVariant, with_splits
 from flashtile.backends.hopper.backward.config import choose as choose_plain_backward
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
@@ -61,7 +61,9 @@ def choose_forward(problem: Problem) -> ForwardConfig:
 
 def choose_backward(problem: Problem) -> BackwardConfig:
     assert problem.mods is not None
-    return _SCORE_MOD_BACKWARD if problem.mods.score_mod else choose_plain_backward(problem)
+    if problem.mods.score_mod:
+        return with_splits(_SCORE_MOD_BACKWARD, problem)
+    return choose_plain_backward(problem)
 
 
 def reason_against_mods(problem: Problem) -> str | None:

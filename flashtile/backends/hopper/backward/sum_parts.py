@@ -1,0 +1,100 @@
+"""dK and dV of parts in float32, where programs share blocks of keys (``splits``): added up, rounded once.
+
+One program adds the parts of some rows from the first to the last, whoever wrote them first, so that all runs
+are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.launch import padded
+
+BLOCK = 1024
+"""Elements of a gradient that a program makes: few, since its loads are many."""
+
+
+@dataclass(frozen=True)
+class SumVariant:
+    """What the kernel is compiled for."""
+
+    PARTS: int
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    """HEAD_DIM padded to a power of two; BLOCK_DV: HEAD_DIM_V."""
+    BLOCK_DV: int
+    BLOCK: int
+
+
+@triton.jit
+def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """``gradient`` [rows, WIDTH] of ``parts`` [rows, PARTS, WIDTH]: some rows of it."""
+    ROWS: tl.constexpr = C.BLOCK // BLOCK_D
+    PARTS: tl.constexpr = C.PARTS
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row < rows) & (column < WIDTH)
+    cells = parts + row * (PARTS * WIDTH) + column
+    total = tl.load(cells, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(cells + part * WIDTH, mask=inside, other=0.0)
+    tl.store(gradient + row * WIDTH + column, total.to(gradient.dtype.element_ty), mask=inside)
+
+
+@kernel(do_not_specialize=("rows", "blocks_k"))
+def sum_parts_kernel(dk_parts, dv_parts, dk, dv, rows, blocks_k, C: tl.constexpr):
+    """Grid: ``blocks_k`` blocks of dK, then blocks of dV. A row is that of a token and a key head."""
+    block = tl.program_id(0)
+    if block < blocks_k:
+        sum_rows(dk_parts, dk, block, rows, C.HEAD_DIM, C.BLOCK_D, C)
+    else:
+        sum_rows(dv_parts, dv, block - blocks_k, rows, C.HEAD_DIM_V, C.BLOCK_DV, C)
+
+
+def variant_of(problem: Problem, parts: int) -> SumVariant:
+    d, dv = problem.head_dim, problem.head_dim_v
+    return SumVariant(parts, d, dv, padded(d), padded(dv), BLOCK)
+
+
+class SumParts:
+    """Memory for the parts of dK and dV of one signature, and the launch that adds them up."""
+
+    def __init__(self, problem: Problem, parts: int) -> None:
+        self._parts = parts
+        self._some_unwritten = problem.varlen or problem.seqused_k
+        rows = problem.total_k * problem.num_heads_kv
+        variant = variant_of(problem, parts)
+        blocks_k, blocks_v = (triton.cdiv(rows, BLOCK // d) for d in (variant.BLOCK_D, variant.BLOCK_DV))
+        self._kernel = KeptKernel(
+            sum_parts_kernel,
+            blocks_k + blocks_v,
+            (rows, blocks_k),
+            (variant,),
+            None,
+        )
+
+    def allocate(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Parts of the gradients of ``k`` and ``v``, side by side where the heads are.
+
+        Zeros where tokens may belong to no sequence: nobody writes those.
+        """
+        allocate = k.new_zeros if self._some_unwritten else k.new_empty
+        dk, dv = (allocate(shape_of_parts(t.shape, self._parts), dtype=torch.float32) for t in (k, v))
+        return dk, dv
+
+    def __call__(self, dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
+        self._kernel(dk.device, dk_parts, dv_parts, dk, dv)
+
+
+def shape_of_parts(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """Of the parts of a gradient [..., heads, head_dim]: those of a head follow one another."""
+    return (*shape[:-2], shape[-2] * parts, shape[-1])

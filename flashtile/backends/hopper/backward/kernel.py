@@ -65,7 +65,7 @@ from flashtile.backends.hopper.backward.scores import (
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.columns import column_parts, store_part
+from flashtile.backends.hopper.columns import column_parts, product_of_rows, store_part
 from flashtile.backends.hopper.compat import (
     aggregate,
     async_add,
@@ -287,7 +287,7 @@ def step(
     slot = q.wait(i)
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
-    scores = warpgroup_mma(my_k, q_tile.permute((1, 0)), start, use_acc=not C.HAS_SCORE_MOD, is_async=True)
+    scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
     if FIRST:
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
@@ -311,7 +311,7 @@ def step(
     p = pin_16_bit(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
-    dp = warpgroup_mma(my_v, do_tile.permute((1, 0)), dp_start, is_async=True)
+    dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
         pass_dq(W, shared, dq, i - 1)

@@ -50,6 +50,7 @@ from flashtile.backends.hopper.backward.scores import (
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
+from flashtile.backends.hopper.columns import product_of_rows
 from flashtile.backends.hopper.compat import async_load, reinterpret
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
 
@@ -155,7 +156,7 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, s
     slot = q.wait(i)
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     s = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
-    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = product_of_rows(k_tile, q_tile, s, C.HEAD_DIM, False)
     s = warpgroup_mma_wait(0, deps=[s])
     s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout)
     p = gl.exp2(s + row_of(statistics.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
@@ -185,7 +186,7 @@ def key_step(C: gl.constexpr, i, dk, q, do, v, weights, statistics):
     slot = do.wait(i)
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     dp = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
-    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = product_of_rows(v_tile, do_tile, dp, C.HEAD_DIM_V, False)
     neg_delta = row_of(statistics.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout)
     dp = warpgroup_mma_wait(0, deps=[dp])
     do.release(i)

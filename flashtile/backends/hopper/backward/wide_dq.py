@@ -25,6 +25,7 @@ from flashtile.backends.hopper import config
 from flashtile.backends.hopper.backward.schedule import padded_row
 from flashtile.backends.hopper.backward.scores import LOG2_E, Numbers, soft_cap
 from flashtile.backends.hopper.channels import make_channel
+from flashtile.backends.hopper.columns import count_products, product_of_rows
 from flashtile.backends.hopper.forward.kernel import (
     load_keys,
     load_queries,
@@ -78,10 +79,10 @@ def step(C: gl.constexpr, i, n, cut, rows, neg_lse, neg_delta, dq, W: gl.constex
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq.type.layout, k_width=2)
     zero = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
     k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
     v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
-    dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
+    s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])
     s, softcap_grad = apply_score_mod(C, s, n, rows, numbers, s_layout)
     s += neg_lse[:, None]
     if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N) and cut:

@@ -3,7 +3,7 @@ parts if blocks of keys are shared."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,14 +28,22 @@ from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.problem import LOG2_E
 
 
-def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, ForwardVariant]:
+@dataclass(frozen=True)
+class DqVariant(ForwardVariant):
+    """What the kernel of dQ is compiled for."""
+
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+
+
+def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
     """Of the kernel of dK and dV, and of that of dQ, which has the forward's tile scheduler."""
     dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # it always is
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
         forward.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
     )
-    return dkv, dq
+    return dkv, DqVariant(**vars(dq), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
 
 class Kernels(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.hopper import columns
+from flashtile.backends.hopper.backward.wide_launch import gradient_columns
 from flashtile.backends.hopper.config import padded
 from kernels_as_python import functions_of
 
@@ -27,6 +28,17 @@ class Tile:
 
     def permute(self, order: tuple[int, int]) -> Tile:
         return Tile(self.values.permute(order))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_accumulators_have_the_columns_that_there_are(head_dim: int) -> None:
+    """In steps of 64, and what leaves together is of one of them."""
+    gl = SimpleNamespace(
+        constexpr=int, float32=None, NVMMADistributedLayout=lambda *_: None, full=lambda shape, *_: shape
+    )
+    widths = [shape[1] for shape in functions_of(columns, gl=gl)["zero_sums"](head_dim)]
+    assert sum(widths) == -(-head_dim // 64) * 64
+    assert all(width % gradient_columns(head_dim) == 0 for width in widths)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

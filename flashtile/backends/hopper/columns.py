@@ -3,8 +3,15 @@ and those that a product can do without."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+from flashtile.backends.hopper.config import WARPGROUP_ROWS
+
+ROWS = gl.constexpr(WARPGROUP_ROWS)
 STEP = gl.constexpr(16)
 """Columns that one instruction of wgmma multiplies in 16 bits."""
 
@@ -62,3 +69,45 @@ def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = T
             return acc
         else:
             return product_of_rows(a, b, acc, HEAD_DIM, True, START + WIDTH)
+
+
+@gluon.jit
+def zero_sums(HEAD_DIM: gl.constexpr):
+    """Accumulators of a warpgroup's 64 rows and HEAD_DIM columns, in steps of 64: a tuple of one [64, n], for
+    192 columns of [64, 128] and [64, 64]."""
+    COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
+    WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    first = gl.full([ROWS, WIDTH], 0.0, gl.float32, layout)
+    if COLUMNS == WIDTH:
+        return (first,)
+    else:
+        return (first,) + zero_sums(COLUMNS - WIDTH)
+
+
+@gluon.jit
+def columns_of(tile, sums, n: gl.constexpr):
+    """The columns of a tile that accumulator ``n`` of ``sums`` is of."""
+    START: gl.constexpr = sums[0].shape[1] * n
+    WIDTH: gl.constexpr = sums[n].shape[1]
+    if tile.shape[1] == WIDTH:
+        return tile
+    else:
+        return tile.slice(START, WIDTH, 1)
+
+
+@gluon.jit
+def add_product(sums, n: gl.constexpr, a, b):
+    """Accumulator ``n`` of :func:`add_products`, left in flight."""
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums[n].type.layout, k_width=2)
+    return warpgroup_mma(gl.convert_layout(a, operand), columns_of(b, sums, n), sums[n], is_async=True)
+
+
+@gluon.jit
+def add_products(sums, a, b):
+    """sums + a b of :func:`zero_sums`, a left operand in registers and a tile in shared memory, complete."""
+    first = add_product(sums, 0, a, b)
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(0, deps=[first]),)
+    else:
+        return warpgroup_mma_wait(0, deps=[first, add_product(sums, 1, a, b)])

@@ -55,7 +55,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for case in _products("causal", shared, _SHARED):
             yield replace(case, exhaustive=size <= 128)  # as without splits, but for a few integers
     # Of whose columns S and dP leave some out.
-    for sizes in ((40, 40), (80, 80), (96, 96), (192, 128)):
+    for sizes in ((40, 40), (80, 80), (96, 96), (192, 128), (160, 160)):
         for case in _products("causal", replace(_CAUSAL, head_dim=sizes[0], head_dim_v=sizes[1])):
             yield replace(case, exhaustive=True)
     # With shared memory for dK and dV of its own.

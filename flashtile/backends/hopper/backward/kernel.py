@@ -330,10 +330,12 @@ def step(
 
 
 @gluon.jit
-def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule):
+def store_gradient(
+    C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, START: gl.constexpr = 0
+):
     """TMA store of warpgroup W's keys of a head, as many columns at a time as ``desc`` has, through one tile.
 
-    Rows behind the last key are not written.
+    ``gradient`` are columns from START on. Rows behind the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)
@@ -346,9 +348,9 @@ def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gra
             if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
             place = RAGGED_ROWS - work.seqlen_k + row
-            async_store(desc, [RAGGED_ROWS, end, place, head, n * PART], tile)
+            async_store(desc, [RAGGED_ROWS, end, place, head, START + n * PART], tile)
         else:
-            async_store(desc, [work.sequence, row, head, n * PART], tile)
+            async_store(desc, [work.sequence, row, head, START + n * PART], tile)
 
 
 @gluon.jit

@@ -54,6 +54,10 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
         for case in _products("causal", shared, _SHARED):
             yield replace(case, exhaustive=size <= 128)  # as without splits, but for a few integers
+    # Of whose columns S and dP leave some out.
+    for sizes in ((40, 40), (80, 80), (96, 96), (192, 128), (160, 160)):
+        for case in _products("causal", replace(_CAUSAL, head_dim=sizes[0], head_dim_v=sizes[1])):
+            yield replace(case, exhaustive=True)
     # With shared memory for dK and dV of its own.
     for case in _products("features", replace(_FEATURES, head_dim=256, head_dim_v=128), _SHARED):
         yield replace(case, exhaustive=True)

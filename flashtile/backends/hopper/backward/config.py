@@ -98,6 +98,9 @@ class BackwardVariant(WithoutFunctions):
     """Query heads to a key head of the schedule."""
     HEAD_SPLITS: int
     ROW_SPLITS: int
+    HEAD_DIM: int
+    """Of q and k; HEAD_DIM_V: of v. Tiles have BLOCK_D and BLOCK_DV columns, zeros behind these."""
+    HEAD_DIM_V: int
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_M: int

@@ -65,7 +65,7 @@ from flashtile.backends.hopper.backward.scores import (
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.columns import column_parts, store_part
+from flashtile.backends.hopper.columns import column_parts, product_of_rows, store_part
 from flashtile.backends.hopper.compat import (
     aggregate,
     async_add,
@@ -304,7 +304,7 @@ def step(
     slot = q.wait(i)
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
-    scores = warpgroup_mma(my_k, q_tile.permute((1, 0)), start, use_acc=not C.HAS_SCORE_MOD, is_async=True)
+    scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
     if FIRST:
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
@@ -328,7 +328,7 @@ def step(
     p = pin_16_bit(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
-    dp = warpgroup_mma(my_v, do_tile.permute((1, 0)), dp_start, is_async=True)
+    dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
         pass_dq(W, shared, dq, i - 1)
@@ -347,10 +347,12 @@ def step(
 
 
 @gluon.jit
-def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule):
+def store_gradient(
+    C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, START: gl.constexpr = 0
+):
     """TMA store of warpgroup W's keys of a head, as many columns at a time as ``desc`` has, through one tile.
 
-    Rows behind the last key are not written.
+    ``gradient`` are columns from START on. Rows behind the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)
@@ -363,9 +365,9 @@ def store_gradient(C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gra
             if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
             place = RAGGED_ROWS - work.seqlen_k + row
-            async_store(desc, [RAGGED_ROWS, end, place, head, n * PART], tile)
+            async_store(desc, [RAGGED_ROWS, end, place, head, START + n * PART], tile)
         else:
-            async_store(desc, [work.sequence, row, head, n * PART], tile)
+            async_store(desc, [work.sequence, row, head, START + n * PART], tile)
 
 
 @gluon.jit

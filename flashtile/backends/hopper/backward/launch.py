@@ -63,6 +63,8 @@ def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
         GROUP=problem.group_size // config.HEAD_SPLITS,
         HEAD_SPLITS=config.HEAD_SPLITS,
         ROW_SPLITS=config.ROW_SPLITS,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
         BLOCK_M=config.BLOCK_M,

@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -50,6 +49,7 @@ from flashtile.backends.hopper.backward.scores import (
     slope_of,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
+from flashtile.backends.hopper.columns import add_products, product_of_rows, zero_sums
 from flashtile.backends.hopper.compat import async_load, reinterpret
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
 
@@ -151,11 +151,10 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, s
     dtype: gl.constexpr = k.tiles.dtype
     k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
-    p_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     slot = q.wait(i)
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     s = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
-    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = product_of_rows(k_tile, q_tile, s, C.HEAD_DIM, False)
     s = warpgroup_mma_wait(0, deps=[s])
     s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout)
     p = gl.exp2(s + row_of(statistics.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
@@ -166,10 +165,8 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, s
     slot = weights.acquire(i)
     weights.tiles.index(slot).store(in_chunks(to_16_bit(p * softcap_grad, dtype)))
     mbarrier.arrive(weights.full.index(slot), count=1)
-    p = gl.convert_layout(to_16_bit(p, dtype), p_operand)
     do_tile = do.tiles.index(do.wait(i)).reshape([C.BLOCK_M, C.BLOCK_DV])
-    dv = warpgroup_mma(p, do_tile, dv, is_async=True)
-    dv = warpgroup_mma_wait(0, deps=[dv])
+    dv = add_products(dv, to_16_bit(p, dtype), do_tile)
     do.release(i)
     return dv
 
@@ -181,23 +178,40 @@ def key_step(C: gl.constexpr, i, dk, q, do, v, weights, statistics):
     v_tile = v.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     chunks: gl.constexpr = in_chunks(gl.full([ROWS, C.BLOCK_M], 0.0, dtype, s_layout)).type.layout
-    ds_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     slot = do.wait(i)
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     dp = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
-    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = product_of_rows(v_tile, do_tile, dp, C.HEAD_DIM_V, False)
     neg_delta = row_of(statistics.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout)
     dp = warpgroup_mma_wait(0, deps=[dp])
     do.release(i)
     slot = weights.wait(i)
     p = from_chunks(weights.tiles.index(slot).load(chunks), s_layout)
     weights.release(i)
-    ds = gl.convert_layout(to_16_bit(to_fp32(p) * (dp + neg_delta), dtype), ds_operand)
+    ds = to_16_bit(to_fp32(p) * (dp + neg_delta), dtype)
     q_tile = q.tiles.index(q.wait(i)).reshape([C.BLOCK_M, C.BLOCK_D])
-    dk = warpgroup_mma(ds, q_tile, dk, is_async=True)
-    dk = warpgroup_mma_wait(0, deps=[dk])
+    dk = add_products(dk, ds, q_tile)
     q.release(i)
     return dk
+
+
+@gluon.jit
+def as_block_of(desc, tile):
+    """The start of a tile as a block of ``desc``, which may have another dtype or fewer columns."""
+    if desc.block_type.shape == tile.shape:
+        return tile
+    else:
+        NBYTES: gl.constexpr = ROWS * tile.shape[-1] * tile.dtype.primitive_bitwidth // 8
+        BLOCKS: gl.constexpr = NBYTES // desc.block_type.nbytes
+        return reinterpret(tile, desc.dtype, [BLOCKS] + desc.block_type.shape, desc.layout).index(0)
+
+
+@gluon.jit
+def store_sums(C: gl.constexpr, desc, work, head, tile, sums, factor, schedule):
+    """Store a gradient that accumulators of :func:`zero_sums` are, times ``factor``."""
+    store_gradient(C, 0, desc, work, head, tile, sums[0] * factor, schedule)
+    if len(sums) > 1:
+        store_gradient(C, 0, desc, work, head, tile, sums[1] * factor, schedule, sums[0].shape[1])
 
 
 @gluon.jit
@@ -205,7 +219,6 @@ def value_consumer(
     C: gl.constexpr, queue, q, do, k, weights, statistics, gradients, pointers, schedule, numbers
 ):
     """The warpgroup that computes P and dV."""
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
@@ -214,7 +227,7 @@ def value_consumer(
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
         k.wait(t)
-        dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
+        dv = zero_sums(C.HEAD_DIM_V)
         count = end - begin
         for j in range(count * C.GROUP):
             m = begin + (j % count if C.GROUP > 1 else j)
@@ -223,7 +236,7 @@ def value_consumer(
             dv = value_step(C, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers)
             i += 1
         head = gradient_head(C, tile_index, work)
-        store_gradient(C, 0, gradients.dv_desc, work, head, gradients.dv, dv, schedule)
+        store_sums(C, gradients.dv_desc, work, head, gradients.dv, dv, 1.0, schedule)
         tma.store_wait(0)
         k.release(t)
         t += 1
@@ -235,7 +248,6 @@ def key_consumer(
     C: gl.constexpr, queue, q, do, v, weights, statistics, gradients, pointers, schedule, numbers
 ):
     """The warpgroup that computes dS and dK."""
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
@@ -244,12 +256,12 @@ def key_consumer(
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
         v.wait(t)
-        dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
+        dk = zero_sums(C.HEAD_DIM)
         for _ in range((end - begin) * C.GROUP):
             dk = key_step(C, i, dk, q, do, v, weights, statistics)
             i += 1
         head = gradient_head(C, tile_index, work)
-        store_gradient(C, 0, gradients.dk_desc, work, head, gradients.dk, dk * numbers.scale, schedule)
+        store_sums(C, gradients.dk_desc, work, head, gradients.dk, dk, numbers.scale, schedule)
         tma.store_wait(0)
         v.release(t)
         t += 1
@@ -277,15 +289,13 @@ def dkv_kernel(
     neg_delta = gl.allocate_shared_memory(
         gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
-    # A warpgroup that is done with its block of keys stores through it, float32 in half as many columns.
-    dv = k.tiles.index(0)
-    dk = v.tiles.index(0)
-    if C.BLOCK_D != C.BLOCK_DV:
+    # A warpgroup that is done with its block of keys stores through it.
+    if C.BLOCK_D == C.BLOCK_DV:
+        dv = as_block_of(dv_desc, k.tiles.index(0))
+        dk = as_block_of(dk_desc, v.tiles.index(0))
+    else:
         dk = gl.allocate_shared_memory(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
         dv = gl.allocate_shared_memory(dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
-    elif C.HEAD_SPLITS * C.ROW_SPLITS > 1:
-        dk = reinterpret(dk, dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
-        dv = reinterpret(dv, dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
     queue = work_queue.make_work_queue(2)
     statistics = Statistics(neg_lse, neg_delta)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)

@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -25,6 +24,13 @@ from flashtile.backends.hopper import config
 from flashtile.backends.hopper.backward.schedule import padded_row
 from flashtile.backends.hopper.backward.scores import LOG2_E, Numbers, soft_cap
 from flashtile.backends.hopper.channels import make_channel
+from flashtile.backends.hopper.columns import (
+    add_products,
+    columns_of,
+    count_products,
+    product_of_rows,
+    zero_sums,
+)
 from flashtile.backends.hopper.forward.kernel import (
     load_keys,
     load_queries,
@@ -75,13 +81,12 @@ def step(C: gl.constexpr, i, n, cut, rows, neg_lse, neg_delta, dq, W: gl.constex
     q_tile = q.tiles.index(W + (i >> 30)).reshape([ROWS, C.BLOCK_D])
     do_tile = do.tiles.index(W + (i >> 30)).reshape([ROWS, C.BLOCK_DV])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq.type.layout, k_width=2)
     zero = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
     k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
     v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
-    dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
+    s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])
     s, softcap_grad = apply_score_mod(C, s, n, rows, numbers, s_layout)
     s += neg_lse[:, None]
     if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N) and cut:
@@ -89,9 +94,7 @@ def step(C: gl.constexpr, i, n, cut, rows, neg_lse, neg_delta, dq, W: gl.constex
     p = gl.exp2(s) * softcap_grad
     dp = warpgroup_mma_wait(0, deps=[dp])
     v.release(i)
-    ds = gl.convert_layout(to_16_bit(p * (dp + neg_delta[:, None]), dtype), operand)
-    dq = warpgroup_mma(ds, k_tile, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=[dq])
+    dq = add_products(dq, to_16_bit(p * (dp + neg_delta[:, None]), dtype), k_tile)
     k.release(i)
     return dq
 
@@ -118,7 +121,6 @@ def differentiate_tile(
     ``i`` counts the program's blocks of keys, ``j`` its blocks of rows; returns the new ``i``.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = block * C.BLOCK_M + W * ROWS
     last = min(first + ROWS, work.seqlen_q) - 1
@@ -147,7 +149,7 @@ def differentiate_tile(
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + work.head) * LOG2_E
     rows = mask_rows(C, work, row, slope, schedule)
 
-    dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dq_layout)
+    dq = zero_sums(C.HEAD_DIM)
     i = skip_blocks(n_end - my_end, i, k, v)
     q.wait(2 * j + W)
     do.wait(2 * j + W)
@@ -158,7 +160,8 @@ def differentiate_tile(
         i += 1
     do.release(2 * j + W)
     i = skip_blocks(my_begin - n_begin, i, k, v)
-    q_tile.store((dq * numbers.scale).to(dq_desc.dtype))
+    for part in gl.static_range(len(dq)):
+        columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
     fence_async_shared()
     store_rows(C, dq_desc, work, first, q.tiles.index(W))
     tma.store_wait(0)

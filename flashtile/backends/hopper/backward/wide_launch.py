@@ -3,7 +3,7 @@ parts if blocks of keys are shared."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,11 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, dense_view, ragged_view
 from flashtile.backends.hopper.backward import launch as backward
-from flashtile.backends.hopper.backward.config import BackwardVariant, WideBackwardConfig
+from flashtile.backends.hopper.backward.config import (
+    GRADIENT_PART,
+    BackwardVariant,
+    WideBackwardConfig,
+)
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
 from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts
@@ -28,14 +32,22 @@ from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.problem import LOG2_E
 
 
-def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, ForwardVariant]:
+@dataclass(frozen=True)
+class DqVariant(ForwardVariant):
+    """What the kernel of dQ is compiled for."""
+
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+
+
+def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
     """Of the kernel of dK and dV, and of that of dQ, which has the forward's tile scheduler."""
     dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # it always is
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
         forward.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
     )
-    return dkv, dq
+    return dkv, DqVariant(**vars(dq), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
 
 class Kernels(NamedTuple):
@@ -130,6 +142,11 @@ class WideBackwardLaunch:
         )
 
 
+def gradient_columns(head_dim: int) -> int:
+    """Columns of a gradient that leave together: all that there are, or of 192 columns 64."""
+    return GRADIENT_PART if 128 < head_dim <= 192 else padded(head_dim)
+
+
 def views(problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
     """Of each tensor that TMA moves, by the kernels' parameters; 64 rows at a time."""
     rows, dtype = WARPGROUP_ROWS, problem.dtype
@@ -146,6 +163,6 @@ def views(problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tenso
         "neg_lse_desc": statistics,
         "neg_delta_desc": statistics,
         "dq_desc": view_q(q.shape, contiguous_strides(q.shape), rows, block_d, dtype),
-        "dk_desc": backward.gradient_view(problem, dkv, k.shape, block_d),
-        "dv_desc": backward.gradient_view(problem, dkv, v.shape, block_dv),
+        "dk_desc": backward.gradient_view(problem, dkv, k.shape, gradient_columns(problem.head_dim)),
+        "dv_desc": backward.gradient_view(problem, dkv, v.shape, gradient_columns(problem.head_dim_v)),
     }

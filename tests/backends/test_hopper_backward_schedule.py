@@ -28,7 +28,7 @@ from flashtile.backends.hopper.backward.config import (
     smem_bytes,
     wide_smem_bytes,
 )
-from flashtile.backends.hopper.backward.launch import l2_swizzle, resident_heads, variant_of
+from flashtile.backends.hopper.backward.launch import l2_swizzle, last_heads, resident_heads, variant_of
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
@@ -217,6 +217,26 @@ def test_every_work_tile_of_equal_lengths(batch: int, heads: int, blocks: int) -
     assert all(w.start_k == w.sequence * (16 * blocks - 3) for w in found)
 
 
+@pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 2, 8)])
+@pytest.mark.parametrize("last", [1, 2, 6])
+@pytest.mark.parametrize("row_splits", [1, 2])
+def test_every_work_tile_under_a_causal_mask(
+    batch: int, heads: int, blocks: int, last: int, row_splits: int
+) -> None:
+    """Heads follow one another; of the last, all first blocks come first."""
+    last = min(last, batch * heads)
+    C = variant(8, 16, (-1, 0), ROW_SPLITS=row_splits)
+    all_blocks = batch * heads * blocks
+    schedule = make_schedule(blocks, heads, 40, 16 * blocks, right=0, swizzle=last, num_tiles=all_blocks)
+    count = count_tiles(C, SimpleNamespace(), schedule)
+    found = [find_work_tile(C, tile_index, SimpleNamespace(), schedule) for tile_index in range(count)]
+    first = batch * heads - last
+    expected = [*itertools.product(range(first), range(blocks))]
+    expected += [(first + i, place) for place in range(blocks) for i in range(last)]
+    assert [(w.sequence * heads + w.head, w.place) for w in found[::row_splits]] == expected
+    assert len(found) == row_splits * len(expected)
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
 )
@@ -391,6 +411,7 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
     problem = replace(problem, total_q=64 * seqlen, total_k=64 * seqlen, window_right=0 if causal else -1)
     heads, swizzle = 64 * problem.num_heads_kv, l2_swizzle(problem)
     resident = resident_heads(problem, 128, swizzle, 132)
+    assert resident >= last_heads(problem, 128, 132)
     assert resident <= heads
     assert resident == heads or resident * ceil_div(seqlen, 128) >= 2 * 132
     if deterministic:

@@ -51,7 +51,9 @@ def tiles_of(problem: Problem) -> int:
 def work_of(blocks: int, rows: int, heads: int, group: int, causal: bool, divides_rows: bool) -> Work:
     """Of blocks of 128 keys and 64 rows."""
     steps = tuple(rows - 2 * place if causal else rows for place in range(blocks))
-    return Work(steps, heads, group, blocks * heads * 128 * 256 * 4, divides_rows, 132)
+    return Work(
+        steps, heads, group, blocks * heads * 128 * 256 * 4, divides_rows, causal and divides_rows, 132
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -112,7 +114,9 @@ def test_shares_are_sensible() -> None:
 
 def test_what_is_estimated() -> None:
     """By hand: of two heads with 2 and 1 rows of two blocks of keys, three programs."""
-    work = Work((2, 1), heads=2, group=4, part_bytes=10**6, divides_rows=True, programs=3)
+    work = Work(
+        (2, 1), heads=2, group=4, part_bytes=10**6, divides_rows=True, last_alternate=False, programs=3
+    )
     assert list(splitting.tiles_of(work, Splits())) == [8, 4, 8, 4]
     assert list(splitting.tiles_of(work, Splits(2, 2))) == [2, 2, 0, 2] * 4
     # 3 steps each are added: 11, 7 and 11 are dealt out, and 7 more follow the first 7.
@@ -120,6 +124,9 @@ def test_what_is_estimated() -> None:
     # 4, 4, 0 and 4 steps, twice: the last 7 follow two of 3 and one more of 7. Two parts of 1 MB, both ways.
     of_sum = splitting.SUM_SECONDS + 4e6 / splitting.BYTES_PER_SECOND
     assert seconds(work, Splits(1, 2)) == pytest.approx(20 * splitting.STEP_SECONDS + of_sum)
+    causal = work._replace(heads=3, last_alternate=True)  # of which two alternate
+    assert list(splitting.tiles_of(causal, Splits())) == [8, 4, 8, 8, 4, 4]
+    assert list(splitting.tiles_of(causal, Splits(1, 2))) == [4, 4, 0, 4] * 2 + [4, 4, 0, 4]
     for splits in (Splits(), *splitting.candidates(work)):
         assert splitting.least_seconds(work, splits) <= seconds(work, splits)
 

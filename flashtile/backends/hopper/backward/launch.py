@@ -97,6 +97,13 @@ def l2_swizzle(problem: Problem) -> int:
     return largest_divisor(key_heads(problem), most)
 
 
+def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
+    """Key heads, of a problem as scheduled, that come last under a causal mask: as many as programs work on
+    at a time."""
+    tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
+    return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
+
+
 def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, row_splits: int = 1) -> int:
     """Key heads that ``dq_accum`` has room for, of a problem as scheduled.
 
@@ -234,6 +241,9 @@ class BackwardLaunch:
         swizzle = l2_swizzle(scheduled)
         schedule = schedule_of(scheduled, variant.BLOCK_N, k, extras.alibi_slopes, swizzle)
         programs = num_programs(schedule.num_tiles * variant.ROW_SPLITS, q.device)
+        if not variant.DETERMINISTIC:
+            last = last_heads(scheduled, variant.BLOCK_N, programs, variant.ROW_SPLITS)
+            schedule = schedule._replace(swizzle=last)
         resident = resident_heads(scheduled, variant.BLOCK_N, swizzle, programs, variant.ROW_SPLITS)
         heads, rows = statistics_shape(problem)
         sizes = Sizes(

@@ -52,8 +52,8 @@ class Schedule(NamedTuple):
     alibi_stride: Any
     """Elements from one sequence's slopes to the next's; 0 if all share them."""
     swizzle: Any
-    """With DETERMINISTIC: key heads whose work tiles are interleaved, a divisor of all key heads of the
-    batch."""
+    """Key heads whose work tiles are interleaved. With DETERMINISTIC a divisor of all key heads of the batch;
+    under a causal mask those that come last; else not looked at."""
 
 
 @gluon.jit
@@ -71,6 +71,8 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     heads do,
     would then wait for one another if their next blocks were neighbours: blocks of ``swizzle`` heads
         alternate.
+    Under a causal mask blocks of the last ``swizzle`` heads alternate as well, so that the longest of them
+    are not begun when all else is done.
     """
     tile_index = tile_index // C.ROW_SPLITS
     head = tile_index // blocks
@@ -79,6 +81,14 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
         in_swizzle = tile_index % (blocks * schedule.swizzle)
         head = tile_index // (blocks * schedule.swizzle) * schedule.swizzle + in_swizzle % schedule.swizzle
         block = in_swizzle // schedule.swizzle
+    elif C.HAS_RIGHT and not C.HAS_LEFT:
+        all_blocks = schedule.num_tiles
+        if C.VARLEN:
+            all_blocks = blocks * schedule.num_heads
+        first = all_blocks - blocks * schedule.swizzle
+        in_last = tile_index - first
+        head = head if in_last < 0 else first // blocks + in_last % schedule.swizzle
+        block = block if in_last < 0 else in_last // schedule.swizzle
     return head, block
 
 

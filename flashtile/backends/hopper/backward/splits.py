@@ -67,6 +67,8 @@ class Work(NamedTuple):
     """Of one part of dK and dV."""
     divides_rows: bool
     """Whether rows may be divided, and not only heads."""
+    last_alternate: bool
+    """Whether blocks of the last heads alternate, as under a causal mask."""
     programs: int
     """That the card has room for."""
 
@@ -89,6 +91,7 @@ def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
         group=problem.group_size,
         part_bytes=4 * blocks * block_n * heads * width,
         divides_rows=not listed and (not problem.deterministic or left == right == UNLIMITED),
+        last_alternate=not problem.deterministic and left == UNLIMITED != right,
         programs=programs,
     )
     return best_splits(work)
@@ -140,12 +143,18 @@ def candidates(work: Work) -> Iterator[Splits]:
 
 
 def tiles_of(work: Work, splits: Splits) -> Iterator[int]:
-    """Steps of each work tile, in the order of the queue: a head after the other."""
-    heads = work.group // splits.heads
-    for _ in range(work.heads * splits.heads):
-        for count in work.steps:
-            for share in range(splits.rows):
-                yield heads * (count * (share + 1) // splits.rows - count * share // splits.rows)
+    """Steps of each work tile, in the order of the queue: a head after the other, but for the last."""
+    group, rows = work.group // splits.heads, splits.rows
+    blocks = [
+        [group * (count * (share + 1) // rows - count * share // rows) for share in range(rows)]
+        for count in work.steps
+    ]
+    heads = work.heads * splits.heads
+    last = min(-(-work.programs // (len(blocks) * rows)), heads) if work.last_alternate else 0
+    for _ in range(heads - last):
+        yield from itertools.chain(*blocks)
+    for shares in blocks:
+        yield from shares * last
 
 
 def seconds(work: Work, splits: Splits) -> float:

@@ -273,7 +273,7 @@ def dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc,
     table, seqused_k, alibi_slopes, next_tile,
     num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
-    alibi_stride, scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    alibi_stride, swizzle, scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most, which take work tiles as they come free."""
     dtype: gl.constexpr = q_desc.dtype
@@ -302,7 +302,7 @@ def dkv_kernel(
     pointers = Pointers(table, seqused_k, alibi_slopes, next_tile)
     schedule = Schedule(
         num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
-        alibi_stride, 1,
+        alibi_stride, swizzle,
     )  # fmt: skip
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(

@@ -113,9 +113,12 @@ class WideBackwardLaunch:
         scheduled = as_scheduled(problem, dkv.HEAD_SPLITS)
         blocks_k = backward.schedule_of(scheduled, dkv.BLOCK_N, k, alibi_slopes)
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
+        programs = num_programs(blocks_k.num_tiles * dkv.ROW_SPLITS, q.device)
+        last = backward.last_heads(scheduled, dkv.BLOCK_N, programs, dkv.ROW_SPLITS)
+        blocks_k = blocks_k._replace(swizzle=last)
         compute_dkv = KeptKernel(
             dkv_kernel,
-            num_programs(blocks_k.num_tiles * dkv.ROW_SPLITS, q.device),
+            programs,
             arguments_of(dkv_kernel, blocks_k._asdict() | numbers),
             (dkv,),
             None,

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper import config
+from flashtile.backends.hopper.soft_cap import capped
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -19,7 +20,7 @@ class Numbers(NamedTuple):
     scale_log2: Any
     """softmax_scale * log2(e)."""
     softcap_rate: Any
-    """2 * softmax_scale / softcap * log2(e)."""
+    """softmax_scale / softcap."""
     softcap_log2: Any
     """softcap * log2(e)."""
     zero: Any
@@ -55,10 +56,10 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 def soft_cap(C: gl.constexpr, s, numbers):
     """(scores in log2 units, softcap_grad: d capped / d scaled) from raw products."""
     softcap_grad = 1.0
-    if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
-        capped = 1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate))
-        s = capped * numbers.softcap_log2
-        softcap_grad = 1 - capped * capped
+    if C.SOFTCAP:
+        tanh = capped(s, numbers.softcap_rate)
+        s = tanh * numbers.softcap_log2
+        softcap_grad = 1 - tanh * tanh
     else:
         s = s * numbers.scale_log2
     return s, softcap_grad

@@ -83,8 +83,8 @@ class ForwardVariant:
     KV_GROUP: int
     """Heads of the schedule to a key head: query heads to a key head, divided by PACK."""
     HAS_SCORE_MOD: bool
-    """Scores are more than raw products times a positive scale: soft-cap, ALiBi, a scale that is not
-    positive."""
+    """Scores are more than raw products, or the tanh of a soft-cap, times a positive scale: ALiBi, a scale
+    that is not positive."""
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_M: int

@@ -48,6 +48,7 @@ from flashtile.backends.hopper.forward.schedule import (
     snake_order,
 )
 from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale
+from flashtile.backends.hopper.soft_cap import capped
 from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
@@ -154,12 +155,12 @@ class Tree(NamedTuple):
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
     """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units.
 
-    Without HAS_SCORE_MOD products stay as they are, and the softmax scales them.
+    Without HAS_SCORE_MOD products, or the tanh of a soft-cap, stay as they are, and the softmax scales them.
     """
-    if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
-        s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
-    elif C.HAS_SCORE_MOD:
-        s = s * numbers.scale_log2
+    if C.SOFTCAP:
+        s = capped(s, numbers.softcap_rate)
+    if C.HAS_SCORE_MOD:
+        s = s * (numbers.softcap_log2 if C.SOFTCAP else numbers.scale_log2)
     if C.ALIBI:
         keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
         distance = gl.abs(rows.positions[:, None] - keys[None, :])

@@ -63,7 +63,7 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         PAIRED=right != UNLIMITED and short,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
-        HAS_SCORE_MOD=has_score_mod(problem),
+        HAS_SCORE_MOD=problem.alibi or (not problem.softcap and has_score_mod(problem)),
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
         BLOCK_M=config.BLOCK_M,

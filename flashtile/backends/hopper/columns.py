@@ -1,8 +1,30 @@
-"""Tiles that leave a few columns at a time, through shared memory that is smaller than they are."""
+"""Columns of tiles: those that leave a few at a time, through shared memory that is smaller than they are,
+and those that a product can do without."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+STEP = gl.constexpr(16)
+"""Columns that one instruction of wgmma multiplies in 16 bits."""
+
+
+@gluon.jit
+def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
+    """[rows, N] float32: x [rows] plus 0, 1, ..., as wgmma's accumulator in ``layout``.
+
+    Column 8 a + 2 t + b belongs to thread t of a quad. With the thread's part added first, the rest is a
+    constant of each register's own addition.
+    """
+    column: gl.constexpr = gl.SliceLayout(0, layout)
+    parts: gl.constexpr = gl.arange(0, N, layout=column).reshape([N // 8, 4, 2]).type.layout
+    a = gl.arange(0, N // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts))).to(gl.float32)
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts))).to(gl.float32)
+    b = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts))).to(gl.float32)
+    zero = gl.full([N // 8, 4, 2], 0.0, gl.float32, parts)
+    threads = gl.convert_layout((zero + 2 * t[None, :, None]).reshape([N]), column)
+    registers = gl.convert_layout((zero + 8 * a[:, None, None] + b[None, None, :]).reshape([N]), column)
+    return (x[:, None] + threads[None, :]) + registers[None, :]
 
 
 @gluon.jit
@@ -26,3 +48,35 @@ def store_part(part, tile):
     part = gl.convert_layout(part.to(tile.dtype), layout, assert_trivial=True)
     tile.reshape([ROWS, PART]).store(part)
     fence_async_shared()
+
+
+@gluon.constexpr_function
+def power_of_two_below(number):
+    """The largest power of two that is at most ``number``."""
+    return 1 << (number.bit_length() - 1)
+
+
+@gluon.constexpr_function
+def count_products(head_dim):
+    """How many products :func:`product_of_rows` leaves in flight."""
+    return (-(-head_dim // 16)).bit_count()
+
+
+@gluon.jit
+def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = True, START: gl.constexpr = 0):
+    """acc + a b^T of tiles in shared memory, left in flight, or without ``use_acc`` a b^T alone.
+
+    Of the tiles' columns the first HEAD_DIM count, from START on. TMA has filled the others with zeros; they
+    are left out in steps of 16. Tensors have powers of two of columns, so that this takes some products.
+    """
+    COLUMNS: gl.constexpr = (HEAD_DIM + STEP - 1) // STEP * STEP - START
+    WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
+    if a.shape[1] == WIDTH:
+        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+    else:
+        left, right = a.slice(START, WIDTH, 1), b.slice(START, WIDTH, 1)
+        acc = warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+        if COLUMNS == WIDTH:
+            return acc
+        else:
+            return product_of_rows(a, b, acc, HEAD_DIM, True, START + WIDTH)

@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper import config
-from flashtile.backends.hopper.soft_cap import capped
+from flashtile.backends.hopper.columns import plus_columns
+from flashtile.backends.hopper.soft_cap import tanh_of
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -57,7 +58,7 @@ def soft_cap(C: gl.constexpr, s, numbers):
     """(scores in log2 units, softcap_grad: d capped / d scaled) from raw products."""
     softcap_grad = 1.0
     if C.SOFTCAP:
-        tanh = capped(s, numbers.softcap_rate)
+        tanh = tanh_of(s, numbers.softcap_rate)
         s = tanh * numbers.softcap_log2
         softcap_grad = 1 - tanh * tanh
     else:
@@ -70,8 +71,10 @@ def apply_score_mod(C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers
     """(scores in log2 units, softcap_grad) from raw products: soft-cap, then ALiBi."""
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
-        keys, rows = positions(C, W, m, work, s_layout)
-        s = s - slope * gl.abs(rows - keys).to(gl.float32)
+        keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout)).to(gl.float32)
+        first_key = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+        between = (m * C.BLOCK_M + work.seqlen_k - work.seqlen_q - first_key).to(gl.float32)
+        s = s - slope * gl.abs(plus_columns(between - keys, C.BLOCK_M, s_layout))
     return s, softcap_grad
 
 

@@ -25,6 +25,7 @@ from flashtile.backends.hopper import config
 from flashtile.backends.hopper.backward.schedule import padded_row
 from flashtile.backends.hopper.backward.scores import LOG2_E, Numbers, soft_cap
 from flashtile.backends.hopper.channels import make_channel
+from flashtile.backends.hopper.columns import plus_columns
 from flashtile.backends.hopper.forward.kernel import (
     load_keys,
     load_queries,
@@ -63,8 +64,8 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
     """(scores in log2 units, softcap_grad) from the raw products of block ``n``."""
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
-        keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-        s = s - rows.slope * gl.abs(rows.positions[:, None] - keys[None, :]).to(gl.float32)
+        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
+        s = s - rows.slope * gl.abs(plus_columns(between, C.BLOCK_N, s_layout))
     return s, softcap_grad
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import has_score_mod
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward import launch as forward
@@ -72,12 +71,7 @@ def variant_of(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Var
     common = vars(forward.variant_of(problem, config, has_queue=False))
     consumer, producer = REGISTERS[config.warpgroups, problem.v_transposed]
     return Fp8Variant(
-        **common
-        | {
-            "CONSUMER_REGISTERS": consumer,
-            "PRODUCER_REGISTERS": producer,
-            "HAS_SCORE_MOD": has_score_mod(problem),
-        },
+        **common | {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer},
         V_TRANSPOSED=problem.v_transposed,
         BLOCK_SCALES=problem.block_scales,
         HAS_Q_SCALE=scales.q is not None,

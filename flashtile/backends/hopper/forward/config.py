@@ -111,7 +111,7 @@ class ForwardVariant:
 F = ForwardConfig
 _TWO = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
 _NARROW = F(2, 64, spill_budget=28, features_spill_budget=84)
-_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=484)
+_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=676)
 _TWO_Q = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=364)
 _SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
 _SHORT_PING_PONG = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=140)
@@ -132,7 +132,7 @@ _WIDE_CAUSAL = F(
     features_spill_budget=304,
 )
 _PARTS = F(
-    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=44, features_spill_budget=176
+    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=44, features_spill_budget=180
 )
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128

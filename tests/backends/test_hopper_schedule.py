@@ -18,8 +18,9 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.compile_cases import PLAIN
+from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward import schedule
-from flashtile.backends.hopper.forward.config import choose, every_row, smem_bytes
+from flashtile.backends.hopper.forward.config import choose, every_row, smem_bytes, tile_columns
 from flashtile.backends.hopper.forward.launch import variant_of
 from flashtile.compile_report import ARCHITECTURES
 from kernels_as_python import functions_of
@@ -214,3 +215,39 @@ def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> 
     assert variant_of(problem, config, has_queue=False).EVEN_N
     for change in ({"seqused_k": True}, {"varlen": True}, {"seqlen_k": 1023}):
         assert not variant_of(replace(problem, **change), config, has_queue=False).EVEN_N
+
+
+@pytest.mark.parametrize(
+    ("change", "pack"),
+    [
+        ({"window_left": 127}, 8),
+        ({"window_left": 127, "num_heads_kv": 4}, 1),  # groups of 2 see nearly as many keys apart
+        ({"window_left": 1023}, 1),
+        ({"window_left": 127, "varlen": True}, 1),
+        ({}, 1),
+    ],
+)
+def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
+    problem = replace(PLAIN, window_right=0, **{"num_heads_kv": 1} | change)
+    variant = variant_of(problem, choose(problem))
+    assert (pack, problem.group_size) == (variant.PACK, variant.PACK * variant.KV_GROUP)
+    assert variant_of(problem, choose(problem), has_queue=False).PACK == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiles"),
+    [
+        ((192, 128), (192, 128, 3)),
+        ((136, 72), (192, 128, 3)),
+        ((200, 128), (256, 128, 1)),
+        ((192, 192), (256, 256, 1)),
+        ((96, 96), (128, 128, 1)),
+    ],
+)
+def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int]) -> None:
+    problem = replace(PLAIN, head_dim=sizes[0], head_dim_v=sizes[1])
+    assert tile_columns(problem) == tiles
+    variant = variant_of(problem, choose(problem))
+    assert tiles == (variant.BLOCK_D, variant.BLOCK_DV, variant.D_PARTS)
+    others = variant_of(problem, choose(problem), has_queue=False)
+    assert (padded(sizes[0]), 1, padded(sizes[0])) == (others.BLOCK_D, others.D_PARTS, others.QK_COLUMNS)

@@ -91,6 +91,12 @@ def proxy_fence(*operands: Any) -> Value:
     return Value(0, core.int32)
 
 
+def tanh_of_product(x: Value, rate: Any, dtype: Any) -> Value:
+    """What the text computes is shown in tests/backends/test_hopper_soft_cap.py."""
+    factor = rate.data if isinstance(rate, Value) else rate
+    return Value(torch.tanh(x.data * factor), dtype)
+
+
 KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"\{ \.reg \.pred never;.*nanosleep.*\}", same),
     (r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", rounded),
@@ -99,6 +105,8 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"\{ \.reg \.pred same; setp\.eq\.b32 same, \$48, 0; @same bra\.uni done; mul.*\}", rescaled),
     (r"\{ \.reg \.b16 low, high; cvt\.rn\.satfinite\.e4m3x2\.f32 low, \$2, \$1; .*\}", e4m3_bytes),
     (r"prmt\.b32 \$0, \$2, \$3, 0x6420; prmt\.b32 \$1, \$2, \$3, 0x7531;", bytes_exchanged),
+    (r"\{ \.reg \.pred big; .*ex2\.approx\.ftz.* done: \}", tanh_of_product),
+    (r"\{ \.reg \.f32 a; mul\.ftz\.f32 \$0, \$1, \$2; .*ex2\.approx\.ftz.* \}", tanh_of_product),
     (r"lg2\.approx\.ftz\.f32 \$0, \$1;", log2),
     (r"griddepcontrol\.(wait|launch_dependents); mov\.[bu]32 \$0, (0|\$1);", nothing),
     (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", nothing),

@@ -88,6 +88,45 @@ def test_groups_in_one_tile(heads_q: int, seqlen_q: int) -> None:
     everything.inputs("cuda").check(backend="hopper", gradients=False)
 
 
+@pytest.mark.parametrize("window", [(127, 0), (40, 9), (0, 0)])
+@pytest.mark.parametrize(("heads_q", "heads_kv", "head_dim"), [(64, 8, 64), (16, 2, 128), (4, 1, 256)])
+def test_groups_in_one_tile_of_short_windows(
+    window: tuple[int, int], heads_q: int, heads_kv: int, head_dim: int
+) -> None:
+    call = replace(LLAMA, name="window", heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim)
+    call = replace(call, seqlen_q=900, window_size=window)
+    call.inputs("cuda").check(backend="hopper", gradients=False)
+    replace(call, sink="own", alibi="batch").inputs("cuda").check(backend="hopper", gradients=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [(192, 128), (136, 72), (8, 8), (40, 40), (72, 80), (80, 80), (96, 96), (112, 24), (160, 160), (248, 64)],
+)
+@pytest.mark.parametrize("length", [257, 2050, 4096])
+def test_head_sizes_as_they_are(head_dim: int, head_dim_v: int, length: int, causal: bool) -> None:
+    call = replace(LLAMA, name="columns", head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
+    call = replace(call, heads_q=4, heads_kv=2, seqlen_q=length, seqlen_k=length)
+    call.inputs("cuda").check(backend="hopper", gradients=False)
+    packed = replace(call, lengths=((length, 300), (1, 129), (0, 10), (77, length)), softcap=20.0)
+    packed.inputs("cuda").check(backend="hopper", gradients=False)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@pytest.mark.parametrize(("head_dim", "length"), [(64, 300), (64, 4100), (128, 2050), (256, 700)])
+def test_soft_caps(head_dim: int, length: int, softcap: float, dtype: torch.dtype) -> None:
+    """Scores far below the cap, of several caps, and both in one row; gradients, too."""
+    call = replace(LLAMA, name="capped", heads_q=2, heads_kv=1, head_dim=head_dim, dtype=dtype, causal=True)
+    call = replace(call, seqlen_q=length, seqlen_k=length, softcap=softcap)
+    for scale in (0.05, 1.0, 4 * softcap):
+        replace(call, softmax_scale=scale / head_dim**0.5).inputs("cuda").check(backend="hopper")
+    inputs = call.inputs("cuda")
+    growing = inputs.k * torch.linspace(2 * softcap, 0.1, length, device="cuda")[:, None, None]
+    inputs._replace(k=growing.to(inputs.k.dtype)).check(backend="hopper")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "length"), [(128, 1024), (256, 700), (256, 2048), (256, 8192)])
 def test_scores_that_grow(head_dim: int, length: int, causal: bool) -> None:

@@ -17,6 +17,24 @@ STEP = gl.constexpr(16)
 
 
 @gluon.jit
+def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
+    """[rows, N] float32: x [rows] plus 0, 1, ..., as wgmma's accumulator in ``layout``.
+
+    Column 8 a + 2 t + b belongs to thread t of a quad. With the thread's part added first, the rest is a
+    constant of each register's own addition.
+    """
+    column: gl.constexpr = gl.SliceLayout(0, layout)
+    parts: gl.constexpr = gl.arange(0, N, layout=column).reshape([N // 8, 4, 2]).type.layout
+    a = gl.arange(0, N // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts))).to(gl.float32)
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts))).to(gl.float32)
+    b = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts))).to(gl.float32)
+    zero = gl.full([N // 8, 4, 2], 0.0, gl.float32, parts)
+    threads = gl.convert_layout((zero + 2 * t[None, :, None]).reshape([N]), column)
+    registers = gl.convert_layout((zero + 8 * a[:, None, None] + b[None, None, :]).reshape([N]), column)
+    return (x[:, None] + threads[None, :]) + registers[None, :]
+
+
+@gluon.jit
 def column_parts(x, PART: gl.constexpr):
     """x [64, n] of a warpgroup, n = PART times a power of two: a tuple of [64, PART] from left to right."""
     ROWS: gl.constexpr = x.shape[0]

@@ -20,10 +20,10 @@ def num_programs(num_tiles: int, device: torch.device | Target) -> int:
 
 def score_numbers(problem: Problem | DecodeProblem) -> dict[str, float]:
     """The fields of both passes' ``Numbers`` that lead from raw products to scores in log2 units."""
-    scale, softcap = problem.softmax_scale * LOG2_E, problem.softcap
+    softcap = problem.softcap
     return {
-        "scale_log2": scale,
-        "softcap_rate": 2 * scale / softcap if softcap else 0.0,
+        "scale_log2": (softcap or problem.softmax_scale) * LOG2_E,
+        "softcap_rate": problem.softmax_scale / softcap if softcap else 0.0,
         "softcap_log2": softcap * LOG2_E,
     }
 

@@ -111,8 +111,8 @@ class BackwardVariant(WithoutFunctions):
 
 
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=40, features_spill_budget=1824),
-    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=48, features_spill_budget=200),
+    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=40, features_spill_budget=368),
+    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=48, features_spill_budget=260),
     (64, 128): BackwardConfig(64, features_spill_budget=48),
     (128, 64): BackwardConfig(64, features_spill_budget=88),
 }

@@ -6,7 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper import config
+from flashtile.backends.hopper.columns import plus_columns
 from flashtile.backends.hopper.mods.visits import visited_block
+from flashtile.backends.hopper.soft_cap import tanh_of
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -20,7 +22,7 @@ class Numbers(NamedTuple):
     scale_log2: Any
     """softmax_scale * log2(e)."""
     softcap_rate: Any
-    """2 * softmax_scale / softcap * log2(e)."""
+    """softmax_scale / softcap."""
     softcap_log2: Any
     """softcap * log2(e)."""
     zero: Any
@@ -56,10 +58,10 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 def soft_cap(C: gl.constexpr, s, numbers):
     """(scores in log2 units, softcap_grad: d capped / d scaled) from raw products."""
     softcap_grad = 1.0
-    if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
-        capped = 1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate))
-        s = capped * numbers.softcap_log2
-        softcap_grad = 1 - capped * capped
+    if C.SOFTCAP:
+        tanh = tanh_of(s, numbers.softcap_rate)
+        s = tanh * numbers.softcap_log2
+        softcap_grad = 1 - tanh * tanh
     else:
         s = s * numbers.scale_log2
     return s, softcap_grad
@@ -79,8 +81,10 @@ def apply_score_mod(
         s, own_grad = C.SCORE_MOD(s, mods.sequence, mods.head, rows - mods.offset, keys, mods.captured)
         s, softcap_grad = s * LOG2_E, own_grad
     if C.ALIBI:
-        keys, rows = positions(C, W, m, work, s_layout)
-        s = s - slope * gl.abs(rows - keys).to(gl.float32)
+        keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout)).to(gl.float32)
+        first_key = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+        between = (m * C.BLOCK_M + work.seqlen_k - work.seqlen_q - first_key).to(gl.float32)
+        s = s - slope * gl.abs(plus_columns(between - keys, C.BLOCK_M, s_layout))
     return s, softcap_grad
 
 

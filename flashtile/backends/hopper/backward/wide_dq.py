@@ -28,6 +28,7 @@ from flashtile.backends.hopper.columns import (
     add_products,
     columns_of,
     count_products,
+    plus_columns,
     product_of_rows,
     zero_sums,
 )
@@ -69,8 +70,8 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
     """(scores in log2 units, softcap_grad) from the raw products of block ``n``."""
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
-        keys = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-        s = s - rows.slope * gl.abs(rows.positions[:, None] - keys[None, :]).to(gl.float32)
+        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
+        s = s - rows.slope * gl.abs(plus_columns(between, C.BLOCK_N, s_layout))
     return s, softcap_grad
 
 

@@ -99,6 +99,11 @@ class Variant(Layout, WithoutFunctions):
     CONSUMER_REGISTERS: int
     LOADER_REGISTERS: int
     Q_IN_REGISTERS: ClassVar[int] = 0
+    D_PARTS: ClassVar[int] = 1
+
+    @property
+    def QK_COLUMNS(self) -> int:  # noqa: N802 - as in the kernel
+        return self.BLOCK_D
 
 
 MOST_LOADERS = 2

@@ -45,6 +45,13 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     yield _case(window, config, config.features_spill_budget)
     partial = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384, partial=True)
     yield _case(partial, PARTIAL, PARTIAL.spill_budget)
+    for head_dim, softcap_budget in ((128, 0), (256, 76)):
+        capped = replace(_CAUSAL, head_dim=head_dim, head_dim_v=head_dim, softcap=50.0)
+        yield _case(capped, choose(capped), softcap_budget)
+    few_columns = replace(PLAIN, head_dim=80, head_dim_v=80)
+    yield _case(few_columns, choose(few_columns), 0)
+    short_window = replace(_CAUSAL, num_heads_q=64, num_heads_kv=8, window_left=127)
+    yield _case(short_window, choose(short_window), 0)
     packed = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=4, total_q=8)
     yield _case(packed, ForwardConfig(2, 128), 0)
 
@@ -64,9 +71,11 @@ def _case(problem: Problem, config: ForwardConfig, spill_budget: int) -> Compile
 def _name(problem: Problem, variant: ForwardVariant) -> str:
     tile = f"{variant.BLOCK_M}x{variant.BLOCK_N}"
     mask = "window" if variant.HAS_LEFT else "causal" if variant.HAS_RIGHT else "full"
-    features = "features" if variant.SOFTCAP else f"{mask} partial" if problem.partial else mask
+    everything = variant.SOFTCAP and variant.ALIBI
+    features = "features" if everything else f"{mask} partial" if problem.partial else mask
     more = words(
         {
+            "soft-cap": variant.SOFTCAP and not everything,
             "ping-pong": variant.PING_PONG,
             "q in registers": variant.Q_IN_REGISTERS,
             "o in parts": variant.O_IN_PARTS,
@@ -76,4 +85,4 @@ def _name(problem: Problem, variant: ForwardVariant) -> str:
             "queue": variant.QUEUED,
         }
     )
-    return " ".join((f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV}", tile, features, *more))
+    return " ".join((f"head_dim {problem.head_dim}/{problem.head_dim_v}", tile, features, *more))

@@ -83,10 +83,15 @@ class ForwardVariant(WithoutFunctions):
     KV_GROUP: int
     """Heads of the schedule to a key head: query heads to a key head, divided by PACK."""
     HAS_SCORE_MOD: bool
-    """Scores are more than raw products times a positive scale: soft-cap, ALiBi, a scale that is not
-    positive."""
+    """Scores are more than raw products, or the tanh of a soft-cap, times a positive scale: ALiBi, a scale
+    that is not positive."""
     BLOCK_D: int
+    """Columns of q and k in shared memory."""
     BLOCK_DV: int
+    D_PARTS: int
+    """Tiles of q and k side by side, where BLOCK_D is no power of two; else 1."""
+    QK_COLUMNS: int
+    """Columns of q and k that are multiplied: those behind head_dim are zeros."""
     BLOCK_M: int
     BLOCK_N: int
     WARPGROUPS: int
@@ -104,15 +109,15 @@ class ForwardVariant(WithoutFunctions):
 
 
 F = ForwardConfig
-_TWO = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=60)
-_NARROW = F(2, 64, spill_budget=28, features_spill_budget=64)
-_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=484)
-_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=196)
+_TWO = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
+_NARROW = F(2, 64, spill_budget=28, features_spill_budget=84)
+_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=676)
+_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=364)
 _SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
-_SHORT_PING_PONG = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=88)
-_SHORT_BLOCKS = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36)
+_SHORT_PING_PONG = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=140)
+_SHORT_BLOCKS = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36, features_spill_budget=36)
 _WIDE_SHORT = F(
-    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=44
+    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=80
 )
 _WIDE = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
 _WIDE_Q = replace(_WIDE, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
@@ -124,7 +129,10 @@ _WIDE_CAUSAL = F(
     LAZY_RESCALE=True,
     paired_below=4096,
     spill_budget=116,
-    features_spill_budget=244,
+    features_spill_budget=304,
+)
+_PARTS = F(
+    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=44, features_spill_budget=180
 )
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
@@ -132,7 +140,7 @@ PARTIAL = F(
 """Of results in float32, head sizes up to 128: they leave in parts, for which there is room. Not timed."""
 ANY_LENGTH = 2**31
 
-# (padded head_dim, padded head_dim_v, windowed) -> (keys, config) where no row sees as many keys; causal is a
+# (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a
 # window.
 # H100, S = 512 to 16384: docs/measured.md. Rows of unequal head sizes have the tiles that fit; not timed.
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
@@ -154,19 +162,33 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (256, 64, True): ((ANY_LENGTH, _NARROW),),
     (256, 128, False): ((ANY_LENGTH, _NARROW),),
     (256, 128, True): ((ANY_LENGTH, _NARROW),),
+    (192, 128, False): ((ANY_LENGTH, _PARTS),),
+    (192, 128, True): ((ANY_LENGTH, _PARTS),),
 }
+_PARTS_OF = {192: 3}
+"""Columns of q and k that are no power of two: how many tiles side by side. Only compiled, not timed."""
 
 
 # (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.
 _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
+    (64, 64): ((512, F(2, 64, STAGES=4, Q_STAGES=2)),),
     (128, 128): ((2048, _SHORT_BLOCKS),),
 }
+
+
+def tile_columns(problem: Problem) -> tuple[int, int, int]:
+    """(columns of q and k in shared memory, of v, tiles that those of q and k make side by side)."""
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    for columns, parts in _PARTS_OF.items():
+        if problem.head_dim <= columns < block_d and (columns, block_dv, False) in _TABLE:
+            return columns, block_dv, parts
+    return block_d, block_dv, 1
 
 
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed = left != UNLIMITED or right != UNLIMITED
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv, _ = tile_columns(problem)
     seen = problem.seqlen_k
     rows = _TABLE[block_d, block_dv, windowed]
     if left != UNLIMITED and right != UNLIMITED:
@@ -176,7 +198,7 @@ def choose(problem: Problem) -> ForwardConfig:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
-    """(padded head_dim, padded head_dim_v, windowed, keys, config) of the whole table."""
+    """(columns of q and k, of v, windowed, keys, config) of the whole table."""
     for (block_d, block_dv, windowed), rows in _TABLE.items():
         for keys, config in rows:
             yield block_d, block_dv, windowed, keys, config

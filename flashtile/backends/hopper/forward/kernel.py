@@ -31,7 +31,7 @@ from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
-from flashtile.backends.hopper.columns import column_parts, store_part
+from flashtile.backends.hopper.columns import column_parts, plus_columns, product_of_rows, store_part
 from flashtile.backends.hopper.compat import async_load, async_store
 from flashtile.backends.hopper.forward.schedule import (
     Numbers,
@@ -50,6 +50,7 @@ from flashtile.backends.hopper.forward.schedule import (
 from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale
 from flashtile.backends.hopper.mods.cells import hide_cells, modify_scores, query_mods
 from flashtile.backends.hopper.mods.visits import key_block, key_visits
+from flashtile.backends.hopper.soft_cap import capped, tanh_of
 from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
@@ -60,27 +61,31 @@ LAG_LOG2 = gl.constexpr(8.0)
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, desc, work, n, barrier, slot):
-    """TMA load of block ``n`` of k or v; rows behind the last key arrive as zeros."""
+def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column: gl.constexpr = 0):
+    """TMA load of block ``n`` of k or v, from ``column`` on; rows behind the last key arrive as zeros."""
     row, head = n * C.BLOCK_N, work.head // C.KV_GROUP
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, 0], barrier, slot)
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, column], barrier, slot)
     else:
-        async_load(desc, [work.sequence, row, head, 0], barrier, slot)
+        async_load(desc, [work.sequence, row, head, column], barrier, slot)
 
 
 @gluon.jit
-def load_queries(C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, part):
-    """TMA load of the rows of warpgroup ``w``; rows behind the last query arrive as zeros."""
+def load_queries(
+    C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, part, column: gl.constexpr = 0
+):
+    """TMA load of the rows of warpgroup ``w``, from ``column`` on; rows behind the last query arrive as
+    zeros."""
     row = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, 0], barrier, part)
+        row = RAGGED_ROWS - work.seqlen_q + row
+        async_load(desc, [RAGGED_ROWS, end, row, work.head, column], barrier, part)
     elif C.PACK > 1:
-        async_load(desc, [work.sequence, row, work.head, 0, 0], barrier, part)
+        async_load(desc, [work.sequence, row, work.head, 0, column], barrier, part)
     else:
-        async_load(desc, [work.sequence, row, work.head, 0], barrier, part)
+        async_load(desc, [work.sequence, row, work.head, column], barrier, part)
 
 
 @gluon.jit
@@ -107,13 +112,42 @@ def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout
         k = k.slice(0, WIDTH, dim=0)
     if HEAD > 0:
         s = warpgroup_mma(q_head, k.slice(0, HEAD, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
-        if HEAD < C.BLOCK_D:
-            q_tail = q.slice(HEAD, C.BLOCK_D - HEAD, dim=1)
-            k_tail = k.slice(HEAD, C.BLOCK_D - HEAD, dim=1)
-            s = warpgroup_mma(q_tail, k_tail.permute((1, 0)), s, is_async=True)
+        if HEAD < C.QK_COLUMNS:
+            s = product_of_rows(q, k, s, C.QK_COLUMNS, True, HEAD)
     else:
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = product_of_rows(q, k, s, C.QK_COLUMNS, False)
     return s
+
+
+@gluon.jit
+def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
+    """:func:`qk_product` with use ``i`` of the channel of k, once it is there.
+
+    Where tiles come in D_PARTS, ``q`` is a tuple of them.
+    """
+    slot = k.wait(i)
+    if C.D_PARTS == 1:
+        return qk_product(C, WIDTH, q, q_head, k.tiles.index(slot), s_layout)
+    else:
+        PARTS: gl.constexpr = C.D_PARTS
+        s = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, s_layout)
+        for n in gl.static_range(PARTS):
+            k_part = k.tiles.index(slot * PARTS + n).reshape([C.BLOCK_N, C.BLOCK_D // PARTS])
+            if WIDTH < C.BLOCK_N:
+                k_part = k_part.slice(0, WIDTH, dim=0)
+            s = warpgroup_mma(q[n], k_part.permute((1, 0)), s, use_acc=n > 0, is_async=True)
+        return s
+
+
+@gluon.jit
+def parts_of(tiles, first, PARTS: gl.constexpr):
+    """PARTS tiles of shared memory from ``first`` on: a tuple of [rows, columns]."""
+    tile = tiles.index(first)
+    tile = tile.reshape([WARPGROUP_ROWS, tile.shape[-1]])
+    if PARTS == 1:
+        return (tile,)
+    else:
+        return (tile,) + parts_of(tiles, first + 1, PARTS - 1)
 
 
 @gluon.jit
@@ -159,10 +193,12 @@ class Tree(NamedTuple):
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
     """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units.
 
-    Without HAS_SCORE_MOD products stay as they are, and the softmax scales them.
+    Without HAS_SCORE_MOD products, or the tanh of a soft-cap, stay as they are, and the softmax scales them.
     """
-    if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
-        s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
+    if C.SOFTCAP and C.HAS_SCORE_MOD:
+        s = tanh_of(s, numbers.softcap_rate) * numbers.softcap_log2
+    elif C.SOFTCAP:
+        s = capped(s, numbers.softcap_rate)
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
     if C.LISTED:
@@ -170,9 +206,8 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
     if C.SCORE_MOD is not None:
         s = modify_scores(C, s, n, rows, numbers, s_layout)
     if C.ALIBI:
-        keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
-        distance = gl.abs(rows.positions[:, None] - keys[None, :])
-        s = s - rows.slope[:, None] * distance.to(gl.float32)
+        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
+        s = s - rows.slope[:, None] * gl.abs(plus_columns(between, s.shape[1], s_layout))
     return s
 
 
@@ -250,7 +285,7 @@ def attend_uncut(
     """
     for n in range(n_from - 1, n_to - 1, -1):
         ping_pong.wait(W, i)
-        s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        s = qk_block(C, C.BLOCK_N, q, q_head, k, i, s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
         ping_pong.pass_on(W)
         s = warpgroup_mma_wait(1, deps=[s])
@@ -288,7 +323,7 @@ def attend_cut(
     rows = rows_in(C, rows, row)
     for n in range(n_from - 1, n_to - 1, -1):
         ping_pong.wait(W, i)
-        s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        s = qk_block(C, WIDTH, q, q_head, k, i, s_layout)
         ping_pong.pass_on(W)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
@@ -454,8 +489,11 @@ def attend_tile(
         l += 0.25
 
     i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
-    q_part = q.wait(j) * C.WARPGROUPS + W
-    q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
+    q_part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
+    if C.D_PARTS == 1:
+        q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
+    else:
+        q_tile = parts_of(q.tiles, q_part, C.D_PARTS)
     q_head = q_tile
     if C.Q_IN_REGISTERS > 0:
         q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
@@ -478,7 +516,7 @@ def attend_tile(
 
     # The first block of the pipeline, the only one of it that may be cut.
     ping_pong.wait(W, i)
-    s = qk_product(C, C.BLOCK_N, q_tile, q_head, k.tiles.index(k.wait(i)), s_layout)
+    s = qk_block(C, C.BLOCK_N, q_tile, q_head, k, i, s_layout)
     ping_pong.pass_on(W)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
@@ -514,7 +552,13 @@ def attend_tile(
         v.release(i - 1)
     i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(o_desc.dtype)
-    if C.O_IN_PARTS:
+    if C.Q_HOLDS_O and C.D_PARTS > 1:
+        PART: gl.constexpr = o_desc.block_type.shape[-1]
+        parts = column_parts(o, PART)
+        for n in gl.static_range(o.shape[1] // PART):
+            store_part(parts[n], q.tiles.index(q_part + n))
+            store_rows(C, o_desc, work, first, q.tiles.index(q_part + n), n * PART)
+    elif C.O_IN_PARTS:
         store_parts(C, W, o, o_tiles, o_desc, work, first)
     else:
         if C.Q_HOLDS_O:
@@ -579,6 +623,8 @@ def consumer(
 def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
     """All that the consumers need for one block of query rows; returns the new ``i``."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    PARTS: gl.constexpr = C.D_PARTS
+    COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     if C.LISTED:
         visits = key_visits(C, 1, work, block, pointers.lists)
@@ -588,14 +634,17 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
         if C.LISTED:
             key_number, _ = key_block(C, visits, n)
         slot = k.acquire(i)
-        mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)
-        load_keys(C, k_desc, work, key_number, k.full.index(slot), k.tiles.index(slot))
+        mbarrier.expect(k.full.index(slot), PARTS * k_desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            k_part = k.tiles.index(slot * PARTS + part)
+            load_keys(C, k_desc, work, key_number, k.full.index(slot), k_part, part * COLUMNS)
         if n == n_end - 1:  # the first keys may come before q's tile is free
             slot = q.acquire(j)
-            mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+            mbarrier.expect(q.full.index(slot), WARPGROUPS * PARTS * q_desc.block_type.nbytes)
             for w in gl.static_range(WARPGROUPS):
-                part = q.tiles.index(slot * WARPGROUPS + w)
-                load_queries(C, w, q_desc, work, block, q.full.index(slot), part)
+                for part in gl.static_range(PARTS):
+                    q_part = q.tiles.index((slot * WARPGROUPS + w) * PARTS + part)
+                    load_queries(C, w, q_desc, work, block, q.full.index(slot), q_part, part * COLUMNS)
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
         load_keys(C, v_desc, work, key_number, v.full.index(slot), v.tiles.index(slot))
@@ -641,8 +690,8 @@ def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, 
 @gluon.jit
 def run_partitions(C: gl.constexpr, q_desc, k_desc, v_desc, o_desc, pointers, schedule, numbers):
     """All of a program: its shared memory, its consumers and its producer."""
-    q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
-    k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
+    q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
+    k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, 1)
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
     queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0

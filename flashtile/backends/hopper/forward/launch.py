@@ -19,7 +19,7 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     padded,
 )
-from flashtile.backends.hopper.forward.config import O_PART, ForwardConfig, ForwardVariant
+from flashtile.backends.hopper.forward.config import O_PART, ForwardConfig, ForwardVariant, tile_columns
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers, Schedule, tiles_of_head
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
@@ -34,20 +34,36 @@ SWIZZLE_TILES = 2816
 end together, of few enough heads that their keys stay in the L2 cache."""
 
 
-def pack_of(problem: Problem, block_m: int) -> int:
-    """Query heads of a key head to put into one tile: all of them if that saves a quarter of the tiles."""
+def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
+    """Query heads of a key head to put into one tile: all of them if that saves a quarter of the tiles.
+
+    With ``windows`` it may be a quarter of what rows see, for a warpgroup's rows see fewer keys of a window
+    that they share.
+    """
     group = problem.group_size
     if problem.varlen or problem.mods is not None or group & (group - 1) or group > WARPGROUP_ROWS:
         return 1
     apart = group * math.ceil(problem.seqlen_q / block_m)
     together = math.ceil(problem.seqlen_q * group / block_m)
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    if windows and left != UNLIMITED and right != UNLIMITED:
+        window = max(left + 1 + right, 1)
+        apart = max(apart, 1) * (WARPGROUP_ROWS + window)
+        together = max(together, 1) * (WARPGROUP_ROWS // group + window)
     return group if together <= 0.75 * apart else 1
 
 
 def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) -> ForwardVariant:
-    """``has_queue``: the kernel has a work queue. Without one, packed sequences have pairs."""
+    """``has_queue``: the kernel has a work queue. Those that share its steps have not: their packed sequences
+    have pairs, their tiles are padded, and whatever changes scores gives them in log2 units."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    pack = pack_of(problem, config.BLOCK_M)
+    block_d, block_dv, d_parts = padded(problem.head_dim), padded(problem.head_dim_v), 1
+    columns, scaled = block_d, has_score_mod(problem)
+    if has_queue:
+        block_d, block_dv, d_parts = tile_columns(problem)
+        columns = problem.head_dim
+        scaled = problem.alibi or (scaled and not problem.softcap)
+    pack = pack_of(problem, config.BLOCK_M, has_queue)
     short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
     one_edge = right != UNLIMITED and left == UNLIMITED
     return ForwardVariant(
@@ -63,9 +79,11 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         PAIRED=right != UNLIMITED and short,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
-        HAS_SCORE_MOD=has_score_mod(problem),
-        BLOCK_D=padded(problem.head_dim),
-        BLOCK_DV=padded(problem.head_dim_v),
+        HAS_SCORE_MOD=scaled,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        D_PARTS=d_parts,
+        QK_COLUMNS=columns,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WARPGROUPS=config.warpgroups,
@@ -243,8 +261,12 @@ def views(
     """Of q, k, v and out, by the kernel's parameters; out is in the problem's dtype if no other is given."""
     out_dtype = problem.out_dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
-    d, dv = variant.BLOCK_D, variant.BLOCK_DV
-    part = 2 * O_PART // out_dtype.itemsize if variant.O_IN_PARTS else dv
+    d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV
+    part = dv
+    if variant.O_IN_PARTS:
+        part = 2 * O_PART // out_dtype.itemsize
+    elif variant.Q_HOLDS_O and variant.D_PARTS > 1:
+        part = d
     out_strides = contiguous_strides(problem.out_shape)
     if problem.varlen:
         view_q = ragged_view(q.shape, q.stride(), rows, d, dtype)

@@ -50,9 +50,9 @@ class Numbers(NamedTuple):
     """Floats of the launch, for scores in log2 units."""
 
     scale_log2: Any
-    """softmax_scale * log2(e)."""
+    """softmax_scale * log2(e), or with a soft-cap softcap * log2(e): of what the softmax scales."""
     softcap_rate: Any
-    """2 * softmax_scale / softcap * log2(e)."""
+    """softmax_scale / softcap."""
     softcap_log2: Any
     """softcap * log2(e)."""
 

@@ -103,7 +103,8 @@ class ProcessRanks(Ranks):
         fits = x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0
         if x.is_cuda and fits and x.dtype in ONE_SHOT_DTYPES:
             group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(self._symmetric(x.dtype), x, "sum", group)
+            shared = self._symmetric(x.dtype)[: x.numel()].view(x.shape)  # torch 2.11 wants x's shape
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", group)
         dist.all_reduce(x)
         return x
 

@@ -206,7 +206,8 @@ def run(
     resident = min(resident, total_heads)
     C = SimpleNamespace(
         VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUP=group, BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, ROW_SPLITS=row_splits,
+        BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, HAS_CUTS=False,
+        ROW_SPLITS=row_splits,
     )  # fmt: skip
     numbers = Schedule(
         num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,

@@ -92,7 +92,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
      r"stores to dq_parts\[\d\], read by a TMA store"),
     ("backward", backward.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
     (MANY_HEADS_RUN, backward.accumulate_dq, CONVERTED, "", SOME_END),
-    (MANY_HEADS_RUN, dq_accum.postprocess, "wait_for(accum.added_blocks + head, blocks)", "", SOME_END),
+    (MANY_HEADS_RUN, dq_accum.postprocess, "wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)", "", SOME_END),
     ("backward, wide", wide_dkv.key_step, "weights.wait(i)", "i % 2", r"loads weights\[\d\]"),
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
      "written by an asynchronous copy of program"),

@@ -58,10 +58,10 @@ class Pointers(NamedTuple):
 @triton.jit
 def load_statistics(pointer, start, length, other, block, C: tl.constexpr):
     """Of the rows from ``start`` on. Those of a list may lie past all that there is for the sequence."""
-    rows = start + tl.arange(0, C.BLOCK_M)
-    if block.listed is None:
-        return tl.load(pointer + rows)
+    if block.listed is None:  # the start is added to the pointer: with Triton 3.6 a sum of rows spills
+        return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
     else:
+        rows = start + tl.arange(0, C.BLOCK_M)
         return tl.load(pointer + rows, mask=rows < length, other=other)
 
 

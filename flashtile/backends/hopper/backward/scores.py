@@ -59,7 +59,7 @@ def soft_cap(C: gl.constexpr, s, numbers):
     """(scores in log2 units, softcap_grad: d capped / d scaled) from raw products."""
     softcap_grad = 1.0
     if C.SOFTCAP:
-        tanh = tanh_of(s, numbers.softcap_rate)
+        tanh = tanh_of(s, numbers.softcap_rate, False)
         s = tanh * numbers.softcap_log2
         softcap_grad = 1 - tanh * tanh
     else:

@@ -60,6 +60,8 @@ class HopperDecodeConfig(DecodeConfig):
 class Variant(Layout, WithoutFunctions):
     """Everything that the kernel is compiled for: one constant of the kernel."""
 
+    TANH_APPROX: ClassVar[bool] = False
+
     PAGE_SIZE: int
     """0 is a dense cache."""
     COPY_ROWS: int

@@ -70,6 +70,8 @@ class ForwardVariant(WithoutFunctions):
     HAS_LEFT: bool
     HAS_RIGHT: bool
     SOFTCAP: bool
+    TANH_APPROX: bool
+    """Soft-caps by the hardware's tanh (``soft_cap``)."""
     ALIBI: bool
     SINK: bool
     EVEN_N: bool

@@ -50,7 +50,7 @@ from flashtile.backends.hopper.forward.schedule import (
 from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale
 from flashtile.backends.hopper.mods.cells import hide_cells, modify_scores, query_mods
 from flashtile.backends.hopper.mods.visits import key_block, key_visits
-from flashtile.backends.hopper.soft_cap import capped, tanh_of
+from flashtile.backends.hopper.soft_cap import tanh_of
 from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
@@ -195,10 +195,10 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
     Without HAS_SCORE_MOD products, or the tanh of a soft-cap, stay as they are, and the softmax scales them.
     """
-    if C.SOFTCAP and C.HAS_SCORE_MOD:
-        s = tanh_of(s, numbers.softcap_rate) * numbers.softcap_log2
-    elif C.SOFTCAP:
-        s = capped(s, numbers.softcap_rate)
+    if C.SOFTCAP:
+        s = tanh_of(s, numbers.softcap_rate, C.TANH_APPROX)
+        if C.HAS_SCORE_MOD:
+            s = s * numbers.softcap_log2
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
     if C.LISTED:

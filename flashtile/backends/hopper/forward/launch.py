@@ -72,6 +72,7 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         HAS_LEFT=left != UNLIMITED,
         HAS_RIGHT=right != UNLIMITED,
         SOFTCAP=problem.softcap > 0,
+        TANH_APPROX=problem.softcap > 0 and problem.dtype == torch.bfloat16,
         ALIBI=problem.alibi,
         SINK=problem.sink,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,

@@ -75,6 +75,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 _BUDGETS: dict[tuple[str, str, int, str], int] = {
+    ("hopper", "bf16", 64, "dkdv"): 12,
+    ("hopper", "bf16", 128, "dkdv"): 164,
     ("hopper", "fp32", 64, "dkdv"): 16,
     ("hopper", "fp32", 64, "dq"): 16,
     ("ampere", "bf16", 64, "dkdv"): 352,
@@ -82,7 +84,7 @@ _BUDGETS: dict[tuple[str, str, int, str], int] = {
     ("ampere", "bf16", 64, "dq"): 4,
     ("ampere", "fp32", 64, "forward"): 44,
 }
-"""Bytes of spills; none of these kernels was timed."""
+"""Bytes of spills, the most of Triton 3.6 and 3.7; none of these kernels was timed."""
 
 
 def _arguments(

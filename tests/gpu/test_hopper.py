@@ -26,7 +26,11 @@ def serves(case: Case) -> bool:
     rows = [case.batch, case.seqlen_q, case.seqlen_k]
     if case.lengths is not None:
         rows = [len(case.lengths), *(max(row) for row in zip(*case.lengths, strict=True))]
-    return case.dtype in (FP16, BF16) and not any(size % 8 for size in sizes) and all(rows)
+    beyond_distance = (
+        case.mask, case.padding, case.bias, case.dropout_p, case.attention_chunk, case.unused_rows
+    )  # fmt: skip
+    tiles = case.dtype in (FP16, BF16) and not any(size % 8 or size > 256 for size in sizes)
+    return tiles and all(rows) and not any(beyond_distance)
 
 
 def explain(case: Case) -> flashtile.Explanation:

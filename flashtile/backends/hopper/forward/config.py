@@ -168,7 +168,7 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (192, 128, True): ((ANY_LENGTH, _PARTS),),
 }
 _PARTS_OF = {192: 3}
-"""Columns of q and k that are no power of two: how many tiles side by side. Only compiled, not timed."""
+"""Columns of q and k that are no power of two: how many tiles side by side."""
 
 
 # (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.

@@ -22,10 +22,10 @@ _FORWARD: dict[tuple[int, int], ForwardConfig] = {
     (64, 128): ForwardConfig(2, 128, QUEUED=True),
     (128, 64): ForwardConfig(2, 128, QUEUED=True),
 }
-"""By padded head sizes: two consumers, as blocks of block masks consist of tiles of 128 rows. Not timed."""
+"""By padded head sizes: two consumers, as blocks of block masks consist of tiles of 128 rows."""
 
 _SCORE_MOD_BACKWARD = BackwardConfig(64)
-"""Of every head size: a score_mod needs the registers that tiles of 128 rows have. Not timed."""
+"""Of every head size: a score_mod needs the registers that tiles of 128 rows have."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,18 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def differentiating_in_a_graph() -> bool:
+    """Whether ``torch.compile`` traces a gradient of ``torch.func``, which no custom operator has there."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    functorch = torch._C._functorch
+    if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):  # traced, None is no None
+        return False
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    return retrieve_current_functorch_interpreter().key() != functorch.TransformType.Vmap
+
+
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
     """Whether forward mode asks for the derivative by one of ``tensors``, at any level."""
     if forward_ad._current_level < 0 or torch.compiler.is_dynamo_compiling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ class Weighing(Flashtile):
     """flashtile's second pass over q and k."""
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
-        form = TOP if workload.weights == "top" else workload.weights
-        attend = partial(
+        form: Any = TOP if workload.weights == "top" else workload.weights
+        attend: Any = partial(
             flashtile.attention, **options(workload, inputs), return_attn_weights=form, backend=self._backend
         )
         return Call(lambda q, k, v: first_of(attend(q, k, v)))

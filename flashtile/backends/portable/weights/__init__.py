@@ -28,8 +28,8 @@ def reason_of_top(problem: WeightsProblem) -> str | None:
     if tile <= LARGEST_TILE:
         return None
     return (
-        f"the largest {problem.top} weights of a row, of heads of {problem.head_dim} in {problem.dtype}, need "
-        "more shared memory than a block has"
+        f"the largest {problem.top} weights of a row, of heads of {problem.head_dim} in {problem.dtype}, "
+        "need more shared memory than a block has"
     )
 
 

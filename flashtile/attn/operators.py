@@ -16,7 +16,7 @@ from flashtile.op.flops import backward_flops, count_scores, forward_flops
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import tell_observers
 from flashtile.op.operation import Operation, is_plain, library
-from flashtile.op.refusals import carries_tangents, differentiating_in_a_graph, refuse_tangents, transforming
+from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 
 _BIAS = Extras._fields.index("bias")
 
@@ -130,8 +130,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
         refuse_tangents(Extras._fields, extras._replace(sink=None, bias=None))
         return derivatives.plain(q, k, v, extras, options)
     if not transforming():
-        if differentiating_in_a_graph():
-            torch._dynamo.graph_break("gradients by torch.func are computed outside of graphs")
         return FORWARD.traced(tensors, extras, options)
     check_call(q, k, v, extras, options)
     for operation in (FORWARD, BACKWARD):

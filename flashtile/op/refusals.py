@@ -23,16 +23,16 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def differentiating_in_a_graph() -> bool:
-    """Whether ``torch.compile`` traces a gradient of ``torch.func``, which no custom operator has there."""
-    if not torch.compiler.is_dynamo_compiling():
-        return False
+def leave_graph_of_gradients() -> None:
+    """While ``torch.compile`` traces: break where ``torch.func`` takes a gradient, which no custom operator
+    has there. All that is under the transform then runs eagerly."""
     functorch = torch._C._functorch
     if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):  # traced, None is no None
-        return False
+        return
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-    return retrieve_current_functorch_interpreter().key() != functorch.TransformType.Vmap
+    if retrieve_current_functorch_interpreter().key() != functorch.TransformType.Vmap:
+        torch._dynamo.graph_break("gradients by torch.func are computed outside of graphs")
 
 
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:

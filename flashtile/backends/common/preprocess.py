@@ -124,7 +124,7 @@ def preprocess_kernel(
 
 def _rows_of(problem: Problem) -> int:
     """BLOCK_M: so many rows that two tiles of them fit the registers."""
-    return 64 if problem.head_dim_v <= 512 else 32
+    return 64 if problem.head_dim_v <= 256 else 32
 
 
 def variant_of(problem: Problem, has_dlse: bool, dq_accum_columns: int) -> Variant:

@@ -225,6 +225,14 @@ def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None
     return _as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
 
 
+def contiguous_qv(qv: Tensor | None) -> Tensor | None:
+    """``qv`` as operations over a cache read it."""
+    if qv is None:
+        return None
+    check_dense("qv", qv)
+    return qv.contiguous()
+
+
 def dense_tree(tree_mask: Tensor) -> Tensor:
     """(batch or 1, seqlen_q, seqlen_q), contiguous."""
     check_dense("tree_mask", tree_mask)

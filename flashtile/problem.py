@@ -17,7 +17,8 @@ UNLIMITED = -1
 
 LOG2_E = math.log2(math.e)
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
+"""The 512 latent and 64 rotated columns of multi-head latent attention."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEVICE_TYPES = ("cuda", "cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max

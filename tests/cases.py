@@ -364,7 +364,7 @@ def tiny() -> Iterator[Case]:
     yield from cross({"": replace(dense, seqlen_q=9, seqlen_k=12)}, with_masks(HEADS, some(mask, "causal")))
     whole_blocks = replace(dense, seqlen_q=64, seqlen_k=128)  # which used keys do not fill
     yield from cross({"whole-blocks": whole_blocks}, some(mask, "full", "used"))
-    dims = head_dims(1, 3, 8, 16, 32, 40, 59, 80, (8, 40), (40, 8), (16, 1), (1, 33), (320, 512))
+    dims = head_dims(1, 3, 8, 16, 32, 40, 59, 80, (8, 40), (40, 8), (16, 1), (1, 33), (576, 512))
     yield from cross({"": dense}, with_masks(dims, some(mask, "causal")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(LAYOUTS, some(mask, "causal")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(UPSTREAM, some(mask, "everything-window")))
@@ -408,13 +408,13 @@ def medium() -> Iterator[Case]:
     yield from cross({"": replace(dense, batch=1)}, with_masks(pairs, some(mask, "full", "causal")))
     yield from cross({"": dense}, with_masks(HEADS, some(mask, "causal")))
     dims = head_dims(1, 8, 24, 32, 40, 59, 80, 96, 111, 128, 160, 192, 224, 256)
-    uneven = head_dims((64, 128), (128, 64), (192, 128), (40, 24), (96, 111), (1, 256), (256, 1), (512, 64))
+    uneven = head_dims((64, 128), (128, 64), (192, 128), (40, 24), (96, 111), (1, 256), (256, 1), (576, 512))
     for name, dtype in (("", FP16), ("fp32", FP32)):
         yield from cross({name: replace(dense, dtype=dtype)}, with_masks(dims, some(mask, "causal")))
     yield from cross({"": dense}, with_masks(uneven, some(mask, "causal-left")))
     yield from cross({"bf16": replace(dense, dtype=BF16)}, with_masks(dims, some(mask, "full")))
     wide = {"bf16": replace(dense, dtype=BF16), "varlen-fp32": replace(ragged, dtype=FP32)}
-    yield from cross(wide, with_masks(head_dims(512), some(mask, "everything")))
+    yield from cross(wide, with_masks(head_dims(512, 576), some(mask, "everything")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(LAYOUTS, some(mask, "causal", "window")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(UPSTREAM, some(mask, "everything-window")))
     for dtype, name in ((BF16, "bf16"), (FP32, "fp32"), (FP64, "fp64")):

@@ -65,7 +65,7 @@ TARGETS = (
         sizes=("tiny", "medium"),
         dtypes=(FP16, BF16, FP32, FP64),
         longest=130,
-        head_dims=(*range(1, 257), 320, 512),
+        head_dims=(*range(1, 257), 512, 576),
         examples=25,
     ),
     Target(

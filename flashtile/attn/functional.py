@@ -26,6 +26,7 @@ from flashtile.arguments import (
     with_unit_stride,
 )
 from flashtile.attn import operators
+from flashtile.attn.latent import join_qv
 from flashtile.attn.probabilities import signed_probabilities
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.attn.weights import check_form, weights_of
@@ -75,6 +76,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    qv: Tensor | None = None,
     return_lse: bool = False,
     return_attn_weights: bool | Literal["full", "columns"] | int = False,
     out: Tensor | None = None,
@@ -90,7 +92,7 @@ def attention(
             copied.
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
             of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
-        v: as k, its head_dim may differ. Every head_dim is from 1 to 512.
+        v: as k, its head_dim may differ. Every head_dim is from 1 to 576; on GPUs above 512 in 16 bits only.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0.
             Tokens after the last offset belong to no sequence: their out and gradients are 0, their lse -inf.
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
@@ -139,6 +141,11 @@ def attention(
         q_descale, k_descale, v_descale: FlashAttention-3's, for q, k and v of float8_e4m3fn alone: (batch,
             heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
             1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).
+        qv: shaped as q, but with the head_dim of v; learnable. Scores are then ``q k^T + qv v^T``, as
+            multi-head latent attention has them with its projections absorbed (DeepSeek-V2, Liu et al. 2024,
+            arXiv:2405.04434, section 2.1). ``softmax_scale`` of None is ``(head_dim + head_dim_v) ** -0.5``,
+            and the two may add up to 576. q is copied together with qv, k with v: over a cache
+            :func:`flashtile.flash_attn_with_kvcache` takes it without a copy of keys.
         return_lse: also return the log-sum-exp of the scores of each row.
         return_attn_weights: also return the probabilities, before dropout, from a second pass over q and k:
             True or "full" for all of them, "columns" for their sums over the rows of a head, an int from 1 to
@@ -198,6 +205,8 @@ def attention(
     buffers = () if out is lse is None else (out, lse)
     descales = (q_descale, k_descale, v_descale)
     attend: Any = operators.forward
+    if qv is not None:
+        q, k = join_qv(q, k, v, qv, extras, options)
     if not (score_mod is mask_mod is block_mask is None):
         _check_beside_functions(q, descales, buffers)
         attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
@@ -226,6 +235,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    qv: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -259,6 +269,8 @@ def flash_attn_func(
     extras = NO_EXTRAS if alibi_slopes is sink is None else Extras(alibi_slopes=alibi_slopes, sink=sink)
     if options.dropout_p != 0.0:
         extras = _with_state(extras, options, q)
+    if qv is not None:
+        q, k = join_qv(q, k, v, qv, extras, options)
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     if return_attn_probs and options.dropout_p != 0.0:
@@ -391,6 +403,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    qv: Tensor | None = None,
     seqused_k: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -411,6 +424,8 @@ def flash_attn_varlen_func(
             page of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only
             (``seqused_k`` takes its place where it is given); there is no backward pass.
         q_descale, k_descale, v_descale: as for :func:`attention`; without ``block_table``.
+        qv: as for :func:`attention`. With ``block_table`` nothing of the pages is copied, head_dim and
+            head_dim_v may each be up to 512, and there is no backward pass.
 
     Raises:
         NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; as :func:`attention`.
@@ -436,11 +451,13 @@ def flash_attn_varlen_func(
     if block_table is not None:
         refuse_descales(q_descale, k_descale, v_descale, "without block_table")
         q = with_unit_stride(q)
-        out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers)
+        out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
+    if qv is not None:
+        q, k = join_qv(q, k, v, qv, extras, options)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     if return_attn_probs and options.dropout_p != 0.0:
         return out, lse, signed_probabilities(q, k, v, extras, options)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashtile.bench import decode_peers, fp8_peers
+from flashtile.bench import decode_peers, fp8_peers, weights_peers
 from flashtile.bench.peers import (
     FlashAttention,
     Flashtile,
@@ -23,6 +23,7 @@ from flashtile.problem import PREFERENCE, UNLIMITED
 OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "attention": (Flashtile,),
     "masks": (Flashtile,),
+    "weights": (weights_peers.Weighing,),
     "fp8": (fp8_peers.Quantized, fp8_peers.Quantizing),
     "decode": (decode_peers.Decoding, decode_peers.SharedPrefix),
 }
@@ -34,7 +35,9 @@ def peers(kind: str) -> tuple[Peer, ...]:
     if kind == "fp8":
         return (fp8_peers.InBf16(), fp8_peers.FlashAttention3())
     if kind == "decode":
-        return (decode_peers.FlashAttention3(),)
+        return (decode_peers.FlashAttention3(), decode_peers.SdpaLatent())
+    if kind == "weights":
+        return (weights_peers.Eager(),)
     if kind == "masks":
         return (FlexAttention(),)
     return (

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import flashtile
 from flashtile.bench.inputs import Inputs
-from flashtile.bench.peers import Call, FlashAttention, Flashtile
+from flashtile.bench.peers import Call, FlashAttention, Flashtile, Peer
 from flashtile.bench.workloads import Workload
 from flashtile.problem import UNLIMITED
 
@@ -23,6 +24,8 @@ class Decoding(Flashtile):
         return self.over(flashtile.flash_attn_with_kvcache, workload, inputs)
 
     def over(self, function: Callable[..., Any], workload: Workload, inputs: Inputs, **more: Any) -> Call:
+        if inputs.qv is not None:
+            more["qv"] = inputs.qv
         return over_copies(
             function, inputs, "block_table", cache_seqlens=inputs.cache_seqlens, causal=workload.causal,
             backend=self._backend, **inputs.descales, **more,
@@ -57,15 +60,45 @@ class FlashAttention3(FlashAttention):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         paged = workload.cache is not None and workload.cache.page_size
         sixteen_bits = workload.cache_dtype == workload.torch_dtype and workload.torch_dtype.itemsize == 2
-        taken = paged and sixteen_bits and workload.head_dim <= 256
-        return None if taken else "takes 16-bit caches in pages and heads of up to 256 only"
+        heads = workload.head_dim <= 256
+        if workload.latent:
+            heads = workload.own_columns <= 64 and 256 <= workload.width_v <= 512
+        taken = paged and sixteen_bits and heads
+        return None if taken else "takes 16-bit caches in pages and heads of up to 256, or MLA's, only"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Call:
         import flash_attn_interface
 
         function = flash_attn_interface.flash_attn_with_kvcache
         given = {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
+        if inputs.qv is not None:
+            given["qv"] = inputs.qv
         return over_copies(function, inputs, "page_table", **given)
+
+
+class SdpaLatent(Peer):
+    """torch's ``scaled_dot_product_attention`` of absorbed MLA: the pages gathered and keys joined before it
+    is timed, and the heads that share them as rows of one."""
+
+    name = "sdpa-latent"
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        if not workload.latent or len(set(workload.sequences)) > 1:
+            return "takes absorbed MLA over sequences of one length only"
+        return "its causal mask knows no heads as rows" if workload.seqlen_q > 1 else None
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Call:
+        assert inputs.qv is not None
+        q = torch.cat([inputs.q, inputs.qv], -1).unflatten(2, (workload.num_heads_kv, -1))[:, 0]
+
+        def over(table: Tensor) -> Callable[..., Tensor]:
+            pages = (cache[table].flatten(1, 2)[:, : workload.seqlen_k] for cache in (inputs.k, inputs.v))
+            k, v = (t.transpose(1, 2).contiguous() for t in pages)
+            joined = torch.cat([k, v], -1)
+            return lambda *_: F.scaled_dot_product_attention(q, joined, v).flatten(1, 2)[:, None]
+
+        copies = tuple(over(table) for table in inputs.block_tables)
+        return Call(copies[0], copies=copies)
 
 
 def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> Call:

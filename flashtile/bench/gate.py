@@ -101,6 +101,9 @@ class Oracle:
         for head in self.heads:
             q, dout = (self._head(t, head, 0).to(dtype) for t in (inputs.q, inputs.dout))
             k, v = (inputs.keys_of(t, head.sequence)[:, head.kv_head].to(dtype) for t in (inputs.k, inputs.v))
+            if inputs.qv is not None:
+                q = torch.cat([q, self._head(inputs.qv, head, 0).to(dtype)], -1)
+                k = torch.cat([k, v], -1)
             by_head = {
                 name: t[head.kv_head * q.shape[1] : (head.kv_head + 1) * q.shape[1]].to(dtype)
                 for name in ("alibi_slopes", "sink")

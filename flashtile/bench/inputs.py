@@ -32,6 +32,8 @@ class Inputs:
     descales: dict[str, Tensor] = field(default_factory=dict)
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+    qv: Tensor | None = None
+    """Queries for the values of absorbed MLA, whose k has no columns of v."""
 
     def rows_of(self, tensor: Tensor, b: int) -> Tensor:
         """(seqlen_q, heads, head_dim): sequence b of q, or of what has the tokens of q."""
@@ -54,13 +56,14 @@ def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -
     def normal(side: int, number: int) -> Tensor:
         heads = (workload.num_heads_q, workload.num_heads_kv)[side]
         rows = (tokens[side],) if workload.varlen else (workload.batch, tokens[side] // workload.batch)
-        width = workload.head_dim if number in (0, 1) else workload.width_v
+        width = workload.own_columns if number in (0, 1) else workload.width_v
         shape = (*rows, heads, width)
         return random_tensor(shape, workload.source_dtype, device, seed=4 * seed + number)
 
     q, dout = normal(0, 0), normal(0, 3)
     if workload.cache is not None:
-        return _with_cache(workload, q, dout)
+        inputs = _with_cache(workload, q, dout)
+        return replace(inputs, qv=normal(0, 6)) if workload.latent else inputs
     slopes, sink = _by_head(workload, device)
     inputs = Inputs(q, normal(1, 1), normal(1, 2), dout, alibi_slopes=slopes, sink=sink)
     if not workload.varlen:
@@ -93,9 +96,9 @@ def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:
         copies = workload.copies if device.type == "cuda" else 1
     per_copy = sum(own) + shared
     blocks = per_copy * copies or len(contexts)
-    shape = (blocks, page_size, workload.num_heads_kv, workload.head_dim)
 
-    def cache() -> Tensor:
+    def cache(columns: int) -> Tensor:
+        shape = (blocks, page_size, workload.num_heads_kv, columns)
         filled = torch.empty(shape, dtype=workload.cache_dtype, device=device)
         for part in filled.split(max(1, 2**27 // filled[0].numel())):
             part.copy_(torch.randn(part.shape, generator=generator, dtype=q.dtype, device=device))
@@ -111,7 +114,7 @@ def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:
         tables.append(table)
     ones = torch.ones(workload.num_heads_kv, device=device)
     return Inputs(
-        q, cache(), cache(), dout,
+        q, cache(workload.own_columns), cache(workload.width_v), dout,
         cache_seqlens=torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables=tuple(tables),
         descales={"k_descale": ones, "v_descale": ones} if workload.cache_dtype == FP8 else {},

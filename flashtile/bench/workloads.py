@@ -65,6 +65,9 @@ class Workload:
         mod: a function of scores or masks, by its name in :data:`flashtile.bench.mods.MODS`.
         cache: for decoding, attention of ``seqlen_q`` new tokens of each sequence over a cache.
         head_dim_v: of v and out; None is ``head_dim``.
+        latent: multi-head latent attention, absorbed: v is the last ``head_dim_v`` columns of k, and lies in
+            memory once.
+        weights: "full", "columns" or "top": attention weights in this form are asked for, too.
         alibi, sink: with ALiBi's slopes for the number of heads; with a learned sink a head.
         tags: names of the sets that it belongs to.
     """
@@ -87,13 +90,17 @@ class Workload:
     head_dim_v: int | None = None
     alibi: bool = False
     sink: bool = False
+    latent: bool = False
+    weights: str = ""
     tags: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
-        """ "attention", "masks", "fp8" or "decode": each kind has contestants of its own."""
+        """ "attention", "masks", "weights", "fp8" or "decode": each kind has contestants of its own."""
         if self.mod:
             return "masks"
+        if self.weights:
+            return "weights"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property
@@ -117,6 +124,11 @@ class Workload:
     def width_v(self) -> int:
         """Of v and out."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def own_columns(self) -> int:
+        """Of q and k, without those that k shares with v."""
+        return self.head_dim - self.width_v if self.latent else self.head_dim
 
     @property
     def group_size(self) -> int:
@@ -155,6 +167,8 @@ class Workload:
         words += ["ALiBi"] if self.alibi else []
         words += ["sink"] if self.sink else []
         words += ["varlen"] if self.varlen else []
+        words += ["absorbed MLA"] if self.latent else []
+        words += [f"weights: {self.weights}"] if self.weights else []
         if self.cache is not None:
             words.append(f"pages of {self.cache.page_size}" if self.cache.page_size else "dense cache")
             words += [f"cache in {self.cache.dtype}"] if self.cache.dtype else []
@@ -202,7 +216,7 @@ class Workload:
         """Keys and values, each read once."""
         prefix = self.cache.prefix if self.cache is not None else 0
         tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
-        return tokens * self.num_heads_kv * (self.head_dim + self.width_v) * self.cache_dtype.itemsize
+        return tokens * self.num_heads_kv * (self.own_columns + self.width_v) * self.cache_dtype.itemsize
 
     def resident_bytes(self) -> int:
         """q, k, v, out, their gradients and lse: what forward and backward together cannot do without."""
@@ -381,6 +395,7 @@ def _ragged() -> list[Workload]:
 
 WIDE_HEADS: Heads = (16, 16, 128)
 FLOAT32: dict[str, Any] = {"dtype": "float32"}
+LATENT: dict[str, Any] = {"latent": True, "head_dim_v": 512}
 CONTEXTS = (4096,) * 32
 """What most decoding calls that differ in something else have in common."""
 
@@ -483,6 +498,44 @@ WORKLOADS: tuple[Workload, ...] = (
             f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name
         )
     ),
+    # Absorbed MLA of DeepSeek's models, all heads and an eighth of them: decoding, and prompts over pages
+    *(
+        _decode(
+            f"mla-{b}x{s}-h{h}", (s,) * b, "mla mla-decode", (h, 1, 576), series=f"mla-{b}x-h{h}",
+            page_size=64, **LATENT,
+        )
+        for h in (16, 128)
+        for b, s in (
+            (1, 1024), (1, 8192), (1, 32768), (8, 4096), (8, 32768), (32, 8192), (64, 1024), (64, 4096),
+            (64, 32768),
+        )
+    ),
+    *(
+        _decode(
+            f"mla-{b}x{s}-h{h}-q{n}", (s,) * b, "mla mla-tokens", (h, 1, 576),
+            series=f"mla-tokens-h{h}", seqlen_q=n, page_size=64, **LATENT,
+        )
+        for h in (16, 128)
+        for b, s, n in ((8, 4096, 4), (4, 4096, 256), (1, 8192, 2048), (1, 32768, 1024))
+    ),
+    # Heads wider than 256
+    *(
+        workload
+        for d, d_v in ((320, 320), (512, 512), (576, 512))
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in _dense(
+            f"wide-d{d}{suffix}", (1024, 4096), PAPER_TOKENS, "wide", (4, 4, d), head_dim_v=d_v, causal=causal
+        )
+    ),
+    # What is asked of attention weights: all, sums over rows, the largest of each row
+    *(
+        workload
+        for form in ("full", "columns", "top")
+        for workload in _dense(
+            f"weights-{form}", (512, 2048, 8192), PAPER_TOKENS, "weights", (16, 16, 64), causal=True,
+            weights=form,
+        )
+    ),
     # Sized for two cores
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
     *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
@@ -505,6 +558,17 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
     _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
+    _decode("ci-mla", (70, 70), "ci-mla", (4, 1, 40), latent=True, head_dim_v=24, **FLOAT32),
+    _decode(
+        "ci-mla-prompt", (70, 30), "ci-mla", (4, 1, 40), seqlen_q=20, latent=True, head_dim_v=24, **FLOAT32
+    ),
+    *(
+        workload
+        for form in ("full", "columns", "top")
+        for workload in _dense(
+            f"ci-weights-{form}", (70,), 140, "ci-weights", (4, 2, 32), causal=True, weights=form, **FLOAT32
+        )
+    ),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
     _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
     _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
@@ -520,4 +584,7 @@ def small_call(kind: str, device_type: str) -> Workload:
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)
     mod = "relative-document" if kind == "masks" else ""
-    return Workload("small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod)
+    weights = "columns" if kind == "weights" else ""
+    return Workload(
+        "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights
+    )

@@ -98,6 +98,19 @@ def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}, not on {first.device}: all must be on one device")
 
 
+def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
+    """Queries for the values: as q, with the head_dim of v."""
+    check_dense("qv", qv)
+    check_same_dtype("qv", qv, "q", q)
+    check_device("qv", qv, q)
+    expected = (*q.shape[:-1], v.shape[-1])
+    if tuple(qv.shape) != expected:
+        raise ValueError(
+            f"qv must have shape {expected}, that of q with the head_dim of {name_of_v}, "
+            f"got {tuple(qv.shape)}"
+        )
+
+
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
     """Query heads share key heads in equal groups, and both have the same head_dim."""
     if q.shape[-1] != k.shape[-1]:

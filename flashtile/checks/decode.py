@@ -20,6 +20,7 @@ from flashtile.checks.arguments import (
     check_longest,
     check_offsets,
     check_pair,
+    check_qv,
     check_rotary,
     check_same_dtype,
     check_score_options,
@@ -79,24 +80,13 @@ def check_decode(
     if tensors.prior_out is not None:
         _check_prior(q, v_cache, tensors)
     if tensors.qv is not None:
-        _check_qv(q, v_cache, tensors.qv)
+        check_qv(q, v_cache, "v_cache", tensors.qv)
+        if v_cache.dtype == FP8:
+            raise NotImplementedError(f"qv must be None over a cache of {v_cache.dtype}, got a tensor")
     _check_options(options)
     if tensors.tree_mask is not None:
         seqlen_q = options.max_seqlen_q if varlen else q.shape[1]
         _check_tree(tensors, batch, seqlen_q, options, q)
-
-
-def _check_qv(q: Tensor, v_cache: Tensor, qv: Tensor) -> None:
-    check_dense("qv", qv)
-    check_same_dtype("qv", qv, "q", q)
-    check_device("qv", qv, q)
-    expected = (*q.shape[:-1], v_cache.shape[-1])
-    if tuple(qv.shape) != expected:
-        raise ValueError(
-            f"qv must have shape {expected}, that of q with the head_dim of v_cache, got {tuple(qv.shape)}"
-        )
-    if v_cache.dtype == FP8:
-        raise NotImplementedError(f"qv must be None over a cache of {v_cache.dtype}, got a tensor")
 
 
 def _check_prior(q: Tensor, v_cache: Tensor, tensors: CacheTensors) -> None:

@@ -47,9 +47,8 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """:func:`flashtile.attention`; (out, lse) with ``return_attn_probs``."""
-    _refuse(qv=qv)
     return attention(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        q, k, v, qv=qv, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         attention_chunk=attention_chunk, deterministic=deterministic, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, return_lse=return_attn_probs,
     )  # fmt: skip
@@ -119,9 +118,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """:func:`flashtile.attention` of packed sequences; (out, lse) with ``return_attn_probs``."""
-    _refuse(qv=qv)
     return attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        q, k, v, qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale,
         causal=causal, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
         deterministic=deterministic, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,

@@ -16,6 +16,7 @@ from flashtile.arguments import (
     as_int,
     cast_for_autocast,
     check_flag,
+    contiguous_qv,
     dense_tree,
     lengths_tensor,
     make_options,
@@ -23,7 +24,6 @@ from flashtile.arguments import (
     split_arguments,
     with_unit_stride,
 )
-from flashtile.checks.arguments import check_dense
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
 from flashtile.decode import operators
 from flashtile.decode.problem import (
@@ -161,9 +161,6 @@ def flash_attn_with_kvcache(
     if torch._C._is_any_autocast_enabled():
         q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-    if qv is not None:
-        check_dense("qv", qv)
-        qv = qv.contiguous()
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
@@ -173,7 +170,7 @@ def flash_attn_with_kvcache(
     tensors = CacheTensors(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
         alibi_slopes, sink, k_descale, v_descale,
-        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, qv,
+        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, contiguous_qv(qv),
     )  # fmt: skip
     options = DecodeOptions(
         masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.arguments import cast_for_autocast, refuse_beyond
+from flashtile.arguments import cast_for_autocast, contiguous_qv, refuse_beyond
 from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
 from flashtile.checks.values import check_offset_values
@@ -21,13 +21,20 @@ MASKING = (
 
 
 def attention_over_pages(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, extras: Extras, options: Options, buffers: tuple
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    extras: Extras,
+    options: Options,
+    buffers: tuple,
+    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_varlen_func`` with a ``block_table``; see there for the arguments."""
     cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
     refuse_beyond(extras, options, "beside block_table")
     if torch._C._is_any_autocast_enabled():
-        (q,) = cast_for_autocast(k, q)
+        q, qv = cast_for_autocast(k, q, qv)
     for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):
         check_dense(name, tensor)
     lengths = seqused_k
@@ -45,6 +52,7 @@ def attention_over_pages(
         cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=alibi_slopes,
         sink=sink,
+        qv=contiguous_qv(qv),
     )
     masking = {name: getattr(options, name) for name in MASKING}
     try:

@@ -43,7 +43,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     the block, but for checkpointed modules, which compute forward again.
 
     Args:
-        fallback: hand what flashtile does not serve (head sizes above 512, for one) to torch;
+        fallback: hand what flashtile does not serve (head sizes above 576, for one) to torch;
             False: raise, saying what it was.
         backend: as for :func:`flashtile.attention`.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flashtile.algorithms import flash1, flash2
 from flashtile.algorithms.memory import Memory
 from flashtile.backends.common.launch import padded
+from flashtile.backends.portable import fits
 from flashtile.backends.portable.config import Config, row_for
 from flashtile.io_model import closed_forms, decode, hopper, kernels
 from flashtile.io_model.calls import Call
@@ -163,13 +164,15 @@ def portable_config(call: Call, card: Card) -> Config:
     Raises:
         ValueError: they do not take the head size or the dtype.
     """
-    width = padded(max(call.head_dim, call.width_v))
-    if width > MAX_HEAD_DIM or call.element_bytes not in (2, 4):
+    widest = max(call.head_dim, call.width_v)
+    if widest > MAX_HEAD_DIM or call.element_bytes not in (2, 4):
         raise ValueError(
-            f"head_dim must be at most {MAX_HEAD_DIM} and dtype 16 or 32 bits, got {width}, {call.dtype}"
+            f"head_dim must be at most {MAX_HEAD_DIM} and dtype 16 or 32 bits, got {widest}, {call.dtype}"
         )
+    if not fits(card.capability, call.element_bytes, widest):
+        raise ValueError(f"head_dim {widest} in {call.dtype} does not fit the shared memory of {card.name}")
     windowed = call.window_left != UNLIMITED or call.window_right != UNLIMITED
-    return row_for(card.capability, call.element_bytes, width, windowed)
+    return row_for(card.capability, call.element_bytes, padded(widest), windowed)
 
 
 def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from flashtile.caches import BoundedCache
 from flashtile.op.observers import remember_shardings, tell_observers
 from flashtile.op.refusals import (
+    leave_graph_of_gradients,
     refuse_tangents,
     refuse_transformed_gradients,
     transforming,
@@ -157,6 +158,7 @@ class Operation:
     def traced(self, tensors: Tensors, beside: Any, options: Any) -> Any:
         """The results of any other call, through the operator."""
         if torch.compiler.is_dynamo_compiling():
+            leave_graph_of_gradients()
             self._check_traced(*tensors, beside, options)
         else:
             self.check(*tensors, beside, options)

@@ -23,6 +23,18 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def leave_graph_of_gradients() -> None:
+    """While ``torch.compile`` traces: break where ``torch.func`` takes a gradient, which no custom operator
+    has there. All that is under the transform then runs eagerly."""
+    functorch = torch._C._functorch
+    if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):  # traced, None is no None
+        return
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    if retrieve_current_functorch_interpreter().key() != functorch.TransformType.Vmap:
+        torch._dynamo.graph_break("gradients by torch.func are computed outside of graphs")
+
+
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
     """Whether forward mode asks for the derivative by one of ``tensors``, at any level."""
     if forward_ad._current_level < 0 or torch.compiler.is_dynamo_compiling():

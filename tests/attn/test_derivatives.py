@@ -146,6 +146,14 @@ def test_transforms_nest(order):
     assert expected.abs().max() > 1e-2
 
 
+def test_second_derivatives_in_compiled_functions():
+    """Autograd refuses to differentiate what it compiled (test_autograd); torch.func leaves the graph."""
+    q, k, v = dense()
+    penalty = torch.func.grad(partial(loss, partial(flashtile.attention, return_lse=True), k, v))
+    second = torch.func.grad(lambda x: penalty(x).square().sum())
+    torch.testing.assert_close(torch.compile(second, backend="aot_eager")(q), second(q))
+
+
 def test_third_derivatives_by_autograd():
     run, tensors = differentiable("sink")
     third = []

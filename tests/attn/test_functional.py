@@ -54,7 +54,7 @@ def test_signature_is_flash_attentions(name):
     keyword_only = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     own = OWN_KEYWORDS | ({"seqused_k": None} if name == "flash_attn_varlen_func" else {})
     if "packed" not in name:  # as FlashAttention-3's, and memory for results
-        own |= dict.fromkeys(("q_descale", "k_descale", "v_descale", "out", "lse"))
+        own |= dict.fromkeys(("q_descale", "k_descale", "v_descale", "qv", "out", "lse"))
     assert keyword_only == own
     unknown = [p for p in parameters if p.kind is p.VAR_KEYWORD]  # which are refused
     assert len(positional) + len(keyword_only) + len(unknown) == len(parameters)

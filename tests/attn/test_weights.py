@@ -11,6 +11,7 @@ import flashtile
 from cases import FP32, Case
 from flashtile import masks
 from flashtile.attn.probabilities import probabilities
+from flashtile.attn.problem import WeightsProblem
 from targets import Target
 
 CALL = Case(name="weights", seqlen_q=37, seqlen_k=45, head_dim=24, dtype=FP32)
@@ -108,6 +109,20 @@ def test_weights_of_functions_and_block_masks(target: Target) -> None:
         calls = [(given, FORMS), (listed, FORMS)]
     for arguments, forms in calls:
         check(target, forms, q, k, v, arguments)
+
+
+def test_the_largest_of_wide_heads_are_refused_where_they_do_not_fit() -> None:
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.weights import reason_of_top
+
+    def problem(head_dim: int, top: int, dtype: torch.dtype = torch.bfloat16) -> WeightsProblem:
+        q = torch.empty(1, 4, 2, head_dim, dtype=dtype)
+        return WeightsProblem.from_tensors(q, q, q, form="top", top=top)
+
+    assert reason_of_top(problem(512, 128)) is None
+    assert reason_of_top(problem(576, 64)) is None
+    assert "largest 128 weights of a row, of heads of 576" in str(reason_of_top(problem(576, 128)))
+    assert "float32" in str(reason_of_top(problem(512, 128, FP32)))
 
 
 def test_weights_have_no_gradient_and_out_has() -> None:

@@ -39,6 +39,32 @@ def test_contestants_pass_the_gate(workload: workloads.Workload) -> None:
     assert ran == ["flashtile"] + ["flashtile-prefix"] * (workload is PREFIX)
 
 
+@pytest.mark.parametrize("workload", workloads.select(["ci-mla"]), ids=lambda w: w.name)
+def test_latent_attention_passes_the_gate(workload: workloads.Workload) -> None:
+    inputs = make_inputs(workload, CPU)
+    oracle = Oracle(workload, inputs, gradients=False)
+    ran = {}
+    for peer in contestants.contestants("decode", [], [], CPU):
+        if peer.refuses(workload, CPU) is None:
+            call = peer.prepare(workload, inputs)
+            (comparison,) = oracle.check(runner.results_of(call, inputs, "forward"))
+            assert comparison.holds, comparison
+            ran[peer.name] = len(call.copies)
+    assert ran == {"flashtile": 1} | ({"sdpa-latent": 1} if workload.seqlen_q == 1 else {})
+    assert inputs.qv is not None
+    wrong = oracle.check({"out": flashtile.flash_attn_with_kvcache(
+        inputs.q, inputs.k, inputs.v, cache_seqlens=inputs.cache_seqlens, block_table=inputs.block_tables[0],
+        causal=workload.causal, qv=inputs.qv.roll(1, -1),
+    )})  # fmt: skip
+    assert not wrong[0].holds
+
+
+def test_latent_vectors_are_read_once() -> None:
+    (workload,) = workloads.select(["decode-mla-8x4096-h16"])
+    assert workload.kv_bytes() == 8 * 4096 * 576 * 2
+    assert workload.flops() == 2 * 8 * 4096 * 16 * (576 + 512)
+
+
 def test_the_gate_sees_a_wrong_page_and_a_wrong_length() -> None:
     inputs = make_inputs(PAGED, CPU)
     oracle = Oracle(PAGED, inputs, gradients=False)
@@ -139,7 +165,10 @@ def test_committed_documents_of_decoding_are_read(path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["decode-1x8192-32/8", "decode-32x4096-dense", "decode-32x4096-32/8-fp8"])
+@pytest.mark.parametrize("name", [
+    "decode-1x8192-32/8", "decode-32x4096-dense", "decode-32x4096-32/8-fp8", "decode-mla-8x4096-h128",
+    "decode-mla-4x4096-h16-q256",
+])  # fmt: skip
 def test_decoding_on_a_gpu(name: str) -> None:
     device = torch.device("cuda", 0)
     settings = runner.Settings(device, ("forward", "graph"), rounds=1, rep=5.0)

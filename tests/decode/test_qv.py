@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import flashtile
-from flashtile import testing
+from flashtile import reference, testing
 from flashtile.compat import flash_attn_interface as flash_attention_3
 from flashtile.decode.reference import attention_with_kvcache
 from targets import Target
@@ -82,6 +84,113 @@ def test_packed_queries_are_read_at_their_places(target: Target) -> None:
         **packed, cu_seqlens_q=offsets, max_seqlen_q=2, backend=target.backend
     )
     torch.testing.assert_close(out, expected.flatten(0, 1))
+
+
+def test_prompts_over_pages(target: Target) -> None:
+    """A sequence's queries are fewer than its keys, and packed."""
+    call = latent_call(torch.float16, target.device, (9, 19), 3, 16, 24)
+    expected, lse = flashtile.flash_attn_with_kvcache(
+        **call, return_softmax_lse=True, backend=target.backend
+    )
+    q, qv = (call[name].flatten(0, 1) for name in ("q", "qv"))
+    pages = call["k_cache"], call["v_cache"]
+    offsets, keys = (
+        torch.tensor(values, dtype=torch.int32, device=target.device) for values in ([0, 3, 6], [0, 9, 28])
+    )
+    out, packed_lse = flashtile.flash_attn_varlen_func(
+        q, *pages, offsets, keys, 3, 19, causal=True, block_table=call["block_table"], qv=qv,
+        return_lse=True, backend=target.backend,
+    )  # fmt: skip
+    assert torch.equal(out, expected.flatten(0, 1))
+    assert torch.equal(packed_lse, lse.transpose(0, 1).flatten(1))
+
+
+def latent_tensors(dtype: torch.dtype = torch.float64, rope: int = 8, latent: int = 12) -> list[torch.Tensor]:
+    """q, k, v and qv of two query heads a key head, transposed so that they are not contiguous."""
+    shapes = ((4, 2, 7, rope), (2, 2, 9, rope), (2, 2, 9, latent), (4, 2, 7, latent))
+    drawn = (testing.random_tensor(shape, dtype, "cpu", seed=i) for i, shape in enumerate(shapes))
+    return [t.permute(1, 2, 0, 3).detach().requires_grad_() for t in drawn]
+
+
+def by_definition(q, k, v, qv, **more):
+    joined = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    return reference.attention(*joined, v, causal=True, **more)
+
+
+def test_gradients_without_a_cache() -> None:
+    tensors = latent_tensors()
+    for function in (flashtile.attention, flashtile.flash_attn_func, flash_attention_3.flash_attn_func):
+        ours = function(*tensors[:3], qv=tensors[3], causal=True)
+        expected, _ = by_definition(*tensors)
+        torch.testing.assert_close(ours, expected)
+        for own, exact in zip(
+            torch.autograd.grad(ours.sin().sum(), tensors),
+            torch.autograd.grad(expected.sin().sum(), tensors),
+            strict=True,
+        ):
+            torch.testing.assert_close(own, exact)
+
+
+def test_packed_sequences_without_a_cache() -> None:
+    tensors = [t.detach()[0] for t in latent_tensors()]
+    lengths = {
+        "cu_seqlens_q": torch.tensor([0, 3, 7], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 5, 9], dtype=torch.int32),
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 5,
+    }
+    expected, _ = by_definition(*tensors, **lengths)
+    for function in (
+        flashtile.attention, flashtile.flash_attn_varlen_func, flash_attention_3.flash_attn_varlen_func
+    ):  # fmt: skip
+        torch.testing.assert_close(function(*tensors[:3], qv=tensors[3], causal=True, **lengths), expected)
+
+
+def test_compiled_and_autocast_calls_without_a_cache() -> None:
+    tensors = latent_tensors(torch.float32)
+    call = partial(flashtile.attention, causal=True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    expected = call(*tensors[:3], qv=tensors[3])
+    torch.testing.assert_close(compiled(*tensors[:3], qv=tensors[3]), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(*tensors[:3], qv=tensors[3])
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0.05)
+
+
+def test_weights_are_those_of_the_joined_columns() -> None:
+    q, k, v, qv = (t.detach() for t in latent_tensors())
+    out, weights = flashtile.attention(q, k, v, qv=qv, return_attn_weights=True)
+    torch.testing.assert_close(weights @ v.transpose(1, 2).repeat_interleave(2, 1), out.transpose(1, 2))
+
+
+def test_what_qv_cannot_be_without_a_cache() -> None:
+    q, k, v, qv = latent_tensors()
+    wide = [t.detach().repeat(1, 1, 1, 40) for t in (v, qv)]  # 480 columns
+    wider = [t.detach().repeat(1, 1, 1, 16) for t in (q, k)]
+    e4m3 = [t.detach().to(torch.float8_e4m3fn) for t in (q, k, v)]
+    for arguments, error, text in (
+        ((q, k, v, q), ValueError, r"qv must have shape \(2, 7, 4, 12\), that of q with the head_dim of v"),
+        ((q, k, v, qv.float()), TypeError, r"qv has dtype torch\.float32, but q has torch\.float64"),
+        ((q, k[:, 1:], v, qv), ValueError, r"v has leading shape \(2, 9\), but k has \(2, 8\)"),
+        ((*wider, *wide), NotImplementedError, "qv .* add up to at most 576, got 128 and 480"),
+        ((*e4m3, qv), NotImplementedError, "qv must be None for q, k and v of float8_e4m3fn"),
+    ):
+        with pytest.raises(error, match=text):
+            flashtile.attention(*arguments[:3], qv=arguments[3])
+
+
+def test_no_gradient_flows_over_pages() -> None:
+    call = latent_call(torch.float32, "cpu", (9, 19), 3, 16, 24)
+    qv = call["qv"].flatten(0, 1).requires_grad_()
+    offsets, keys = (torch.tensor(values, dtype=torch.int32) for values in ([0, 3, 6], [0, 9, 28]))
+    pages = call["k_cache"], call["v_cache"]
+    arguments = call["q"].flatten(0, 1), *pages, offsets, keys, 3, 19
+    out = flashtile.flash_attn_varlen_func(*arguments, block_table=call["block_table"], qv=qv)
+    with pytest.raises(NotImplementedError, match="no backward pass"):
+        out.sum().backward()
+    with pytest.raises(ValueError, match="that of q with the head_dim of v, got"):
+        flashtile.flash_attn_varlen_func(*arguments, block_table=call["block_table"], qv=qv[..., 1:])
 
 
 def test_what_qv_cannot_be() -> None:

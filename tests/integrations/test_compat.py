@@ -218,8 +218,6 @@ def test_flash_attention_3_s_functions(installed):
     lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 8, "max_seqlen_k": 8}
     expected = flashtile.attention(*flat, **lengths, seqused_q=used, seqused_k=used, attention_chunk=4)
     assert torch.equal(packed, expected)
-    with pytest.raises(NotImplementedError, match="qv"):
-        fa3.flash_attn_func(q, k, v, qv=q)
 
 
 def test_flash_attention_3_s_cache(installed):

@@ -28,7 +28,6 @@ from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, sequence
 ROW_PAD = 128
 """Rows of ``neg_lse`` and ``neg_delta`` come in blocks of this many; no backward BLOCK_M is larger."""
 PAD = tl.constexpr(ROW_PAD)
-BLOCK_M = 64
 NUM_WARPS = 8
 COUNTERS_AT_ONCE = tl.constexpr(1024)
 INTEGERS = ("num_heads_q", "seqlen_q", "total_q", "padded_rows", "num_counters", "dq_accum_heads")
@@ -123,13 +122,18 @@ def preprocess_kernel(
         tl.store(dsink + pid, tl.sum(p * neg_delta_rows, 0))
 
 
+def _rows_of(problem: Problem) -> int:
+    """BLOCK_M: so many rows that two tiles of them fit the registers."""
+    return 64 if problem.head_dim_v <= 256 else 32
+
+
 def variant_of(problem: Problem, has_dlse: bool, dq_accum_columns: int) -> Variant:
     return Variant(
         VARLEN=problem.varlen,
         HAS_DLSE=has_dlse,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_DV=padded(problem.head_dim_v),
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=_rows_of(problem),
         DQ_ACCUM_COLUMNS=dq_accum_columns,
     )
 
@@ -150,7 +154,7 @@ def preprocess_launch(
         dq_accum_columns: of the fp32 accumulator of dQ; 0 if the following kernels have none.
         dq_accum_heads: query heads, counted through the batch, of which the accumulator is zeroed.
     """
-    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // BLOCK_M)
+    blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // _rows_of(problem))
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return KeptKernel(
         preprocess_kernel,

@@ -30,9 +30,11 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     return reason
 
 
-def fits(gpu: tuple[int, int], element_bytes: int, width: int) -> bool:
-    """Whether tiles of heads of this width fit the shared memory of a GPU of this compute capability."""
-    return width <= 256 or (gpu >= (8, 0) if element_bytes == 2 else gpu in LARGE_SHARED_MEMORY)
+def fits(gpu: tuple[int, int], element_bytes: int, head_dim: int) -> bool:
+    """Whether tiles of such heads fit the shared memory of a GPU of this compute capability."""
+    if head_dim > 512:
+        return element_bytes == 2 and gpu in LARGE_SHARED_MEMORY
+    return head_dim <= 256 or (gpu >= (8, 0) if element_bytes == 2 else gpu in LARGE_SHARED_MEMORY)
 
 
 def _reason_of_width(problem: Problem) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.launch import padded
 from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, fits, flash1, forward
 from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row_for
@@ -82,7 +83,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 beyond_distance = problem.beyond_distance is not None
                 if beyond_distance and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
                     continue
-                config = row_for(capability, element_bytes, head_dim, windowed=variant != "full")
+                config = row_for(capability, element_bytes, padded(head_dim), windowed=variant != "full")
                 if beyond_distance:
                     config = for_cells(config)
                 for name, kernel, pointers, tile in (

@@ -66,6 +66,13 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     # Heads over 256: the whole width of a tile must fit; compiled only, not timed.
     ("hopper", 2, 512): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
     ("hopper", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    # Spills are those of v as wide as q; with 512 columns forward and dq have none.
+    ("hopper", 2, 1024): (
+        K(32, 32, 8, 1, 124),
+        K(32, 32, 8, 1, 112, 252),
+        K(16, 16, 8, 1, 344, 824),
+        K(16, 16, 8, 1, 108, 80),
+    ),
     # A100: tiles that fit with few spills; not timed.
     ("ampere", 2, 16): (K(128, 64, 4, 3), K(128, 64, 4, 3), K(64, 64, 4, 2, 0, 80), K(64, 64, 4, 2)),
     ("ampere", 2, 32): (K(128, 64, 4, 3), K(128, 64, 4, 3, 0, 16), K(64, 64, 4, 2, 24, 216), K(64, 64, 4, 2)),
@@ -94,6 +101,12 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ),
     ("ampere", 2, 512): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 16, 8, 1, 0, 16), K(32, 16, 8, 1)),
     ("ampere", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    ("ampere", 2, 1024): (
+        K(32, 16, 8, 1),
+        K(32, 16, 8, 1),
+        K(16, 16, 8, 1, 344, 824),
+        K(16, 16, 8, 1, 132, 80),
+    ),
     # Any other GPU: small tiles that fit 64 KiB of shared memory a block; not timed.
     ("other", 2, 16): (K(64, 64, 4, 2), K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
     ("other", 2, 32): (K(64, 64, 4, 2), K(64, 64, 4, 2), K(32, 32, 4, 1), K(32, 32, 4, 1)),
@@ -107,8 +120,11 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ("other", 4, 256): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
     ("other", 2, 512): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
     ("other", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    # Of heads over 512 for the interpreter alone: they do not fit.
+    ("other", 2, 1024): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    ("other", 4, 1024): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
-HEAD_DIMS = (16, 32, 64, 128, 256, 512)
+HEAD_DIMS = (16, 32, 64, 128, 256, 512, 576)
 
 
 def dbias_tile(config: Config) -> KernelConfig:

@@ -22,6 +22,7 @@ _HOPPER: dict[int, tuple[KernelConfig, KernelConfig, KernelConfig]] = {
     128: (K(64, 64, 4, 3), K(64, 64, 8, 2), K(128, 64, 8, 2)),
     256: (K(64, 64, 8, 2), K(64, 32, 8, 1), K(64, 32, 8, 2, 24)),
     512: (K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
+    1024: (K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
 """Of 16-bit inputs, by padded head_dim: forward, dkdv, dq."""
 

@@ -18,7 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from rich.console import Console
 
-from flashtile.bench import report
+from flashtile.bench import engine_bench, linear_bench, report
 from flashtile.bench.report_charts import charts
 from flashtile.io_model import card_of_device
 
@@ -42,6 +42,10 @@ def page(document: dict[str, Any], name: str, most_charts: int) -> str:
 
 def body(document: dict[str, Any], most_charts: int) -> list[str]:
     """The document's contents, by the command that wrote it."""
+    for bench in (linear_bench, engine_bench):
+        if document.get("kind") == bench.NAME:
+            table = bench.table(document)
+            return [f"{machine(document)}.", f"{table.title}.", markdown_tables.of_table(table)]
     if "cells" in document:
         return bench_parts(document, most_charts)
     head = f"{machine(document)}."

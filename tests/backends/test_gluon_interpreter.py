@@ -75,6 +75,7 @@ WAIT_FOR_S = "        s = warpgroup_mma_wait(1, deps=[s])"
 WAIT_FOR_O = "        o = warpgroup_mma_wait(0, deps=[o])"
 EXPECT_V = "expect(v.full.index(slot), v_desc.block_type.nbytes"
 WAIT_FOR_DS = "mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)"
+WAIT_FOR_ADDED = "wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)"
 ADDED, CONVERTED = "signal(accum.added_blocks + key_head, ", "wait_until_zeroed(key_head, blocks, accum)"
 SOME_END = "global memory at .* by a (TMA store|load).* knows of no end"
 MANY_HEADS_RUN = "backward, many heads"
@@ -92,7 +93,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
      r"stores to dq_parts\[\d\], read by a TMA store"),
     ("backward", backward.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
     (MANY_HEADS_RUN, backward.accumulate_dq, CONVERTED, "", SOME_END),
-    (MANY_HEADS_RUN, dq_accum.postprocess, "wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)", "", SOME_END),
+    (MANY_HEADS_RUN, dq_accum.postprocess, WAIT_FOR_ADDED, "", SOME_END),
     ("backward, wide", wide_dkv.key_step, "weights.wait(i)", "i % 2", r"loads weights\[\d\]"),
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
      "written by an asynchronous copy of program"),

@@ -25,7 +25,7 @@ def one_of_each_kind():
     kinds = {}
     for path in RESULTS:
         document = json.loads(path.read_text())
-        if "cells" in document:
+        if "contestants" in document:
             ours = tuple(row["name"] for row in document["contestants"] if row["ours"])
             kinds[ours, tuple(document["settings"]["passes"])] = path
     return kinds.values()

@@ -414,7 +414,9 @@ def medium() -> Iterator[Case]:
     yield from cross({"": dense}, with_masks(uneven, some(mask, "causal-left")))
     yield from cross({"bf16": replace(dense, dtype=BF16)}, with_masks(dims, some(mask, "full")))
     wide = {"bf16": replace(dense, dtype=BF16), "varlen-fp32": replace(ragged, dtype=FP32)}
-    yield from cross(wide, with_masks(head_dims(512, 576), some(mask, "everything")))
+    yield from cross(wide, with_masks(head_dims(512), some(mask, "everything")))
+    # No GPU takes heads this wide in float32; the CPU's are among the tiny cases.
+    yield from cross({"bf16": wide["bf16"]}, with_masks(head_dims(576), some(mask, "everything")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(LAYOUTS, some(mask, "causal", "window")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(UPSTREAM, some(mask, "everything-window")))
     for dtype, name in ((BF16, "bf16"), (FP32, "fp32"), (FP64, "fp64")):

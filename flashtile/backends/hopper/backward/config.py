@@ -111,9 +111,9 @@ class BackwardVariant(WithoutFunctions):
 
 
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=40, features_spill_budget=368),
-    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=48, features_spill_budget=260),
-    (64, 128): BackwardConfig(64, features_spill_budget=48),
+    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=44, features_spill_budget=560),
+    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=60, features_spill_budget=260),
+    (64, 128): BackwardConfig(64, features_spill_budget=72),
     (128, 64): BackwardConfig(64, features_spill_budget=88),
 }
 

@@ -112,14 +112,14 @@ class ForwardVariant(WithoutFunctions):
 
 F = ForwardConfig
 _TWO = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
-_NARROW = F(2, 64, spill_budget=28, features_spill_budget=84)
-_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=676)
-_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=364)
+_NARROW = F(2, 64, spill_budget=28, features_spill_budget=96)
+_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=812)
+_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=468)
 _SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
 _SHORT_PING_PONG = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=140)
 _SHORT_BLOCKS = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36, features_spill_budget=36)
 _WIDE_SHORT = F(
-    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=80
+    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=84
 )
 _WIDE = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
 _WIDE_Q = replace(_WIDE, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
@@ -131,10 +131,10 @@ _WIDE_CAUSAL = F(
     LAZY_RESCALE=True,
     paired_below=4096,
     spill_budget=116,
-    features_spill_budget=304,
+    features_spill_budget=328,
 )
 _PARTS = F(
-    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=44, features_spill_budget=180
+    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
 )
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128

@@ -24,7 +24,7 @@ FOLDER = ROOT / "docs" / "measured"
 
 SUBJECTS = (
     "peers", "hopper_forward", "hopper_backward", "fp8", "decoding", "linear", "portable", "cpu", "host_time",
-    "compilers",
+    "models", "compilers",
 )  # fmt: skip
 """In the order of the index."""
 

@@ -25,6 +25,7 @@ import decode_cases
 import flashtile
 from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
+from flashtile import testing
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
@@ -32,6 +33,7 @@ from flashtile.backends.hopper.forward.config import every_row
 from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
 from flashtile.fp8.layout import E4M3
+from flashtile.masks import alibi, create_block_mask, window
 from gluon_interpreter import Edited, interpreted
 
 exhaustive = pytest.mark.exhaustive
@@ -119,6 +121,33 @@ def test_shared_blocks_of_keys(name: str) -> None:
         for seed, deterministic in enumerate((False, True)):
             case = replace(SMALL, name=name, heads_q=4, **fields)
             check(case, seed, deterministic=deterministic)
+
+
+NEAR = window(99, 0)
+SLOPED = alibi(torch.tensor([0.5, 0.25, 0.1, 0.05]))
+BLOCKS = create_block_mask(NEAR, None, None, 300, 300, "cpu")
+MODS: dict[str, tuple[Splits, dict[str, Any]]] = {
+    "score and block mask": (Splits(2, 1), {"score_mod": SLOPED, "block_mask": BLOCKS}),
+    "score, causal": (Splits(2, 2), {"score_mod": SLOPED, "causal": True}),
+    "mask": (Splits(1, 4), {"mask_mod": NEAR}),
+    "block mask": (Splits(), {"block_mask": BLOCKS}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [("score and block mask", 64), *(pytest.param(name, 128, marks=exhaustive) for name in MODS)],
+)
+def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
+    """In both passes, where programs share blocks of keys, too."""
+    splits, given = MODS[name]
+    q, k, v = (testing.random_tensor((1, 300, h, head_dim), BF16, "cpu", seed=h) for h in (4, 2, 2))
+    with (
+        mock.patch.object(backward_config, "choose_splits", return_value=splits),
+        interpreted(0) as interpreter,
+    ):
+        testing.check(q, k, v, backend="hopper", **given)
+    assert {"forward_kernel", "backward_kernel"} <= set(interpreter.launched)
 
 
 @exhaustive

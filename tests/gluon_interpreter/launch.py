@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -52,6 +53,7 @@ class Interpreter:
         constants = [parameter.is_constexpr for parameter in kernel.params]
         if len(constants) != len(arguments):
             raise TypeError(f"{function.__name__} takes {len(constants)} arguments, not {len(arguments)}")
+        arguments = tuple(map(self._with_functions, arguments))
         given = [argument(value, constant) for value, constant in zip(arguments, constants, strict=True)]
         if isinstance(kernel, GluonJITFunction):
             launch = Launch(schedule, programs)
@@ -60,6 +62,14 @@ class Interpreter:
         else:
             _start_in_turn(schedule, programs, num_warps, lambda: function(*given))
         schedule.run()
+
+
+    def _with_functions(self, value: Any) -> Any:
+        """A constant of a kernel with what functions of scores and masks are in Python."""
+        if not is_dataclass(value) or isinstance(value, type | TensorDescriptor):
+            return value
+        compiled = {name: field for name, field in vars(value).items() if hasattr(field, "fn")}
+        return replace(value, **{name: self._functions.of(field) for name, field in compiled.items()})
 
 
 def _start(launch: Launch, index: int, num_warps: int, run: Callable[[], None]) -> None:

@@ -100,6 +100,15 @@ def test_backward(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("head_dim_v", [64, 40])
+def test_sequences_of_one_key_that_end_early(head_dim_v: int) -> None:
+    """An extent of 1 has no stride of its own, but the next row is the next sequence's."""
+    shapes = (3, 5, 1, 64), (3, 1, 1, 64), (3, 1, 1, head_dim_v)
+    q, k, v = (testing.random_tensor(shape, BF16, "cpu", seed=i) for i, shape in enumerate(shapes))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", seqused_k=torch.tensor([1, 0, 1], dtype=torch.int32))
+
+
 SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
     "both": (Splits(2, 2), {"causal": True, "head_dim": 128, "seqlen_q": 300}),
     "heads": (Splits(4, 1), {"causal": True, "unused_keys": 40, "batch": 2, "softcap": 3.0}),

@@ -89,8 +89,9 @@ def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: to
     coordinates are 2**30, with a stride that wraps 64-bit addresses around to minus 2**30 rows, and
     ``start + seqlen``.
     """
-    seqlen, heads, head_dim = shape[-3:]
-    row, head, last = _usable((seqlen, heads, head_dim), strides[-3:])
+    heads, head_dim = shape[-2:]
+    row = _row_stride(shape, strides)
+    _, head, last = _usable(shape[-3:], strides[-3:])
     extents = [MAX_EXTENT, MAX_EXTENT, RAGGED_ROWS, heads, head_dim]
     return View(extents, [2**34 - row, row, row, head, last], [1, 1, rows, 1, block_d], dtype)
 
@@ -99,7 +100,14 @@ def rows_between_sequences(k: Tensor) -> int:
     """Rows from one sequence of a dense k to the next."""
     if k.dim() == 3 or k.shape[0] == 1:
         return 0
-    return k.stride(0) // _usable(k.shape, k.stride())[1]
+    return k.stride(0) // _row_stride(k.shape, k.stride())
+
+
+def _row_stride(shape: tuple, strides: tuple) -> int:
+    """From one row to the next. Where each sequence has one row, that is the next sequence's."""
+    if len(shape) == 4 and shape[1] == 1 and shape[0] > 1 and strides[0] > 0:
+        return strides[0]
+    return _usable(shape[-3:], strides[-3:])[0]
 
 
 def _usable(shape, strides) -> list[int]:

@@ -65,7 +65,7 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ),
     # Heads over 256: the whole width of a tile must fit; compiled only, not timed.
     ("hopper", 2, 512): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
-    ("hopper", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+    ("hopper", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1, 0, 36)),
     # Spills are those of v as wide as q; with 512 columns forward and dq have none.
     ("hopper", 2, 1024): (
         K(32, 32, 8, 1, 124),

@@ -66,30 +66,42 @@ def cuobjdump_path() -> str:
 
 
 def launcher(
-    compiled: Any, grid: tuple[int, int, int], fixed: tuple, views: tuple = ()
+    compiled: Any, grid: tuple[int, int, int], tensors: tuple, fixed: tuple, views: tuple = ()
 ) -> Callable[[int, tuple], None]:
     """``(stream, tensors)``: launch a compiled kernel on the current device, with ``fixed`` arguments last.
 
     Tensors go by address (some come so), which saves a question to the driver for each. The first ones go as
-    TMA descriptors, which ``views`` make of them. Without hooks on launches, a profiler's, nothing is
-    prepared for them, where Triton itself gathers a dictionary and calls two empty chains.
+    TMA descriptors, which ``views`` make of them; ``tensors`` are such as they may come. Without hooks on
+    launches, a profiler's, nothing is prepared for them, where Triton itself gathers a dictionary and calls
+    two empty chains.
     """
     hooked = compiled[grid]
-    run, encoders = _encoders(compiled.run, views)
+    run, maps = _tensor_maps(compiled.run, views)
     kernel = (compiled.function, compiled.packed_metadata, None, None, None)
     runtime = knobs.runtime
     described = len(views)
+    # What differs from launch to launch is written into a copy of the arguments, at these places.
+    arguments: list[Any] = []
+    places = []
+    for encoded, tensor in zip(maps, tensors, strict=False):
+        places.append(len(arguments))
+        arguments += encoded.all_arguments(tensor.data_ptr())
+    first = len(arguments)
+    addresses = slice(first, first + len(tensors) - described)
+    arguments += [*[None] * (len(tensors) - described), *fixed]
+    run, before = _without_wrapper(run, grid, kernel, len(arguments))
 
     def launch(stream: int, tensors: tuple) -> None:
-        addresses = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
             descriptors = [view.of(t) for view, t in zip(views, tensors, strict=False)]
-            hooked(*descriptors, *addresses, *fixed, stream=stream)
+            given = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
+            hooked(*descriptors, *given, *fixed, stream=stream)
             return
-        arguments: list[Any] = []
-        for encoder, tensor in zip(encoders, tensors, strict=False):
-            arguments += encoder[tensor if type(tensor) is int else tensor.data_ptr()]
-        run(*grid, stream, *kernel, *arguments, *addresses, *fixed)
+        now = arguments.copy()
+        for place, encoded, tensor in zip(places, maps, tensors, strict=False):
+            now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
+        now[addresses] = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
+        run(*grid, stream, *before, *now)
 
     return launch
 
@@ -100,22 +112,25 @@ class TensorMaps(BoundedCache):
 
     LIMIT_BYTES = 128 * 1024
     ENTRY_BYTES = 1024
-    """At most: 128 of the map, the rest for Python's objects; the numbers in them are the view's own."""
+    """At most: 128 of the map, the rest for Python's objects."""
 
     def __init__(self, view: Any, encode: Callable[[Any], list] | None) -> None:
         super().__init__(self.LIMIT_BYTES)
         self._view = view
         self._encode = encode
 
-    def __missing__(self, address: int) -> list:
+    def all_arguments(self, address: int) -> list[Any]:
+        """What the kernel is given for the descriptor: the map, and numbers of the view."""
         descriptor = self._view.of(address)
-        if self._encode is None:
-            return [descriptor]
-        return self.store(address, self._encode(descriptor), self.ENTRY_BYTES)
+        return [descriptor] if self._encode is None else self._encode(descriptor)
+
+    def __missing__(self, address: int) -> Any:
+        encoded = self.all_arguments(address)[0]
+        return encoded if self._encode is None else self.store(address, encoded, self.ENTRY_BYTES)
 
 
-def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
-    """(launcher, encoders) of a kernel's first arguments.
+def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
+    """(launcher, maps) of a kernel's first arguments.
 
     Up to Triton 3.7, a Python function around the launcher encodes the descriptors of each launch; that is
     then left out. Whatever else Triton does, it gets its descriptors.
@@ -134,3 +149,30 @@ def _encoders(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
         TensorMaps(view, partial(make_tensordesc_arg, metadata=metadata))
         for view, metadata in zip(views, variables["tensordesc_meta"], strict=True)
     ]
+
+
+def _without_wrapper(
+    run: Any, grid: tuple[int, int, int], kernel: tuple, count: int
+) -> tuple[Callable[..., None], tuple]:
+    """(launcher, what it is given between the stream and the kernel's ``count`` arguments).
+
+    Triton's launcher is an object whose call asks for scratch memory and goes on to a function in C. Without
+    such memory the function is given the same at every launch but for stream and arguments. So the object is
+    asked once, with placeholders, what it hands on. A Triton that does otherwise gets its own call.
+    """
+    handed: list[Any] = []
+    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if scratch == [0, 0] and hasattr(run, "launch"):
+        asked = copy.copy(run)
+        asked.launch = lambda *given: handed.extend(given)
+        stream, arguments = object(), tuple(object() for _ in range(count))
+        asked(*grid, stream, *kernel, *arguments)
+        if handed[:4] == [*grid, stream]:
+            launch = run.launch
+            if handed[-count:] == [*arguments]:
+                return launch, tuple(handed[4:-count])
+            if handed[-1] == arguments:  # Triton 3.7
+                before = tuple(handed[4:-1])
+                end = 4 + len(before)
+                return lambda *given: launch(*given[:end], given[end:]), before
+    return run, kernel

@@ -71,4 +71,4 @@ class KeptKernel:
         if compiled is not None:  # None from the interpreter
             # In this order: another thread that sees the one has to see the other.
             self._index = device.index
-            self._run = compat.launcher(compiled, self._grid, self._fixed, views)
+            self._run = compat.launcher(compiled, self._grid, tensors, self._fixed, views)

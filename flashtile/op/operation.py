@@ -45,6 +45,11 @@ CACHE_BYTES = 16 * 2**20
 PLAIN_TYPES = (Tensor, Parameter)
 """A subclass may watch what is done with it; these do not."""
 
+# Bound here, since every call asks them.
+dispatch_modes = torch._C._len_torch_dispatch_stack
+transform = torch._C._functorch.peek_interpreter_stack
+tracing = torch._C._get_tracing_state
+
 library = torch.library.Library("flashtile", "DEF")
 
 
@@ -116,11 +121,9 @@ class Operation:
     def __call__(self, tensors: Tensors, beside: Any, options: Any) -> Any:
         """The results of a call without a backward pass, by the shortest path that is right for it."""
         if is_plain(tensors, beside):
-            if torch.is_grad_enabled() and self.no_gradient is not None:
-                learning = self.learning(tensors, beside)
-                if learning:
-                    run = partial(self.launch, tensors, beside, options)
-                    return without_backward(run, self.no_gradient, learning)
+            if self.no_gradient is not None and torch.is_grad_enabled() and any_learns(tensors, beside):
+                run = partial(self.launch, tensors, beside, options)
+                return without_backward(run, self.no_gradient, self.learning(tensors, beside))
             return self.launch(tensors, beside, options)
         return self.traced(tensors, beside, options)
 
@@ -209,15 +212,24 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
             return False
     for tensors in optional:
         for extra in tensors:
-            if type(extra) not in PLAIN_TYPES and extra is not None:
+            if extra is not None and type(extra) not in PLAIN_TYPES:
                 return False
     return (
         (required[0].is_cuda or required[0].is_cpu)  # whose device the others must share
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and dispatch_modes() == 0
+        and transform() is None
         and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
+        and tracing() is None
     )
+
+
+def any_learns(*tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of them requires a gradient."""
+    for some in tensors:
+        for tensor in some:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def signatures(tensors: Iterable[Tensor | None]) -> tuple:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import has_score_mod, padded, stride_of_two
+from flashtile.backends.common.launch import allocator, has_score_mod, padded, stride_of_two
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.arguments import CellStrides, Lengths, Numbers, Strides, Variant
 from flashtile.backends.portable.backward_dbias import dbias_kernel
@@ -182,6 +182,7 @@ class ForwardLaunch:
         self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
         self._all_written = not (problem.varlen or problem.seqused_q)
         self._lse_shape = problem.lse_shape
+        self._new_out: Any = None
         self._key_bounds: Any = None
         self._kernel: KeptKernel | None = None
 
@@ -196,8 +197,9 @@ class ForwardLaunch:
     ) -> tuple[Tensor, Tensor]:
         if self._all_written:
             if out is None:
-                # A tuple would take twice as long to read.
-                out = q.new_empty(*self._out_shape, dtype=self._out_dtype)
+                if self._new_out is None:
+                    self._new_out = allocator(q, self._out_shape, self._out_dtype)
+                out = self._new_out(q)
             if lse is None:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         else:  # tokens that no sequence has or uses are written by no program

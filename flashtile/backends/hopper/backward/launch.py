@@ -195,7 +195,7 @@ class BackwardLaunch:
         lse: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
+        seqused_k, alibi_slopes = extras.seqused_k, extras.alibi_slopes
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
@@ -211,7 +211,7 @@ class BackwardLaunch:
             written = kernels.sum_parts.allocate(k, v)
         table = lse
         if kernels.fill_table is not None:
-            table = kernels.fill_table(cu_seqlens_k, cu_seqlens_q, None)
+            table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
         kernels.products(
             q.device,
             q,

@@ -4,6 +4,7 @@ counters."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import allocator
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 
 LINE = 32
@@ -63,6 +65,9 @@ class Preprocess:
         accum = resident * statistics_shape(problem)[1] * columns
         self._sizes = [count, count, math.ceil(counters / LINE) * LINE, accum]
         self._offsets = [4 * offset for offset in accumulate(self._sizes, initial=0)]
+        self._floats = sum(self._sizes)
+        self._allocate: list[Callable[[Tensor], Tensor]] | None = None
+        """Of the gradients of q, k and v."""
 
     def __call__(
         self,
@@ -79,11 +84,15 @@ class Preprocess:
         """``last``: the last of the kernels that follow; once it is compiled, all take addresses."""
         if dout.data_ptr() % 16:
             dout = dout.clone()
-        # Tokens that no sequence has or uses are written by no program.
-        allocate = q.new_zeros if self._some_unwritten else q.new_empty
-        dtype = self._out_dtype
-        dq, dk, dv = (allocate(*t.shape, dtype=dtype) for t in (q, k, v))
-        workspace = q.new_empty(self._offsets[-1] // 4, dtype=torch.float32)
+        allocate = self._allocate
+        if allocate is None:
+            # Tokens that no sequence has or uses are written by no program.
+            allocate = self._allocate = [
+                allocator(t, t.shape, self._out_dtype, zeroed=self._some_unwritten) for t in (q, k, v)
+            ]
+        new_dq, new_dk, new_dv = allocate
+        dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
+        workspace = q.new_empty(self._floats, dtype=torch.float32)
         parts = self._addresses(workspace) if last.takes_addresses else self._tensors(workspace)
         neg_lse, neg_delta, counters, dq_accum = parts
         dsink = preprocess_rows(

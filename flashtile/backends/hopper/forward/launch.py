@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,13 @@ from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, stride_of_two
+from flashtile.backends.common.launch import (
+    allocator,
+    contiguous_strides,
+    has_score_mod,
+    largest_divisor,
+    stride_of_two,
+)
 from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
@@ -169,13 +176,16 @@ class Outputs:
         self._varlen = problem.varlen
         self._out_shape, self._out_dtype = problem.out_shape, out_dtype
         self._lse_shape = problem.lse_shape
+        self._new_out: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if not self._varlen:
-            if out is None:  # shapes as single arguments: a tuple would take twice as long to read
-                out = q.new_empty(*self._out_shape, dtype=self._out_dtype)
+            if out is None:
+                if self._new_out is None:
+                    self._new_out = allocator(q, self._out_shape, self._out_dtype)
+                out = self._new_out(q)
             return out, q.new_empty(*self._lse_shape, dtype=torch.float32) if lse is None else lse
         # Tokens that belong to no sequence are written by no program.
         out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
@@ -211,14 +221,14 @@ class ForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
+        seqused_k, alibi_slopes, sink = extras.seqused_k, extras.alibi_slopes, extras.sink
         out, lse = self._allocate(q, out, lse)
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(q, k, v, alibi_slopes)
         table = lse
         if kernels.fill_table is not None:
-            table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k)
+            table = kernels.fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
         elif self._variant.QUEUED:
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         kernels.attend(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile.backends.common.device import capability, multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import contiguous_strides, largest_divisor, padded, stride_of_two
+from flashtile.backends.common.launch import allocator, largest_divisor, padded, stride_of_two
 from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import (
     CombineGivenVariant,
@@ -262,9 +262,7 @@ class DecodeLaunch:
         self._config = config
         self._out_shape = problem.out_shape
         self._out_dtype = problem.out_dtype
-        self._out_strides = contiguous_strides(problem.out_shape)
         self._lse_shape = problem.lse_shape
-        self._lse_strides = contiguous_strides(problem.lse_shape)
         self._lse_size = math.prod(problem.lse_shape)
         self._device = problem.device
         self._varlen = problem.varlen
@@ -272,8 +270,7 @@ class DecodeLaunch:
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Floats of partial results, rounded up to keep what follows them aligned."""
-        self._out_is_as_q = False
-        """Whether torch's fastest way to allocate gives out's shape, strides and dtype."""
+        self._new_out: Any = None
         self._attend: KeptKernel | None = None
         self._combine: KeptKernel | None = None
 
@@ -294,26 +291,21 @@ class DecodeLaunch:
             k_cache, v_cache = as_operands(k_cache, v_cache, self._config)
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
             return_lse = True  # the first call compiles, for which Triton needs tensors
-            self._out_is_as_q = (q.shape, q.stride(), q.dtype) == (
-                self._out_shape, self._out_strides, self._out_dtype
-            )  # fmt: skip
+            self._new_out = allocator(q, self._out_shape, self._out_dtype)
         if self._varlen:
             out, lse = self._cleared(q, out, lse)
         else:
             if out is None:
-                if self._out_is_as_q:
-                    out = torch.empty_like(q)
-                else:
-                    out = q.new_empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype)
+                out = self._new_out(q)
             if return_lse and lse is None:
-                lse = q.new_empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32)
+                lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         scratch = None
         lse_to: Tensor | int | None = lse
         if lse is None:  # nobody asked for it: it goes behind the partial results
-            scratch = q.new_empty_strided((self._partials + self._lse_size,), (1,), dtype=torch.float32)
+            scratch = q.new_empty(self._partials + self._lse_size, dtype=torch.float32)
             lse_to = scratch.data_ptr() + 4 * self._partials
         elif self._partials:
-            scratch = q.new_empty_strided((self._partials,), (1,), dtype=torch.float32)
+            scratch = q.new_empty(self._partials, dtype=torch.float32)
         attend(device, q, k_cache, v_cache, out, lse_to, scratch, *tensors)
         if combine is not None:
             combine(

@@ -153,12 +153,12 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        return (*_gradients(ctx, dout, dlse, ctx.needs_input_grad[4]), None, None)
+        return (*_gradients(ctx, dout, dlse, 4), None, None)
 
 
-def _batched(*gradients: Tensor | None) -> bool:
-    """Whether they are those of several vector-Jacobian products (``is_grads_batched=True``)."""
-    return any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in gradients)
+def _batched(gradient: Tensor | None) -> bool:
+    """Whether it is that of several vector-Jacobian products (``is_grads_batched=True``)."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def _setup_context(ctx, inputs, output):
@@ -168,7 +168,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_backward(ctx, dout, dlse):
-    dq, dk, dv, dsink, dbias = _gradients(ctx, dout, dlse, ctx.needs_input_grad[3 + _BIAS])
+    dq, dk, dv, dsink, dbias = _gradients(ctx, dout, dlse, 3 + _BIAS)
     return dq, dk, dv, *Extras(sink=dsink, bias=dbias), *(None,) * len(ctx.options)
 
 
@@ -181,13 +181,16 @@ def _save(ctx, q, k, v, out, lse, extras, options):
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse, bias_grad):
+def _gradients(ctx, dout, dlse, bias):
+    """``bias`` is its place among the inputs."""
     if dout is None and dlse is None:
         return None, None, None, None, None
     tensors = ctx.saved_tensors
     saved, extras = tensors[:5], Extras(*tensors[5:]) if len(tensors) > 5 else NO_EXTRAS
+    bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
-    if is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled() and not _batched(dout, dlse):
+    plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
+    if plain and not _batched(dout) and not _batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
     # With create_graph this leaves a node, which knows the second derivative.
     if transforming() or carries_tangents((dout, dlse)):

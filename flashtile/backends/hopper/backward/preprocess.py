@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +18,6 @@ from flashtile.backends.common.preprocess import padded_rows, preprocess_launch,
 
 LINE = 32
 """Floats of a line of the L2 cache; each part of the workspace begins with a line."""
-
-
-class Preprocessed(NamedTuple):
-    """What a call's kernels are given, beside its tensors. ``workspace`` is the memory of the last four."""
-
-    dout: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsink: Tensor | None
-    workspace: Tensor
-    neg_lse: Tensor | int
-    neg_delta: Tensor | int
-    counters: Tensor | int
-    dq_accum: Tensor | int | None
 
 
 class Preprocess:
@@ -80,8 +65,12 @@ class Preprocess:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> Preprocessed:
-        """``last``: the last of the kernels that follow; once it is compiled, all take addresses."""
+    ) -> tuple[Any, ...]:
+        """(dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum): what the kernels that
+        follow are given beside the call's tensors. ``workspace`` is the memory of the last four.
+
+        ``last``: the last of these kernels; once it is compiled, all take addresses.
+        """
         if dout.data_ptr() % 16:
             dout = dout.clone()
         allocate = self._allocate
@@ -98,7 +87,7 @@ class Preprocess:
         dsink = preprocess_rows(
             self._kernel, neg_lse, neg_delta, out, dout, lse, dlse, extras, dq_accum, counters
         )
-        return Preprocessed(dout, dq, dk, dv, dsink, workspace, *parts)
+        return dout, dq, dk, dv, dsink, workspace, *parts
 
     def _addresses(self, workspace: Tensor) -> tuple[int, int, int, int | None]:
         start = workspace.data_ptr()

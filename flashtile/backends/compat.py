@@ -80,16 +80,18 @@ def launcher(
     kernel = (compiled.function, compiled.packed_metadata, None, None, None)
     runtime = knobs.runtime
     described = len(views)
-    # What differs from launch to launch is written into a copy of the arguments, at these places.
-    arguments: list[Any] = []
-    places = []
-    for encoded, tensor in zip(maps, tensors, strict=False):
+    of_views = [m.all_arguments(t.data_ptr()) for m, t in zip(maps, tensors, strict=False)]
+    undescribed = len(tensors) - described
+    count = sum(map(len, of_views)) + undescribed + len(fixed)
+    run, before = _without_wrapper(run, grid, kernel, count)
+    # What differs from launch to launch is written into a copy of these arguments, at these places.
+    arguments: list[Any] = [*grid, None, *before]
+    of_stream, places = len(grid), []
+    for numbers in of_views:
         places.append(len(arguments))
-        arguments += encoded.all_arguments(tensor.data_ptr())
-    first = len(arguments)
-    addresses = slice(first, first + len(tensors) - described)
-    arguments += [*[None] * (len(tensors) - described), *fixed]
-    run, before = _without_wrapper(run, grid, kernel, len(arguments))
+        arguments += numbers
+    addresses = slice(len(arguments), len(arguments) + undescribed)
+    arguments += [*[None] * undescribed, *fixed]
 
     def launch(stream: int, tensors: tuple) -> None:
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
@@ -98,10 +100,11 @@ def launcher(
             hooked(*descriptors, *given, *fixed, stream=stream)
             return
         now = arguments.copy()
+        now[of_stream] = stream
         for place, encoded, tensor in zip(places, maps, tensors, strict=False):
             now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
         now[addresses] = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
-        run(*grid, stream, *before, *now)
+        run(*now)
 
     return launch
 

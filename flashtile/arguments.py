@@ -47,7 +47,10 @@ def make_options(
         left = as_int("window_size[0]", left)
     if type(right) is not int:
         right = as_int("window_size[1]", right)
-    left, right = max(left, UNLIMITED), max(right, UNLIMITED)
+    if left < UNLIMITED:
+        left = UNLIMITED
+    if right < UNLIMITED:
+        right = UNLIMITED
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
@@ -123,7 +126,7 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def with_unit_stride(tensor: Any) -> Any:
     """``tensor``, or a copy of one whose last stride is not 1, as FlashAttention makes it."""
-    if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride()[-1] == 1:
+    if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
     return tensor.contiguous() if tensor.shape[-1] > 1 and tensor.layout == torch.strided else tensor
 

@@ -65,7 +65,7 @@ class Into(Operation):
         buffers = self.complete(tensors, beside, options, buffers)
         given = (*tensors, *buffers)
         self.refuse_gradients(buffers, self.names, (*given, *beside))
-        if is_plain(tuple(tensor for tensor in given if tensor is not None), beside):
+        if is_plain(tensors, beside, buffers):
             self.launch(given, beside, options)
         else:
             with torch.no_grad():
@@ -99,7 +99,7 @@ class Into(Operation):
     def prepare(self, tensors: tuple, beside: Any, options: Any) -> LaunchInto:
         return LaunchInto(self.of.prepared(tensors[: self._first], beside, options), self, tensors, beside)
 
-    def refuse_gradients(self, buffers: tuple, names: Iterable[str], tensors: Iterable[Any]) -> None:
+    def refuse_gradients(self, buffers: tuple, names: Iterable[str], tensors: tuple) -> None:
         """No gradient flows through memory that is written in place."""
         for name, buffer in zip(self.buffers, buffers, strict=True):
             if isinstance(buffer, Tensor) and buffer.requires_grad:
@@ -108,12 +108,13 @@ class Into(Operation):
             raise NotImplementedError(f"{self.all_buffers} must be None under a transform of torch.func")
         if not torch.is_grad_enabled():
             return
-        for name, tensor in zip(names, tensors, strict=False):
-            if tensor is not None and getattr(tensor, "requires_grad", False):
-                raise ValueError(
-                    f"{self.all_buffers} must be None where {name} requires grad: no gradient flows through "
-                    "memory that is written in place (call it under torch.no_grad())"
-                )
+        if any([t is not None and getattr(t, "requires_grad", False) for t in tensors]):
+            named = zip(names, tensors, strict=False)
+            name = next(name for name, t in named if getattr(t, "requires_grad", False))
+            raise ValueError(
+                f"{self.all_buffers} must be None where {name} requires grad: no gradient flows through "
+                "memory that is written in place (call it under torch.no_grad())"
+            )
 
     def _check(self, *arguments: Any) -> None:
         *tensors, beside, options = arguments

@@ -54,8 +54,9 @@ class KeptKernel:
         return self._run is not None
 
     def __call__(self, device: torch.device, *tensors: Any) -> None:
-        if self._run is not None and compat.cuda_device() == self._index:
-            self._run(compat.cuda_stream(self._index), tensors)
+        run, index = self._run, self._index
+        if run is not None and compat.cuda_device() == index:
+            run(compat.cuda_stream(index), tensors)
         elif device.type == "cuda" and torch.cuda.current_device() != device.index:
             with torch.cuda.device(device):
                 self(device, *tensors)

@@ -125,11 +125,14 @@ class TensorMaps(BoundedCache):
     def all_arguments(self, address: int) -> list[Any]:
         """What the kernel is given for the descriptor: the map, and numbers of the view."""
         descriptor = self._view.of(address)
-        return [descriptor] if self._encode is None else self._encode(descriptor)
+        if self._encode is None:
+            return [descriptor]
+        arguments = self._encode(descriptor)
+        self.store(address, arguments[0], self.ENTRY_BYTES)
+        return arguments
 
     def __missing__(self, address: int) -> Any:
-        encoded = self.all_arguments(address)[0]
-        return encoded if self._encode is None else self.store(address, encoded, self.ENTRY_BYTES)
+        return self.all_arguments(address)[0]
 
 
 def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ class Compiled:
 
 def test_tensors_go_by_address():
     compiled, tensor = Compiled(), torch.empty(3)
-    launch = compat.launcher(compiled, GRID, (5, 0.5, "constant"))
+    launch = compat.launcher(compiled, GRID, (tensor, None, tensor), (5, 0.5, "constant"))
     launch(11, (tensor, None, 1234))
     arguments = (tensor.data_ptr(), None, 1234, 5, 0.5, "constant")
     assert compiled.direct == [(*GRID, 11, "function", "metadata", None, None, None, *arguments)]
@@ -50,7 +52,7 @@ def test_tensors_go_by_address():
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_called(monkeypatch, name):
     compiled, tensor = Compiled(), torch.empty(3)
-    launch = compat.launcher(compiled, GRID, (5,))
+    launch = compat.launcher(compiled, GRID, (tensor, None), (5,))
     monkeypatch.setattr(getattr(knobs.runtime, name), "calls", [print])
     launch(11, (tensor, None))
     assert compiled.hooked == [(GRID, 11, tensor.data_ptr(), None, 5)]
@@ -128,7 +130,7 @@ class SeenBy:
 def test_descriptors_without_a_known_triton_go_as_they_are():
     compiled, a, b = Compiled(), torch.empty(3), torch.empty(4)
     views = (SeenBy([3]), SeenBy([4]))
-    launch = compat.launcher(compiled, GRID, (5,), views)
+    launch = compat.launcher(compiled, GRID, (a, b, a, None), (5,), views)
     launch(11, (a, b, a, None))
     descriptors = [view.of(t) for view, t in zip(views, (a, b), strict=True)]
     assert compiled.direct[0][9:] == (*descriptors, a.data_ptr(), None, 5)
@@ -163,8 +165,9 @@ def test_tensor_maps_are_encoded_once_for_each_address(monkeypatch):
     compiled, views = Compiled(), (SeenBy([3]), SeenBy([4]))
     compiled.run = Launcher()
     a, b, c = (torch.empty(n) for n in (3, 4, 5))
-    launch = compat.launcher(compiled, GRID, (7,), views)
-    other = compat.launcher(compiled, GRID, (7,), (SeenBy([30]), SeenBy([40])))  # other shapes, same kernel
+    launch = compat.launcher(compiled, GRID, (a, b, c), (7,), views)
+    shapes = (SeenBy([30]), SeenBy([40]))  # other ones, same kernel
+    other = compat.launcher(compiled, GRID, (a, b, c), (7,), shapes)
     for _ in range(2):
         launch(11, (a, b, c))
         other(11, (a, b, c))
@@ -179,6 +182,43 @@ def test_tensor_maps_are_encoded_once_for_each_address(monkeypatch):
     assert [[list(x) if isinstance(x, tuple) else x for x in call] for call in own] == [
         [list(x) if isinstance(x, tuple) else x for x in call] for call in (launched[6:] * 2)
     ]
+
+
+@pytest.mark.parametrize("scratch", [0, 64], ids=["no scratch", "scratch"])
+def test_the_function_in_c_gets_what_triton_gives_it(scratch):
+    """Without Triton's object around it, unless that allocates for each launch."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    launched, calls = [], []
+
+    class Launcher(driver.CudaLauncher):
+        def __init__(self) -> None:
+            self.launch = lambda *arguments: launched.append(arguments)
+            self.num_ctas, self.launch_cooperative_grid, self.launch_pdl = 1, False, True
+            self.global_scratch_size, self.global_scratch_align = scratch, 16
+            self.profile_scratch_size, self.profile_scratch_align = 0, 1
+            self.arg_annotations, self.kernel_signature = "annotations", "signature"
+
+        def __call__(self, *arguments: object) -> None:
+            calls.append(arguments)
+            super().__call__(*arguments)
+
+    def in_own_context() -> None:
+        triton.set_allocator(lambda size, align, stream: (size, align, stream))
+        launch = compat.launcher(compiled, GRID, (tensor, None), (5,))
+        calls.clear()
+        for stream in (11, 12):
+            launch(stream, (tensor, None))
+        keeps = triton.__version__.startswith(("3.6", "3.7"))
+        assert len(calls) == (0 if keeps and not scratch else 2)
+        kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+        for stream in (11, 12):
+            compiled.run(*GRID, stream, *kernel, tensor.data_ptr(), None, 5)
+
+    compiled, tensor = Compiled(), torch.empty(3)
+    compiled.run = Launcher()
+    contextvars.copy_context().run(in_own_context)
+    assert len(launched) == 4
+    assert launched[:2] == launched[2:]
 
 
 def test_a_tensor_is_described_by_its_address():
@@ -197,6 +237,6 @@ def test_tensor_maps_of_more_addresses_than_are_kept_are_mostly_found():
     assert room >= 65
     for _ in range(100):
         for address in range(room + 1):
-            assert maps[address] == [(address, [1])]
+            assert maps[address] == (address, [1])
             assert len(maps) <= room
     assert len(encoded) < 0.05 * 100 * (room + 1)

@@ -36,8 +36,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def allocator(
     like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """Makes contiguous memory of this shape and dtype from a tensor with the signature of ``like``, by torch's
-    fastest way."""
+    """What makes contiguous memory of this shape and dtype from a tensor with the signature of ``like``, as
+    fast as torch can."""
     if (like.shape, like.stride(), like.dtype) == (shape, contiguous_strides(shape), dtype):
         return torch.zeros_like if zeroed else torch.empty_like
     # The shape as single arguments: a tuple would take twice as long to read.

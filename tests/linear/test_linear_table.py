@@ -135,7 +135,8 @@ def test_the_ring_fits_as_often_as_its_tile_means_to_run(norm):
 
 
 def test_tiles_of_whole_waves_cover_every_place():
-    for N, BLOCK_N, splits, tiles in ((12288, 128, 1, 132), (4096, 128, 4, 33), (22016, 64, 1, 396), (20, 64, 1, 20)):
+    rows = ((12288, 128, 1, 132), (4096, 128, 4, 33), (22016, 64, 1, 396), (20, 64, 1, 20))
+    for N, BLOCK_N, splits, tiles in rows:
         described = replace(problem(64), N=N)
         config = adapted(described, FLAT, BLOCK_N, 64, 4, 4, splits, 2, True)
         assert tiles_of(described, config) == tiles

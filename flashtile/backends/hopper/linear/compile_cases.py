@@ -20,22 +20,19 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if arch != HOPPER:
         return
     for (rows, width), tiles in TILES.items():
-        problem = plain_problem(rows, (9, 0))
+        name, problem = "plain", plain_problem(rows, (9, 0))
         if width == 1:
-            problem = everything(problem)["e4m3"]
+            name, problem = "e4m3", everything(problem)["e4m3"]
         for tile in tiles:
             config = make(problem, tile)
             default = config == make(problem, DEFAULT[rows, width])
-            yield replace(_case(_NAMES[width], problem, config), exhaustive=not default)
+            yield replace(_case(name, problem, config), exhaustive=not default)
     most = plain_problem(MOST_ROWS, (9, 0))
-    default_tile = make(most, DEFAULT[MOST_ROWS, 2])
     for name, ended in everything(most).items():
         if name != "e4m3":
             yield _case(name, ended, make(ended, DEFAULT[MOST_ROWS, 2]))
-    yield replace(_case("K of 8 times an odd number", replace(most, K=4104), default_tile), divisible_by_16=frozenset())
-
-
-_NAMES = {1: "e4m3", 2: "plain"}
+    odd = _case("K of 8 times an odd number", replace(most, K=4104), make(most, DEFAULT[MOST_ROWS, 2]))
+    yield replace(odd, divisible_by_16=frozenset())
 
 
 def _case(name: str, problem: LinearProblem, config: FlatConfig) -> CompileCase:

@@ -137,7 +137,7 @@ def columns_of(C: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def rows_of(tiles, t, operands, depth, sizes, C: gl.constexpr, E: gl.constexpr):
-    """(a tile's first chunk as offsets in W [WARPS, BLOCK_N, BLOCK_K], whether rows are its [1, BLOCK_N, 1])."""
+    """(offsets in W of a tile's first chunk [WARPS, BLOCK_N, BLOCK_K], which rows are its [1, BLOCK_N, 1])."""
     dtype: gl.constexpr = operands.w.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
@@ -158,9 +158,7 @@ def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_weights(
-    offsets, mine, chunk, slot, operands, ring, depth, C: gl.constexpr, E: gl.constexpr
-):
+def ask_for_weights(offsets, mine, chunk, slot, operands, ring, depth, C: gl.constexpr, E: gl.constexpr):
     """A chunk of a tile's rows of W, and of the norm's weights for it."""
     copy(operands.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
     if E.NORM:

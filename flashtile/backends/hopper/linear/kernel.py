@@ -137,7 +137,7 @@ def columns_of(C: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def rows_of(tiles, t, operands, depth, sizes, C: gl.constexpr, E: gl.constexpr):
-    """(offsets in W of a tile's first chunk [WARPS, BLOCK_N, BLOCK_K], which rows are its [1, BLOCK_N, 1])."""
+    """(offsets in W of a tile's first chunk [WARPS, BLOCK_N, BLOCK_K], which rows are its)."""
     dtype: gl.constexpr = operands.w.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES

@@ -125,7 +125,7 @@ def default(problem: LinearProblem, kind: str) -> LinearConfig:
 
 def adapted(
     problem: LinearProblem, kind: str, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int,
-    splits: int, ahead: int, whole_waves: bool = False,
+    splits: int, ahead: int, whole_waves: int = False,
 ) -> LinearConfig:  # fmt: skip
     """A tile for a problem that may be smaller or have more rows than the one it was measured with."""
     if problem.scales == "block":
@@ -162,14 +162,14 @@ def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
                 yield adapted(problem, FLAT, *tile)
 
 
-_GEMV_TILES = (
+_GEMV_TILES: tuple[tuple[int, ...], ...] = (
     (4, 1024, 4, 3, 1, 1),
     (4, 2048, 4, 3, 1, 1),
     (8, 512, 4, 4, 1, 1),
     (8, 1024, 4, 4, 1, 1),
     (8, 256, 1, 6, 1, 2),
 )
-_FLAT_TILES = (
+_FLAT_TILES: tuple[tuple[int, ...], ...] = (
     (16, 256, 1, 6, 1, 2),
     (32, 128, 2, 5, 1, 2),
     (32, 256, 4, 4, 1, 2),
@@ -179,9 +179,11 @@ _FLAT_TILES = (
     (128, 64, 4, 4, 1, 2),
     (128, 64, 4, 5, 2, 2),
     (128, 64, 8, 5, 4, 2),
-    *((BLOCK_N, 64, warps, stages, splits, 2, True)
-      for BLOCK_N, warps, stages in ((64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 8), (256, 8, 5))
-      for splits in (1, 2, 4)),
+    *(
+        (BLOCK_N, 64, warps, stages, splits, 2, True)
+        for BLOCK_N, warps, stages in ((64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 8), (256, 8, 5))
+        for splits in (1, 2, 4)
+    ),
     (64, 128, 4, 4, 1, 2, True),
-)  # fmt: skip
+)
 """(BLOCK_N, BLOCK_K, num_warps, num_stages, splits, ahead, whole_waves)"""

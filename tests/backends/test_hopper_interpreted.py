@@ -30,9 +30,12 @@ from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.forward.config import every_row
+from flashtile.backends.hopper.linear import config as ring
+from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
 from flashtile.fp8.layout import E4M3
+from flashtile.linear.problem import LinearTensors
 from flashtile.masks import alibi, create_block_mask, window
 from gluon_interpreter import Edited, interpreted
 
@@ -313,3 +316,19 @@ def test_products(call: Call) -> None:
     with interpreted(0) as interpreter:
         linear_calls.check(call, BF16, "cpu", aligned=True, backend="hopper", prefetch=call.M > 3)
     assert interpreter.launched == ["flat_kernel"]
+
+
+@pytest.mark.parametrize("key", ring.TILES, ids=str)
+def test_products_of_the_largest_tiles(key: tuple[int, int]) -> None:
+    """With as many warps as there are, and K that is no whole number of slots."""
+    rows, width = key
+    call = Call(rows, 90, 1040, scales="channel" if width == 1 else "none")
+    inputs = linear_calls.make_inputs(call, BF16, "cpu", aligned=True)
+    problem = linear_calls.describe(call, inputs)
+    config = ring.make(problem, max(ring.TILES[key], key=lambda tile: (len(tile), tile)))
+    given = LinearTensors(weight_scale=inputs.given.get("weight_scale"))
+    exact, plain = (linear_calls.expected(call, inputs, dtype)[0] for dtype in (torch.float64, BF16))
+    with interpreted(0), testing.poisoned_memory():
+        y = FlatLaunch(problem, config)(inputs.x, inputs.weight, given)
+    comparison = testing.compare("y", y, exact, plain)
+    assert comparison.holds, str(comparison)

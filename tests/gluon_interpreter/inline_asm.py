@@ -99,6 +99,7 @@ def tanh_of_product(x: Value, rate: Any, dtype: Any) -> Value:
 KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"\{ \.reg \.pred never;.*nanosleep.*\}", same),
     (r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", rounded),
+    (r"\{ \.reg \.b16 low, high, h<4>; .*cvt\.rn\.f16x2\.e4m3x2.*prmt\.b32 \$1, f2, f3, 0x7632; \}", rounded),
     (r"shl\.b32 \$0, \$2, 16; and\.b32 \$1, \$2, 0xffff0000;", rounded),
     (r"\{ \.reg \.pred other; setp\.neu.*vote\.sync\.any.*\}", differs_from_one),
     (r"\{ \.reg \.pred same; setp\.eq\.b32 same, \$48, 0; @same bra\.uni done; mul.*\}", rescaled),

@@ -14,6 +14,7 @@ from linear_calls import CALLS, Call, check, describe, make_inputs
 
 from flashtile.backends.hopper import linear as ring
 from flashtile.linear import linear, linear_qkv
+from flashtile.linear.problem import E4M3, LinearTensors
 from targets import CUDA
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +31,21 @@ RING_CALLS = (
 )
 
 
+def profiled(x, weight, given):
+    """(configuration, result) of every tile that fits the card."""
+    from triton.runtime.errors import OutOfResources
+
+    from flashtile.bench.linear_profile import candidates, problem_of
+
+    for _, _, config, launch in candidates(
+        problem_of(x.shape[0], *weight.shape, x.dtype, weight.dtype, x.device)
+    ):
+        try:
+            yield config, launch(x, weight, given)
+        except OutOfResources:
+            continue
+
+
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("call", RING_CALLS, ids=lambda call: call.name)
 def test_the_ring_is_within_the_error_rule(call):
@@ -41,18 +57,32 @@ def test_the_ring_is_within_the_error_rule(call):
         check(call, dtype, "cuda", aligned=True, backend="hopper", prefetch=prefetch)
 
 
+@pytest.mark.parametrize("K", [2064, 4096])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
-def test_every_profiled_tile_is_right(rows):
-    from flashtile.bench.linear_profile import Operands, candidates, problem_of
+def test_every_profiled_tile_is_right(rows, weight_dtype, K):
+    from flashtile.bench.linear_profile import Operands
 
-    N, K = 1016, 2088
-    operands = Operands(N, K, torch.bfloat16, torch.bfloat16, torch.device("cuda"), once=True)
-    for _, _, config, launch in candidates(
-        problem_of(rows, N, K, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
-    ):
-        y = launch(operands.x[:rows], operands.weights[0], operands.given)
-        expected = operands.x[:rows].double() @ operands.weights[0].double().T
+    operands = Operands(1016, K, torch.bfloat16, weight_dtype, torch.device("cuda"), once=True)
+    x, weight = operands.x[:rows], operands.weights[0]
+    expected = x.double() @ weight.double().T
+    for config, y in profiled(x, weight, operands.given):
         assert (y - expected).abs().max() < 0.05, config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+def test_every_e4m3_is_exact(rows, dtype):
+    """Each of the 256, NaN and subnormals among them, times one."""
+    bits = torch.zeros(256, 256, dtype=torch.uint8, device="cuda")
+    bits[:, 7] = torch.arange(256, device="cuda")
+    x = torch.zeros(rows, 256, dtype=dtype, device="cuda")
+    x[:, 7] = 1
+    given = LinearTensors(weight_scale=torch.ones(256, device="cuda"))
+    expected = bits.view(E4M3)[:, 7].to(dtype).expand(rows, 256)
+    for config, y in profiled(x, bits.view(E4M3), given):
+        assert torch.equal(y.isnan(), expected.isnan()), config
+        assert torch.equal(y.nan_to_num(), expected.nan_to_num()), config
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 64])

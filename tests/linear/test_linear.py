@@ -24,6 +24,27 @@ def test_products_are_within_the_error_rule(target, call):
         check(call, dtype, target.device, backend=target.backend)
 
 
+@pytest.mark.parametrize(("splits", "end"), [(1, "silu_and_mul"), (3, "plain")])
+def test_tiles_of_whole_waves_are_within_the_error_rule(target, splits, end, monkeypatch):
+    """Tiles of fewer places than they have room for."""
+    if target.backend != "portable":
+        pytest.skip("the flat product in Triton has them")
+    from flashtile.backends.portable import linear as portable
+    from flashtile.backends.portable.linear.config import adapted, tiles_of
+
+    tiles = []
+
+    def configure(problem):
+        config = adapted(problem, "flat", 32, 32, 4, 2, splits, 0, True)
+        tiles.append((tiles_of(problem, config), problem.places))
+        return config
+
+    monkeypatch.setattr(portable, "configure_linear", configure)
+    check(Call(5, 38, 70, end, bias=True, norm=True), torch.float16, target.device, backend="portable")
+    ((count, places),) = tiles
+    assert places % count or places // count not in (16, 32)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(target, bad):
     """Of x it reaches its own row of the result, of the weight its own column, and neither any other."""

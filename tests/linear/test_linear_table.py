@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import flashtile
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.linear import config as ring
-from flashtile.backends.portable.linear.config import choose, device_name, kind_of
+from flashtile.backends.portable.linear.config import adapted, choose, device_name, kind_of, tiles_of
 from flashtile.io_model import find_card
 from flashtile.linear import linear
 from flashtile.linear.problem import QKV, SWIGLU, LinearProblem
@@ -125,10 +126,21 @@ def test_a_tile_of_another_card_is_not_taken():
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_ring_fits_as_often_as_its_tile_means_to_run(norm):
-    for rows_, tiles in ring.TILES.items():
+    for (rows_, width), tiles in ring.TILES.items():
+        dtype = torch.bfloat16 if width == 2 else torch.float8_e4m3fn
+        described = replace(problem(rows_, norm=norm), weight_dtype=dtype)
         for tile in tiles:
-            config = ring.make(problem(rows_, norm=norm), tile)
-            assert ring.fits(problem(rows_, norm=norm), tuple(vars(config).values())[2:])
+            config = ring.make(described, tile)
+            assert ring.fits(described, tuple(vars(config).values())[2:])
+
+
+def test_tiles_of_whole_waves_cover_every_place():
+    rows = ((12288, 128, 1, 132), (4096, 128, 4, 33), (22016, 64, 1, 396), (20, 64, 1, 20))
+    for N, BLOCK_N, splits, tiles in rows:
+        described = replace(problem(64), N=N)
+        config = adapted(described, FLAT, BLOCK_N, 64, 4, 4, splits, 2, True)
+        assert tiles_of(described, config) == tiles
+        assert -(-N // tiles) <= BLOCK_N
 
 
 def test_explain_names_the_row_and_the_share_of_the_floor():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flashtile.backends.common.linear_launch import end_variant
 from flashtile.backends.hopper.compile_cases import HOPPER
-from flashtile.backends.hopper.linear.config import DEFAULT, TILES, WARPS, FlatConfig, make
+from flashtile.backends.hopper.linear.config import DEFAULT, MOST_ROWS, TILES, FlatConfig, make
 from flashtile.backends.hopper.linear.kernel import flat_kernel
 from flashtile.backends.hopper.linear.launch import variant_of
 from flashtile.backends.portable.linear.compile_cases import absent, everything, plain_problem, types_of
@@ -16,17 +16,23 @@ from flashtile.linear.problem import LinearProblem
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each tile with room for 16 rows without ends, and the default one with each."""
+    """Each tile without ends, and with room for 16 rows the default one with each end."""
     if arch != HOPPER:
         return
-    few, most = (plain_problem(rows, (9, 0)) for rows in TILES)
-    yield _case("plain", few, make(few, DEFAULT[few.M]))
-    for tile in TILES[most.M]:
-        yield _case("plain", most, make(most, tile))
+    for (rows, width), tiles in TILES.items():
+        name, problem = "plain", plain_problem(rows, (9, 0))
+        if width == 1:
+            name, problem = "e4m3", everything(problem)["e4m3"]
+        for tile in tiles:
+            config = make(problem, tile)
+            default = config == make(problem, DEFAULT[rows, width])
+            yield replace(_case(name, problem, config), exhaustive=not default)
+    most = plain_problem(MOST_ROWS, (9, 0))
     for name, ended in everything(most).items():
-        yield _case(name, ended, make(ended, DEFAULT[most.M]))
-    narrow = _case("K of 8 times an odd number", most, make(most, DEFAULT[most.M]))
-    yield replace(narrow, divisible_by_16=frozenset())
+        if name != "e4m3":
+            yield _case(name, ended, make(ended, DEFAULT[MOST_ROWS, 2]))
+    odd = _case("K of 8 times an odd number", replace(most, K=4104), make(most, DEFAULT[MOST_ROWS, 2]))
+    yield replace(odd, divisible_by_16=frozenset())
 
 
 def _case(name: str, problem: LinearProblem, config: FlatConfig) -> CompileCase:
@@ -35,10 +41,10 @@ def _case(name: str, problem: LinearProblem, config: FlatConfig) -> CompileCase:
     constants |= {name: None for name in absent(problem, False) if name in signature}
     tile = f"{config.BLOCK_M}x{config.BLOCK_N}x{config.BLOCK_K} stages {config.num_stages}"
     return CompileCase(
-        name=f"hopper linear {name} {tile}",
+        name=f"hopper linear {name} {tile} warps {config.num_warps} x {config.programs_per_sm}",
         kernel=flat_kernel,
         signature={name: kind for name, kind in signature.items() if name not in constants},
         constants=constants,
         divisible_by_16=frozenset(("K", "x_stride", "w_stride", "y_stride", "residual_stride")),
-        num_warps=WARPS,
+        num_warps=config.num_warps,
     )

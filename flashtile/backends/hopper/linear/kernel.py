@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flashtile.backends.common.dependent_launch import launch_dependents, wait_for_dependencies
+from flashtile.backends.common.e4m3 import to_bfloat16
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.common.linear_ends import (
     PLAIN,
@@ -29,8 +30,10 @@ from flashtile.backends.common.linear_ends import (
 )
 from flashtile.backends.hopper.compat import partition_barrier
 
-VECTOR = gl.constexpr(8)
-"""Elements of an asynchronous copy."""
+COPY_BYTES = gl.constexpr(16)
+"""Of an asynchronous copy."""
+BANK_BYTES = gl.constexpr(128)
+"""Of all banks of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,14 @@ class Variant:
     BLOCK_N: int
     BLOCK_K: int
     """Columns of a slot of the ring that one warp multiplies."""
+    EVEN_K: bool
+    """Whether K is whole slots."""
     STAGES: int
     WARPS: int
     AHEAD: bool
     """Whether weights may be asked for before the kernel before has ended."""
     K_WIDTH: int
-    """Of the operands' layout: 2, or 4 where W is e4m3."""
+    """Of the operands' layout, neighbours in K that a thread has: 2, or 4 where W is e4m3."""
 
 
 class Operands(NamedTuple):
@@ -84,17 +89,27 @@ class Tiles(NamedTuple):
 
 
 @gluon.constexpr_function
-def copy_layout(C):
-    vector = VECTOR.value
-    vectors = C.BLOCK_K // vector
-    return gl.BlockedLayout([1, 1, vector], [1, 32 // vectors, vectors], [C.WARPS, 1, 1], [2, 1, 0])
+def vector_of(dtype):
+    """Elements of an asynchronous copy."""
+    return COPY_BYTES.value * 8 // dtype.primitive_bitwidth
 
 
 @gluon.constexpr_function
-def ring_layout(C):
-    vector = VECTOR.value
+def copy_layout(C, dtype):
+    vector = vector_of(dtype)
     vectors = C.BLOCK_K // vector
-    return gl.SwizzledSharedLayout(vector, max(8 // vectors, 1), min(vectors, 8), [2, 1, 0])
+    lanes = min(vectors, 32)
+    return gl.BlockedLayout([1, 1, vector], [1, 32 // lanes, lanes], [C.WARPS, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def ring_layout(C, dtype):
+    """What four threads take of a row at a time, K_WIDTH neighbours each, lies in other banks than the next
+    rows' does."""
+    unit = 4 * C.K_WIDTH
+    units = C.BLOCK_K // unit
+    per_line = BANK_BYTES.value * 8 // (unit * dtype.primitive_bitwidth)
+    return gl.SwizzledSharedLayout(unit, max(per_line // units, 1), min(units, per_line), [2, 1, 0])
 
 
 @gluon.jit
@@ -112,44 +127,62 @@ def edge_of(tiles, t):
 
 
 @gluon.jit
-def columns_of(chunk, C: gl.constexpr):
+def columns_of(C: gl.constexpr, dtype: gl.constexpr):
     """[WARPS, 1, BLOCK_K]: the columns of a chunk, by the warp that multiplies them."""
-    layout: gl.constexpr = copy_layout(C)
+    layout: gl.constexpr = copy_layout(C, dtype)
     warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     k = gl.arange(0, C.BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    return chunk * (C.WARPS * C.BLOCK_K) + warp[:, None, None] * C.BLOCK_K + k[None, None, :]
+    return warp[:, None, None] * C.BLOCK_K + k[None, None, :]
 
 
 @gluon.jit
-def rows_of(tiles, t, sizes, C: gl.constexpr, E: gl.constexpr):
-    """(rows of W, whether they are the tile's), [1, BLOCK_N, 1]."""
-    layout: gl.constexpr = copy_layout(C)
+def rows_of(tiles, t, operands, depth, sizes, C: gl.constexpr, E: gl.constexpr):
+    """(offsets in W of a tile's first chunk [WARPS, BLOCK_N, BLOCK_K], which rows are its)."""
+    dtype: gl.constexpr = operands.w.dtype.element_ty
+    layout: gl.constexpr = copy_layout(C, dtype)
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
     i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     place = edge_of(tiles, t) + i % STEP
-    row = row_of(place, i // STEP, sizes, E)
-    return row[None, :, None], (place < edge_of(tiles, t + 1))[None, :, None]
+    row = row_of(place, i // STEP, sizes, E)[None, :, None]
+    offsets = row.to(gl.int64) * depth.w_stride + columns_of(C, dtype)
+    return offsets, (place < edge_of(tiles, t + 1))[None, :, None]
 
 
 @gluon.jit
-def ask_for_weights(rows, mine, chunk, slot, operands, ring, depth, C: gl.constexpr, E: gl.constexpr):
-    """Copies of a chunk of a tile's rows of W, and of the norm's weights for it, into a slot."""
-    columns = columns_of(chunk, C)
-    pointers = operands.w + (rows.to(gl.int64) * depth.w_stride + columns)
-    async_copy.async_copy_global_to_shared(ring.w.index(slot), pointers, mask=mine & (columns < depth.K))
+def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
+    """Asynchronous copies of a chunk of K into a slot. What is not ``mine`` or behind K becomes 0."""
+    start = chunk * (C.WARPS * C.BLOCK_K)
+    if not C.EVEN_K:
+        mine = mine & (start + columns_of(C, source.dtype.element_ty) < depth.K)
+    async_copy.async_copy_global_to_shared(slot, source + start + offsets, mask=mine)
+
+
+@gluon.jit
+def ask_for_weights(offsets, mine, chunk, slot, operands, ring, depth, C: gl.constexpr, E: gl.constexpr):
+    """A chunk of a tile's rows of W, and of the norm's weights for it."""
+    copy(operands.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
     if E.NORM:
-        pointers = operands.norm_weight + columns
-        async_copy.async_copy_global_to_shared(ring.norm_weight.index(slot), pointers, mask=columns < depth.K)
+        columns = columns_of(C, operands.norm_weight.dtype.element_ty)
+        copy(operands.norm_weight, columns, columns >= 0, chunk, ring.norm_weight.index(slot), depth, C)
 
 
 @gluon.jit
 def ask_for_x(chunk, slot, operands, ring, depth, M, C: gl.constexpr):
-    """Copies of the same columns of x. Rows behind the last become 0."""
-    layout: gl.constexpr = copy_layout(C)
-    columns = columns_of(chunk, C)
+    """The same columns of x. Rows behind the last become 0."""
+    dtype: gl.constexpr = operands.x.dtype.element_ty
+    layout: gl.constexpr = copy_layout(C, dtype)
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    pointers = operands.x + (m.to(gl.int64) * depth.x_stride + columns)
-    async_copy.async_copy_global_to_shared(ring.x.index(slot), pointers, mask=(m < M) & (columns < depth.K))
+    offsets = m.to(gl.int64) * depth.x_stride + columns_of(C, dtype)
+    copy(operands.x, offsets, m < M, chunk, ring.x.index(slot), depth, C)
+
+
+@gluon.jit
+def as_numbers(w, dtype: gl.constexpr):
+    """W in the dtype of x, in which e4m3 is exact."""
+    if w.dtype == gl.float8e4nv and dtype == gl.bfloat16:
+        return to_bfloat16(w)
+    else:
+        return w.to(dtype)
 
 
 @gluon.jit
@@ -183,7 +216,9 @@ def flat_kernel(
     """Grid: as many programs as run at a time, but no more than there are places."""
     operands = Operands(x, w, norm_weight)
     # Copies are of whole vectors (``LinearProblem.aligned``), which the compiler can see so.
-    depth = Depth(K // VECTOR * VECTOR, x_stride // VECTOR * VECTOR, w_stride // VECTOR * VECTOR)
+    of_x: gl.constexpr = vector_of(x.dtype.element_ty)
+    of_w: gl.constexpr = vector_of(w.dtype.element_ty)
+    depth = Depth(K // of_w * of_w, x_stride // of_x * of_x, w_stride // of_w * of_w)
     pointers = EndPointers(
         y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache
     )
@@ -196,10 +231,11 @@ def flat_kernel(
     BLOCK_M: gl.constexpr = C.BLOCK_M
     BLOCK_N: gl.constexpr = C.BLOCK_N
     BLOCK_K: gl.constexpr = C.BLOCK_K
-    NORM_K: gl.constexpr = BLOCK_K if E.NORM else VECTOR
-    shared: gl.constexpr = ring_layout(C)
+    NORM_K: gl.constexpr = BLOCK_K if E.NORM else 4 * C.K_WIDTH
+    shared: gl.constexpr = ring_layout(C, x.dtype.element_ty)
+    of_weights: gl.constexpr = ring_layout(C, w.dtype.element_ty)
     ring = Ring(
-        gl.allocate_shared_memory(w.dtype.element_ty, [STAGES, WARPS, BLOCK_N, BLOCK_K], shared),
+        gl.allocate_shared_memory(w.dtype.element_ty, [STAGES, WARPS, BLOCK_N, BLOCK_K], of_weights),
         gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WARPS, BLOCK_M, BLOCK_K], shared),
         gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WARPS, 1, NORM_K], shared),
     )
@@ -210,17 +246,17 @@ def flat_kernel(
     # What is asked for next.
     ahead_tile = 0
     ahead_chunk = 0
-    rows, mine = rows_of(tiles, ahead_tile, sizes, C, E)
+    offsets, mine = rows_of(tiles, ahead_tile, operands, depth, sizes, C, E)
     if not C.AHEAD:
         wait_for_dependencies()
     for s in gl.static_range(STAGES - 1):
         if s < count:
-            ask_for_weights(rows, mine, ahead_chunk, s, operands, ring, depth, C, E)
+            ask_for_weights(offsets, mine, ahead_chunk, s, operands, ring, depth, C, E)
             ahead_chunk += 1
             if ahead_chunk == chunks:
                 ahead_chunk = 0
                 ahead_tile += 1
-                rows, mine = rows_of(tiles, ahead_tile, sizes, C, E)
+                offsets, mine = rows_of(tiles, ahead_tile, operands, depth, sizes, C, E)
         async_copy.commit_group()
     if C.AHEAD:
         wait_for_dependencies()
@@ -245,13 +281,13 @@ def flat_kernel(
             partition_barrier()  # all have their copies, and are done with the slot before
             if i + STAGES - 1 < count:
                 free = (i + STAGES - 1) % STAGES
-                ask_for_weights(rows, mine, ahead_chunk, free, operands, ring, depth, C, E)
+                ask_for_weights(offsets, mine, ahead_chunk, free, operands, ring, depth, C, E)
                 ask_for_x(ahead_chunk, free, operands, ring, depth, M, C)
                 ahead_chunk += 1
                 if ahead_chunk == chunks:
                     ahead_chunk = 0
                     ahead_tile += 1
-                    rows, mine = rows_of(tiles, ahead_tile, sizes, C, E)
+                    offsets, mine = rows_of(tiles, ahead_tile, operands, depth, sizes, C, E)
             async_copy.commit_group()
             w_tile = ring.w.index(slot).load(w_operand)
             x_tile = ring.x.index(slot).permute((0, 2, 1)).load(x_operand)
@@ -261,7 +297,7 @@ def flat_kernel(
                     squares += wide * wide
                 weight = ring.norm_weight.index(slot).permute((0, 2, 1)).load(x_operand)
                 x_tile = x_tile * weight
-            acc = mma_v2(w_tile.to(x_tile.dtype), x_tile, acc)
+            acc = mma_v2(as_numbers(w_tile, x_tile.dtype), x_tile, acc)
             i += 1
         if E.NORM and t == 0:
             square = gl.convert_layout(gl.sum(gl.sum(squares, 1), 0), gl.SliceLayout(0, of_sums))

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
-from flashtile.backends.hopper.linear.config import WARPS, FlatConfig
+from flashtile.backends.hopper.linear.config import FlatConfig
 from flashtile.backends.hopper.linear.kernel import Variant, flat_kernel
 from flashtile.linear.problem import E4M3, LinearProblem
 
@@ -20,8 +20,9 @@ def variant_of(problem: LinearProblem, config: FlatConfig) -> Variant:
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         BLOCK_K=config.BLOCK_K,
+        EVEN_K=problem.K % (config.num_warps * config.BLOCK_K) == 0,
         STAGES=config.num_stages,
-        WARPS=WARPS,
+        WARPS=config.num_warps,
         AHEAD=problem.prefetch,
         K_WIDTH=4 if problem.weight_dtype == E4M3 else 2,
     )
@@ -51,6 +52,6 @@ class FlatLaunch:
             (problem.K, x.stride(0), weight.stride(0), problem.norm_eps, *end_sizes(problem, given, caches)),
             (variant_of(problem, config), end_variant(problem)),
             None,
-            num_warps=WARPS,
+            num_warps=config.num_warps,
             launch_pdl=True,
         )

@@ -92,7 +92,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for problem, kind in ((few, GEMV), (many, FLAT)):
             for config in candidates(problem):
                 if config.kind == kind:
-                    yield _case(f"profiled {problem.M} rows", problem, config)
+                    waves = " whole waves" * config.whole_waves
+                    profiled = _case(f"profiled{waves} {problem.M} rows", problem, config)
+                    yield replace(profiled, exhaustive=config.whole_waves)
     ended = everything(few)["norm qkv"]
     signature = types_of(end_kernel, ended, True)
     constants = {"BLOCK_M": END_ROWS, "BLOCK_P": END_PLACES, "E": end_variant(ended, norm=False)}
@@ -113,7 +115,7 @@ def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCas
     signature = types_of(product_kernel, problem, native)
     tile = f"{config.BLOCK_M}x{config.BLOCK_N}x{config.BLOCK_K} stages {config.num_stages}"
     return CompileCase(
-        name=f"linear {config.kind} {name} {tile} splits {config.splits}",
+        name=f"linear {config.kind} {name} {tile} warps {config.num_warps} splits {config.splits}",
         kernel=product_kernel,
         signature={name: kind for name, kind in signature.items() if name not in constants},
         constants=constants,

@@ -39,6 +39,8 @@ class LinearConfig:
     splits: int = 1
     ahead: int = 0
     """Blocks of W that are asked for before the kernel before has ended, where that is allowed."""
+    whole_waves: bool = False
+    """Whether tiles are made smaller, so that every multiprocessor gets equally many programs."""
 
 
 DEFAULTS = {
@@ -123,7 +125,7 @@ def default(problem: LinearProblem, kind: str) -> LinearConfig:
 
 def adapted(
     problem: LinearProblem, kind: str, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int,
-    splits: int, ahead: int,
+    splits: int, ahead: int, whole_waves: int = False,
 ) -> LinearConfig:  # fmt: skip
     """A tile for a problem that may be smaller or have more rows than the one it was measured with."""
     if problem.scales == "block":
@@ -131,8 +133,17 @@ def adapted(
     blocks = -(-problem.K // BLOCK_K)
     return LinearConfig(
         kind, padded_rows(problem.M, kind), max(BLOCK_N, halves(problem)), BLOCK_K, num_warps, num_stages,
-        max(1, min(splits, blocks)), ahead,
+        max(1, min(splits, blocks)), ahead, bool(whole_waves),
     )  # fmt: skip
+
+
+def tiles_of(problem: LinearProblem, config: LinearConfig) -> int:
+    """Of equally many places, BLOCK_N rows of W at most."""
+    tiles = -(-problem.places // (config.BLOCK_N // halves(problem)))
+    if not config.whole_waves:
+        return tiles
+    wave = max(1, multiprocessors(problem.device) // config.splits)
+    return min(-(-tiles // wave) * wave, problem.places)
 
 
 def halves(problem: LinearProblem) -> int:
@@ -151,14 +162,14 @@ def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
                 yield adapted(problem, FLAT, *tile)
 
 
-_GEMV_TILES = (
+_GEMV_TILES: tuple[tuple[int, ...], ...] = (
     (4, 1024, 4, 3, 1, 1),
     (4, 2048, 4, 3, 1, 1),
     (8, 512, 4, 4, 1, 1),
     (8, 1024, 4, 4, 1, 1),
     (8, 256, 1, 6, 1, 2),
 )
-_FLAT_TILES = (
+_FLAT_TILES: tuple[tuple[int, ...], ...] = (
     (16, 256, 1, 6, 1, 2),
     (32, 128, 2, 5, 1, 2),
     (32, 256, 4, 4, 1, 2),
@@ -168,5 +179,11 @@ _FLAT_TILES = (
     (128, 64, 4, 4, 1, 2),
     (128, 64, 4, 5, 2, 2),
     (128, 64, 8, 5, 4, 2),
+    *(
+        (BLOCK_N, 64, warps, stages, splits, 2, True)
+        for BLOCK_N, warps, stages in ((64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 8), (256, 8, 5))
+        for splits in (1, 2, 4)
+    ),
+    (64, 128, 4, 4, 1, 2, True),
 )
-"""(BLOCK_N, BLOCK_K, num_warps, num_stages, splits, ahead)"""
+"""(BLOCK_N, BLOCK_K, num_warps, num_stages, splits, ahead, whole_waves)"""

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.dependent_launch import launch_dependents, prefetch, wait_for_dependencies
+from flashtile.backends.common.e4m3 import to_bfloat16
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.linear_ends import (
     PLAIN,
@@ -91,6 +92,8 @@ def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
     if C.E4M3_BITS:
         half = decode_bits(w)
         return tl.where(tl.abs(half) == 480.0, float("nan"), half).to(dtype)
+    elif w.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        return to_bfloat16(w)
     else:
         return w.to(dtype)
 
@@ -158,12 +161,19 @@ def multiply_gemv(row, mine, m, first, last, operands, depth, M, C: tl.constexpr
 
 
 @triton.jit
-def finish(sums, square, start, m, pointers, sizes, K, eps, C: tl.constexpr, E: tl.constexpr):
+def edge_of(tile, tiles, places):
+    """The first place of a tile; all have equally many, or one less."""
+    return (places.to(tl.int64) * tile // tiles).to(tl.int32)
+
+
+@triton.jit
+def finish(sums, square, start, stop, m, pointers, sizes, K, eps, C: tl.constexpr, E: tl.constexpr):
     """The end of a tile."""
     STEP: tl.constexpr = C.BLOCK_N // C.HALVES
     BLOCK_M: tl.constexpr = C.BLOCK_M
     factor = tl.rsqrt(square / K + eps)[None, :]
-    place = (start + tl.arange(0, STEP))[:, None]
+    place = start + tl.arange(0, STEP)
+    place = tl.where(place < stop, place, sizes.places)[:, None]
     if E.END == PLAIN:
         store_sums(sums, place, m[None, :], factor, pointers, sizes, E)
     else:
@@ -211,11 +221,12 @@ def product_kernel(
     part = tl.program_id(0)
     split = part % splits
     tile = part // splits
-    start = tile % tiles * STEP
+    start = edge_of(tile % tiles, tiles, places)
+    stop = edge_of(tile % tiles + 1, tiles, places)
     m = tile // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_N)
     place = start + i % STEP
-    mine = place < places
+    mine = place < stop
     row = row_of(place, i // STEP, sizes, E)
     blocks = tl.cdiv(K, C.BLOCK_K)
     first = blocks * split // splits
@@ -234,7 +245,7 @@ def product_kernel(
     else:
         sums, square = multiply_gemv(row, mine, m, first, last, operands, depth, M, C, E)
     if not C.SPLIT:
-        finish(sums, square, start, m, pointers, sizes, K, eps, C, E)
+        finish(sums, square, start, stop, m, pointers, sizes, K, eps, C, E)
     else:
         PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
         at = i[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -251,7 +262,7 @@ def product_kernel(
                 sums += tl.load(parts + p * PART + at, cache_modifier=".cg")
                 squares = parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
                 square += tl.load(squares, cache_modifier=".cg")
-            finish(sums, square, start, m, pointers, sizes, K, eps, C, E)
+            finish(sums, square, start, stop, m, pointers, sizes, K, eps, C, E)
 
 
 @kernel(do_not_specialize=("M", "places", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))

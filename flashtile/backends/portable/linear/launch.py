@@ -16,7 +16,7 @@ from flashtile.backends.common.device import capability
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
 from flashtile.backends.portable.fp8 import is_native
-from flashtile.backends.portable.linear.config import LinearConfig, halves, kernels_around
+from flashtile.backends.portable.linear.config import LinearConfig, halves, kernels_around, tiles_of
 from flashtile.backends.portable.linear.kernel import Variant, end_kernel, product_kernel
 from flashtile.linear.problem import E4M3, LinearProblem
 from flashtile.linear.reference import scaled_weight
@@ -55,7 +55,7 @@ class ProductLaunch:
     def __init__(self, problem: LinearProblem, config: LinearConfig) -> None:
         self._problem, self._config = problem, config
         self._variant = variant_of(problem, config)
-        self._tiles = triton.cdiv(problem.places, config.BLOCK_N // self._variant.HALVES)
+        self._tiles = tiles_of(problem, config)
         self._blocks = self._tiles * triton.cdiv(problem.M, config.BLOCK_M)
         self._part = (config.BLOCK_N + 1) * config.BLOCK_M if config.splits > 1 else 0
         self._kernel: KeptKernel | None = None

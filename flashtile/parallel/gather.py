@@ -38,7 +38,7 @@ class AllGather:
         rows.differentiate(keys, values, pair, dq, dk, dv)
         of_keys, of_values = (self._sum(t.value(), order) for t in (dk, dv))
         dsink = None if sink is None else sink_gradient(sink, dout, dlse, out, lse)
-        return Gradients(dq.value().to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), dsink)
+        return Gradients(dq.rounded(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), dsink)
 
     def _pieces(self) -> tuple[Piece, ...]:
         """Of the gathered keys as they come: rank after rank."""

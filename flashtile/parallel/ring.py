@@ -61,7 +61,7 @@ class Ring:
                 returning = self._return(t, gradients, [k, v])
         dsink = None if sink is None else sink_gradient(sink, dout, dlse, out, lse)
         of_keys = rows.dtype if shards.keys_shared else k.dtype
-        return Gradients(dq.value().to(q.dtype), dk.value().to(of_keys), dv.value().to(of_keys), dsink)
+        return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
         """Of step ``t``: gradients of the keys of rank - t go there, those of own keys come from rank + t."""

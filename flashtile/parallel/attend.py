@@ -44,32 +44,37 @@ class Scores:
 class State:
     """out and lse of a rank's queries over the keys so far, which grow until :meth:`finish`.
 
-    The sink, a score without a key, is what the rows begin with.
+    The sink, a score without a key, is what the rows begin with. The last result waits, so that the pass
+    that merges it also rounds.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
         self.q, self.scores, self.sink = q, scores, sink
         self._head_dim_v = head_dim_v
         self._merged: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor, int] | None = None
 
     def attend(self, k: Tensor, v: Tensor, pair: Pair) -> None:
         """Let the keys of ``pair`` join: k and v (batch, pair.tokens, heads_kv, head_dim)."""
-        q = self.q
         for call in pair.calls:
-            fills = self._merged is None and self.sink is None and _rows(call) == (0, q.shape[1])
-            out, lse = _forward(q, k, v, call, self.scores, partial=True)
-            if fills:
+            out, lse = _forward(self.q, k, v, call, self.scores, partial=True)
+            rows = _rows(call)
+            if self._merged is None and self.sink is None and rows == (0, self.q.shape[1]):
                 self._merged = out, lse
                 continue
-            if self._merged is None:
-                self._merged = self._first()
-            rows = slice(*_rows(call))
-            merge_into(self._merged[0][:, rows], self._merged[1][:, :, rows], out, lse)
+            self._merged = self._with_last(out.dtype)
+            self._last = out, lse, rows[0]
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """(out, lse), out rounded to the dtype of q."""
+        return self._with_last(self.q.dtype)
+
+    def _with_last(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         out, lse = self._first() if self._merged is None else self._merged
-        return out.to(self.q.dtype), lse
+        if self._last is None:
+            return out.to(dtype), lse
+        last, self._last = self._last, None
+        return merge_into(out, lse, *last, dtype), lse
 
     def _first(self) -> tuple[Tensor, Tensor]:
         return first_state(self.q, self._head_dim_v, self.sink, wide(self.q.dtype))

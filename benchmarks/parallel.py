@@ -6,7 +6,8 @@
 Causal attention, forward and backward, then a window and decoding. Peers: torch's ``context_parallel`` with
 scaled_dot_product_attention, and ring-flash-attention's zigzag algorithm (each rank passes on the keys
 that it was given; each step's out is rounded to the inputs' dtype before it is merged) with torch's flash
-kernel. ``of_linear`` is the speed over that of as many single GPUs. A peer's error is in its row.
+kernel. ``of_linear`` is the speed over that of as many single GPUs, ``extra_bytes`` the peak of memory
+beside inputs, ``model_ms`` what the IO model expects. A contestant's error is in its row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,9 @@ from flashtile.parallel import Sharing, context_parallel_attention, context_para
 
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 DECODED = 262144
+LONG = 2e14
+"""FLOPs of both passes that take one GPU more than about 0.3 s."""
+SHOWN = ("ms", "tflops", "of_linear", "extra_bytes", "model_ms", "model_extra_bytes")
 
 
 def main(
@@ -37,6 +41,11 @@ def main(
         str, typer.Option(help="Lengths of the whole sequence.")
     ] = "32768,65536,131072,262144",
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 10,
+    long_steps: Annotated[int, typer.Option(min=1, help="Timed steps where one GPU takes over 0.3 s.")] = 2,
+    peers: Annotated[str, typer.Option(help="Lengths that peers are measured at; none on a CPU.")] = (
+        "32768,131072"
+    ),
+    parts: Annotated[str, typer.Option(help="Of causal, window and decoding.")] = "causal,window,decoding",
     window: Annotated[
         int, typer.Option(help="Of the call with a window, at half of the longest length.")
     ] = 4096,
@@ -49,33 +58,53 @@ def main(
         where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(where)
     dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-    lengths = [int(length) for length in seqlens.split(",")]
-    calls = [(length, -1) for length in lengths] + [(lengths[-1] // 2, min(window, lengths[-1] // 4))]
+    lengths, with_peers = ([int(length) for length in of.split(",") if length] for of in (seqlens, peers))
+    calls = [(length, -1) for length in lengths if "causal" in parts]
+    if "window" in parts:
+        calls.append((max(lengths) // 2, min(window, max(lengths) // 4)))
     rows: list[dict[str, Any]] = []
-    for seqlen, width in calls:
-        rows += measured(seqlen, width, steps, where)
-        write(rows, json_file, where)
-    rows += decoding(DECODED if where.type == "cuda" else 1024, steps, where)
-    write(rows, json_file, where)
+    for seqlen, width in sorted(calls):  # the longest may not fit, or be stopped
+        for row in measured(seqlen, width, steps, long_steps, seqlen in with_peers, where):
+            report(row, rows, json_file, where)
+    if "decoding" in parts:
+        for row in decoding(DECODED if where.type == "cuda" else 1024, steps, where):
+            report(row, rows, json_file, where)
     dist.destroy_process_group()
 
 
+def report(
+    row: dict[str, Any], rows: list[dict[str, Any]], json_file: Path | None, where: torch.device
+) -> None:
+    """Print a row as soon as it is known, with its share of linear speed-up, and write all so far."""
+    alone = next((r for r in rows if (r["call"], r["seqlen"]) == (row["call"], row["seqlen"])), {}).get("ms")
+    if alone and "ms" in row:
+        row["of_linear"] = alone / row["ms"] / dist.get_world_size()
+    rows.append(row)
+    if dist.get_rank() != 0:
+        return
+    numbers = [f"{name} {row[name]:.4g}" for name in SHOWN if name in row]
+    print(row["call"], row["seqlen"], row["name"], *numbers, row.get("error", ""), flush=True)
+    write(rows, json_file, where)
+
+
 def write(rows: list[dict[str, Any]], json_file: Path | None, where: torch.device) -> None:
-    """What there is so far: a longer sequence may not fit or be stopped."""
-    if dist.get_rank() != 0 or json_file is None:
+    if json_file is None:
         return
     name = torch.cuda.get_device_name() if where.type == "cuda" else "cpu"
     record = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__, "rows": rows}
     json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def measured(seqlen: int, window: int, steps: int, where: torch.device) -> list[dict[str, Any]]:
-    """Every contestant at one length."""
+def measured(
+    seqlen: int, window: int, steps: int, long_steps: int, peers: bool, where: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A row of each contestant at one length."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     torch.manual_seed(0)
     shapes = [(1, seqlen, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
     whole = [torch.randn(shape, device=where, dtype=dtype) for shape in shapes]
     sharing = Sharing(1, seqlen, HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM, left=window, right=0)
+    model = {row.method: row for row in explain(sharing, dist.get_world_size()).rows}
     pairs = flashtile.io_model.Call(
         1, seqlen, seqlen, HEADS, HEADS_KV, HEAD_DIM, window_left=window, window_right=0
     ).visible_pairs
@@ -83,11 +112,10 @@ def measured(seqlen: int, window: int, steps: int, where: torch.device) -> list[
     contestants: dict[str, Callable[[], Any]] = {"one GPU": one_gpu(whole, window)}
     for method in ("ring", "ulysses", "allgather"):
         contestants[method] = ours(whole, window, method)
-    if window < 0 and where.type == "cuda":
+    if window < 0 and peers and where.type == "cuda":
         for rotation in ("allgather", "alltoall"):
             contestants[f"torch, {rotation}"] = torchs(whole, rotation, where)
         contestants["ring-flash-attention's zigzag"] = zigzag_peer(whole)
-    rows = []
     for name, prepare in contestants.items():
         row: dict[str, Any] = {
             "call": "causal" if window < 0 else f"window {window}",
@@ -99,33 +127,15 @@ def measured(seqlen: int, window: int, steps: int, where: torch.device) -> list[
             before = torch.cuda.memory_allocated() if where.type == "cuda" else 0
             if where.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            seconds = timed(run, steps, where)
+            seconds = timed(run, long_steps if flops > LONG else steps, where)
             row |= {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
             if where.type == "cuda":
                 row["extra_bytes"] = torch.cuda.max_memory_allocated() - before
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        rows.append(row)
-    finish(rows)
-    if dist.get_rank() == 0:
-        print(f"the model: {explain(sharing, dist.get_world_size())}\n", flush=True)
-    return rows
-
-
-def finish(rows: list[dict[str, Any]]) -> None:
-    """The share of linear speed-up in each row, and the rows printed."""
-    alone = rows[0].get("ms")
-    for row in rows[1:]:
-        if alone and "ms" in row:
-            row["of_linear"] = alone / row["ms"] / dist.get_world_size()
-    if dist.get_rank() == 0:
-        for row in rows:
-            numbers = [
-                f"{name} {row[name]:.4g}"
-                for name in ("ms", "tflops", "of_linear", "extra_bytes")
-                if name in row
-            ]
-            print(row["call"], row["seqlen"], row["name"], *numbers, row.get("error", ""), flush=True)
+        if name in model:
+            row |= {"model_ms": model[name].seconds * 1e3, "model_extra_bytes": model[name].extra_bytes}
+        yield row
 
 
 def timed(run: Callable[[], Any], steps: int, where: torch.device) -> float:
@@ -280,7 +290,7 @@ def rows_of(q: Tensor, rows: slice) -> int:
     return q[:, :, rows].shape[2]
 
 
-def decoding(length: int, steps: int, where: torch.device) -> list[dict[str, Any]]:
+def decoding(length: int, steps: int, where: torch.device) -> Iterator[dict[str, Any]]:
     """One sequence, a token a step: the cache on one GPU, and over all; GPUs replay CUDA graphs."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -296,16 +306,13 @@ def decoding(length: int, steps: int, where: torch.device) -> list[dict[str, Any
             q, *own, cache_seqlens=lengths, merge="reduce_scatter"
         ),
     }
-    rows = []
     for name, call in calls.items():
         row: dict[str, Any] = {"call": "decoding", "seqlen": length, "name": name}
         try:
             row["ms"] = timed(captured(call) if where.type == "cuda" else call, steps, where) * 1e3
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        rows.append(row)
-    finish(rows)
-    return rows
+        yield row
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -96,11 +96,21 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
         check_same_dtype(name, tensor, first_name, first)
 
 
-def merge_into(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Let attention over more keys join ``out`` and ``lse`` in place, as :func:`merge_states` would.
+def merge_into(
+    out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor, start: int, dtype: torch.dtype
+) -> Tensor:
+    """out of attention over the keys of both, as :func:`merge_states` would compute it, in ``dtype``.
 
-    All are float32 (float64), with -inf for rows without keys. One pass over out, and no memory of its size.
+    lse is changed in place, and so is out. All are contiguous and float32 (float64), with -inf for rows
+    without keys: out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen), and ``more_*`` of the rows
+    from ``start`` on. One pass over out, on a GPU rounding included.
     """
-    share = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # -inf - -inf: neither has keys
-    out.lerp_(more_out, _over_heads(share))
-    torch.logaddexp(lse, more_lse, out=lse)
+    if out.is_cuda and out.dtype == torch.float32:
+        from flashtile.backends.portable.merging import merge
+
+        return merge(out, lse, more_out, more_lse, start, dtype)
+    rows = slice(start, start + more_out.shape[1])
+    share = torch.sigmoid(more_lse - lse[:, :, rows]).nan_to_num_(0.0)  # -inf - -inf: neither has keys
+    out[:, rows].lerp_(more_out, _over_heads(share))
+    lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], more_lse)
+    return out.to(dtype)

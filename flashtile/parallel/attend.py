@@ -44,32 +44,37 @@ class Scores:
 class State:
     """out and lse of a rank's queries over the keys so far, which grow until :meth:`finish`.
 
-    The sink, a score without a key, is what the rows begin with.
+    The sink, a score without a key, is what the rows begin with. The last result waits, so that the pass
+    that merges it also rounds.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
         self.q, self.scores, self.sink = q, scores, sink
         self._head_dim_v = head_dim_v
         self._merged: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor, int] | None = None
 
     def attend(self, k: Tensor, v: Tensor, pair: Pair) -> None:
         """Let the keys of ``pair`` join: k and v (batch, pair.tokens, heads_kv, head_dim)."""
-        q = self.q
         for call in pair.calls:
-            fills = self._merged is None and self.sink is None and _rows(call) == (0, q.shape[1])
-            out, lse = _forward(q, k, v, call, self.scores, partial=True)
-            if fills:
+            out, lse = _forward(self.q, k, v, call, self.scores, partial=True)
+            rows = _rows(call)
+            if self._merged is None and self.sink is None and rows == (0, self.q.shape[1]):
                 self._merged = out, lse
                 continue
-            if self._merged is None:
-                self._merged = self._first()
-            rows = slice(*_rows(call))
-            merge_into(self._merged[0][:, rows], self._merged[1][:, :, rows], out, lse)
+            self._merged = self._with_last(out.dtype)
+            self._last = out, lse, rows[0]
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """(out, lse), out rounded to the dtype of q."""
+        return self._with_last(self.q.dtype)
+
+    def _with_last(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         out, lse = self._first() if self._merged is None else self._merged
-        return out.to(self.q.dtype), lse
+        if self._last is None:
+            return out.to(dtype), lse
+        last, self._last = self._last, None
+        return merge_into(out, lse, *last, dtype), lse
 
     def _first(self) -> tuple[Tensor, Tensor]:
         return first_state(self.q, self._head_dim_v, self.sink, wide(self.q.dtype))
@@ -103,22 +108,49 @@ def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dt
 
 
 class Total:
-    """A sum of gradients of some tokens (batch, tokens, heads, head_dim); 0 where nothing was added."""
+    """A sum of gradients of some tokens (batch, tokens, heads, head_dim); 0 where nothing was added.
+
+    Parts wait in twos, so that one pass adds the last ones and rounds.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
-        self._sum: Tensor | None = None
+        self._whole = 0, like.shape[1]
+        self._parts: list[tuple[Tensor, int, int]] = []
 
     def add(self, part: Tensor, start: int, stop: int) -> None:
-        if self._sum is None and (start, stop) == (0, self._like.shape[1]) and part.dtype == self._dtype:
-            self._sum = part
-            return
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
-        self._sum[:, start:stop] += part
+        """Of tokens ``start`` to ``stop``. The part may be written to."""
+        if len(self._parts) == 2:
+            self._parts = [(self.value(), *self._whole)]
+        self._parts.append((part, start, stop))
 
     def value(self) -> Tensor:
-        return torch.zeros_like(self._like, dtype=self._dtype) if self._sum is None else self._sum
+        return self.rounded(self._dtype)
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """The sum in ``dtype``."""
+        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # one of all tokens is the first
+        bounds = [bound for _, *of_part in parts for bound in of_part]
+        if bounds == [*self._whole]:
+            return parts[0][0].to(dtype)
+        if bounds[:2] == [*self._whole]:
+            (first, *_), (second, start, stop) = parts
+            if first.dtype == dtype:
+                first[:, start:stop] += second
+                return first
+            result = torch.empty_like(self._like, dtype=dtype)
+            result[:, :start], result[:, stop:] = first[:, :start], first[:, stop:]
+            torch.add(first[:, start:stop], second, out=result[:, start:stop])
+            return result
+        if [0, *bounds[1::2]] == [*bounds[::2], self._whole[1]]:  # side by side
+            result = torch.empty_like(self._like, dtype=dtype)
+            for part, start, stop in parts:
+                result[:, start:stop] = part
+            return result
+        result = torch.zeros_like(self._like, dtype=self._dtype)
+        for part, start, stop in parts:
+            result[:, start:stop] += part
+        return result.to(dtype)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from flashtile.checks.arguments import check_dense, check_int32
 from flashtile.decode.functional import append_kvcache, flash_attn_combine
 from flashtile.decode.operators import DECODE
 from flashtile.decode.problem import CacheTensors, DecodeOptions
-from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, from_bytes, ranks_of
+from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
 
 MERGES = ("allgather", "reduce_scatter")
 
@@ -202,15 +202,16 @@ def _merged(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, heads, head_dim) and lse (batch, seqlen_q, heads) over all ranks' tokens."""
     if merge == "allgather":
-        sent, heads = [as_bytes([out, lse])] * ranks.size, out.shape[2]
-        parts = ranks.gather(sent[0].unsqueeze(0), [1] * ranks.size, timeout)
+        heads = out.shape[2]
+        states = ranks.stack(as_bytes([out, lse]), timeout)
     else:
         heads = out.shape[2] // ranks.size
         by_heads = zip(out.split(heads, dim=2), lse.split(heads, dim=2), strict=True)
         sent = [as_bytes(list(part)) for part in by_heads]
-        parts = ranks.all_to_all(sent, [sent[0].numel()] * ranks.size, timeout)
+        states = torch.stack(ranks.all_to_all(sent, [sent[0].numel()] * ranks.size, timeout))
     rows = (*out.shape[:2], heads)
-    specs = [((*rows, out.shape[3]), out.dtype), (rows, lse.dtype)]
-    states = [from_bytes(part.flatten(), specs) for part in parts]
-    outs, lses = (torch.stack(of_ranks) for of_ranks in zip(*states, strict=True))
+    sizes = [num_bytes([((*rows, out.shape[3]), out.dtype)]), num_bytes([(rows, lse.dtype)])]
+    outs, lses = states.split(sizes, dim=1)  # views: combining takes parts as they lie
+    outs = outs.view(out.dtype).unflatten(1, (*rows, out.shape[3]))
+    lses = lses.view(lse.dtype).unflatten(1, rows)
     return flash_attn_combine(outs, lses, out_dtype=dtype)

@@ -1,18 +1,37 @@
-"""Keys and values of all ranks gathered on each, for few key heads: one exchange, one call of attention, and
-nothing to merge (Llama 3, arXiv:2407.21783, section 3.3.2)."""
+"""The keys and values of all ranks that a rank's queries see gathered there, for few key heads: one exchange,
+and nothing to merge (Llama 3, arXiv:2407.21783, section 3.3.2).
+
+Messages come into the place where attention reads them, and gradients of keys leave from where it wrote them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.parallel.attend import Saved, Total, attend_once, sink_gradient
 from flashtile.parallel.blocks import Pair, pair_of
-from flashtile.parallel.layout import Piece, joined, positions
+from flashtile.parallel.layout import Piece, joined
 from flashtile.parallel.methods import Forward, Gradients, Shards
-from flashtile.parallel.ranks import as_bytes, from_bytes, num_bytes
+from flashtile.parallel.ranks import Message, as_bytes
+
+
+class _Part(NamedTuple):
+    """``tokens`` of one rank that another needs: from ``own`` on of those that the rank has, from
+    ``gathered`` on of those that the other gathers."""
+
+    own: int
+    gathered: int
+    tokens: int
+
+    def of_owner(self, x: Tensor) -> Tensor:
+        return x[:, self.own : self.own + self.tokens]
+
+    def of_gathered(self, x: Tensor) -> Tensor:
+        return x[:, self.gathered : self.gathered + self.tokens]
 
 
 @dataclass(frozen=True)
@@ -22,81 +41,108 @@ class AllGather:
     shards: Shards
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
-        pair, order = self._pair(), self._order(q.device)
-        keys, values = self._gather(k, v, order)
-        out, lse = attend_once(q, keys, values, pair, self.shards.scores, sink)
+        keys, values = self._gather([k, v])
+        out, lse = attend_once(q, keys, values, self._pair(self._rank), self.shards.scores, sink)
         return Forward(out, lse, (q, k, v, out, lse))
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
     ) -> Gradients:
         q, k, v, out, lse = saved
-        pair, order = self._pair(), self._order(q.device)
-        keys, values = self._gather(k, v, order)
+        keys, values = self._gather([k, v])
         rows = Saved(q, dout, dlse, out, lse, self.shards.scores)
         dq, dk, dv = (Total(t, rows.dtype) for t in (q, keys, values))
-        rows.differentiate(keys, values, pair, dq, dk, dv)
-        of_keys, of_values = (self._sum(t.value(), order) for t in (dk, dv))
+        rows.differentiate(keys, values, self._pair(self._rank), dq, dk, dv)
+        of_keys, of_values = self._sums([dk.value(), dv.value()], [k, v])
         dsink = None if sink is None else sink_gradient(sink, dout, dlse, out, lse)
-        return Gradients(dq.value().to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), dsink)
+        return Gradients(dq.rounded(q.dtype), of_keys.rounded(k.dtype), of_values.rounded(v.dtype), dsink)
 
-    def _pieces(self) -> tuple[Piece, ...]:
-        """Of the gathered keys as they come: rank after rank."""
-        return tuple(piece for pieces in self.shards.pieces_k for piece in pieces)
+    @property
+    def _rank(self) -> int:
+        return self.shards.ranks.rank
 
-    def _pair(self) -> Pair:
-        own = self.shards.pieces_q[self.shards.ranks.rank]
-        keys = self._pieces()
-        if all(piece.step == 1 for piece in keys):  # in the sequence's order they are one piece
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
+
+    def _pair(self, rank: int) -> Pair:
+        """What a rank's queries compute with the keys of all: in the sequence's order, or, if they lie
+        between one another, rank after rank."""
+        keys: tuple[Piece, ...] = tuple(piece for pieces in self.shards.pieces_k for piece in pieces)
+        if all(piece.step == 1 for piece in keys):
             keys = joined(sorted(keys))
-        return pair_of(own, keys, self.shards.mask)
+        return pair_of(self.shards.pieces_q[rank], keys, self.shards.mask)
 
-    def _order(self, device: torch.device) -> Tensor | None:
-        """Where each key of the sequence's order stands as it comes; None: it stays as it comes."""
-        keys = self._pieces()
-        if any(piece.step > 1 for piece in keys) or list(keys) == sorted(keys):
-            return None
-        return torch.argsort(positions(keys, device))
+    def _parts(self, owner: int, needed_by: int) -> list[_Part]:
+        pieces, ranges = self.shards.pieces_k, self._pair(needed_by).ranges
+        in_order = all(piece.step == 1 for of_rank in pieces for piece in of_rank)
+        own, before, found = 0, sum(self.shards.lengths_k[:owner]), []
+        for piece in pieces[owner]:
+            first = piece.start if in_order else before + own  # where it is among the keys of all
+            gathered = 0
+            for start, stop in ranges:
+                begin, end = max(start, first), min(stop, first + piece.length)
+                if begin < end:
+                    found.append(_Part(own + begin - first, gathered + begin - start, end - begin))
+                gathered += stop - start
+            own += piece.length
+        return found
 
-    def _gather(self, k: Tensor, v: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
-        shards = self.shards
-        flat = torch.cat([t.transpose(0, 1).flatten(1) for t in (k, v)], dim=1)  # (tokens, batch * elements)
-        whole = torch.cat(shards.ranks.gather(flat, shards.lengths_k, shards.timeout))
-        if order is not None:
-            whole = whole[order]
-        whole = _needed(self._pair(), whole)
-        parts = whole.split([t.shape[0] * t.shape[2] * t.shape[3] for t in (k, v)], dim=1)
-        keys, values = (
-            part.unflatten(1, (t.shape[0], *t.shape[2:])).transpose(0, 1)
-            for part, t in zip(parts, (k, v), strict=True)
-        )
-        return keys, values
+    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of every rank's tensors what this rank needs."""
+        tokens = self._pair(self._rank).tokens
+        gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
+        sent = [
+            Message(other, as_bytes([part.of_owner(t)]))
+            for other in self._others
+            for t in tensors
+            for part in self._parts(self._rank, other)
+        ]
+        incoming = [
+            (other, part.of_gathered(t))
+            for other in self._others
+            for t in gathered
+            for part in self._parts(other, self._rank)
+        ]
+        buffers = [torch.empty_like(x) if not x.is_contiguous() else x for _, x in incoming]
+        received = [
+            Message(other, as_bytes([buffer])) for (other, _), buffer in zip(incoming, buffers, strict=True)
+        ]
+        pending = self.shards.ranks.post(sent, received, self.shards.timeout)
+        for t, to in zip(tensors, gathered, strict=True):
+            for part in self._parts(self._rank, self._rank):
+                part.of_gathered(to).copy_(part.of_owner(t))
+        pending.wait()
+        for (_, x), buffer in zip(incoming, buffers, strict=True):
+            if buffer is not x:
+                x.copy_(buffer)
+        return gathered
 
-    def _sum(self, gradient: Tensor, order: Tensor | None) -> Tensor:
-        """The sum over ranks of the gradients of this rank's keys, in the order of ranks."""
-        shards = self.shards
-        total = sum(shards.lengths_k)
-        whole = gradient.new_zeros((gradient.shape[0], total, *gradient.shape[2:]))
-        at = 0
-        for start, stop in self._pair().ranges:
-            whole[:, start:stop] = gradient[:, at : at + stop - start]
-            at += stop - start
-        if order is not None:
-            as_it_came = torch.empty_like(whole)
-            as_it_came[:, order] = whole
-            whole = as_it_came
-        sent = [as_bytes([part]) for part in whole.split(shards.lengths_k, dim=1)]
-        own = shards.lengths_k[shards.ranks.rank]
-        spec = ((gradient.shape[0], own, *gradient.shape[2:]), gradient.dtype)
-        parts = shards.ranks.all_to_all(sent, [num_bytes([spec])] * shards.ranks.size, shards.timeout)
-        first, *others = (from_bytes(part, [spec])[0] for part in parts)
-        for part in others:
-            first = first + part
-        return first
-
-
-def _needed(pair: Pair, whole: Tensor) -> Tensor:
-    """The keys of the pair's ranges, side by side."""
-    if pair.ranges == ((0, whole.shape[0]),):
-        return whole
-    return torch.cat([whole[:0], *(whole[start:stop] for start, stop in pair.ranges)])
+    def _sums(self, gradients: list[Tensor], like: list[Tensor]) -> list[Total]:
+        """Of gradients of what was gathered the sums over ranks, of this rank's own tokens: its own term
+        first, then those of the others in their order."""
+        dtype = gradients[0].dtype
+        sent = [
+            Message(other, as_bytes([part.of_gathered(t)]))
+            for other in self._others
+            for t in gradients
+            for part in self._parts(other, self._rank)
+        ]
+        sums = [Total(t, dtype) for t in like]
+        incoming = [
+            (other, i, part, t.new_empty((t.shape[0], part.tokens, *t.shape[2:]), dtype=dtype))
+            for other in self._others
+            for i, t in enumerate(like)
+            for part in self._parts(self._rank, other)
+        ]
+        received = [Message(other, as_bytes([buffer])) for other, _, _, buffer in incoming]
+        pending = self.shards.ranks.post(sent, received, self.shards.timeout)
+        for t, of_own, total in zip(gradients, like, sums, strict=True):
+            own = Total(of_own, dtype)
+            for part in self._parts(self._rank, self._rank):
+                own.add(part.of_gathered(t), part.own, part.own + part.tokens)
+            total.add(own.value(), 0, of_own.shape[1])
+        pending.wait()
+        for _, i, part, buffer in incoming:
+            sums[i].add(buffer, part.own, part.own + part.tokens)
+        return sums

@@ -331,18 +331,19 @@ def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEs
 
 
 def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
-    pairs = 0
+    pairs = tokens = 0
     for rank in _ranks_to_look_at(ranks):
         own = _pieces(sharing, ranks, rank)
         keys: tuple[Piece, ...] = (Piece(0, sharing.seqlen),)
         if any(piece.step > 1 for piece in own):
             keys = tuple(p for other in range(ranks) for p in _pieces(sharing, ranks, other))
-        pairs = max(pairs, _pair(sharing, own, keys).pairs)
-    others = sharing.seqlen - tokens_of(_pieces(sharing, ranks, 0))
+        pair = _pair(sharing, own, keys)
+        pairs, tokens = max(pairs, pair.pairs), max(tokens, pair.tokens)
+    others = max(0, tokens - tokens_of(_pieces(sharing, ranks, 0)))
     sizes = {"forward": [others * sharing.key_bytes]}
     sizes["backward"] = [others * sharing.key_bytes, others * sharing.key_gradient_bytes]
     computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
     waited = sum(link.seconds(size) for which in sharing.passes for size in sizes[which])
     received = sum(size for which in sharing.passes for size in sizes[which])
-    extra = sharing.seqlen * (sharing.key_bytes + (sharing.key_gradient_bytes if sharing.backward else 0))
+    extra = tokens * (sharing.key_bytes + (sharing.key_gradient_bytes if sharing.backward else 0))
     return ParallelEstimate("allgather", ranks, computed + waited, computed, waited, received, extra)

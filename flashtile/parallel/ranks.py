@@ -100,13 +100,20 @@ class Ranks:
 
     def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
         """(lengths[rank], ...) of every rank, from ``x`` (own length, ...)."""
-        if self.size == 1:
-            return [x]
         # Parts of one size, which every backend gathers: at most a few tokens are padding.
         rest, longest = tuple(x.shape[1:]), max(lengths)
-        own = x.new_zeros((longest, *rest))
-        own[: x.shape[0]] = x
-        flat = as_bytes([own])
+        own = x
+        if x.shape[0] < longest:
+            own = x.new_zeros((longest, *rest))
+            own[: x.shape[0]] = x
+        whole = self.stack(own, timeout)
+        return [part[:length] for part, length in zip(whole, lengths, strict=True)]
+
+    def stack(self, x: Tensor, timeout: float) -> Tensor:
+        """(ranks, ...) of every rank's ``x``, which are of one shape."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        flat = as_bytes([x])
         every = flat.new_empty(self.size * flat.numel())
         others = self._others()
         if flat.numel():
@@ -114,8 +121,7 @@ class Ranks:
             run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = self._run(lambda: run(every, flat, group=self.group, async_op=True), others, timeout)
             self.wait(work, others, timeout, flat.is_cuda)
-        whole = from_bytes(every, [((self.size, longest, *rest), x.dtype)])[0]
-        return [part[:length] for part, length in zip(whole, lengths, strict=True)]
+        return from_bytes(every, [((self.size, *x.shape), x.dtype)])[0]
 
     def wait(self, work: Any, peers: Sequence[int], timeout: float, on_gpu: bool) -> None:
         if work is None:

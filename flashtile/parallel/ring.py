@@ -3,12 +3,13 @@
 In step t, rank r has the keys of rank r - t, and those of rank r - t - 1 are on their way. Each rank sends
 its own keys to the one that needs them next, and not what it was sent: as many bytes as in a ring, but a rank
 gets only the keys that its queries see, and none where the mask hides all. The backward pass goes the same
-way; gradients of keys return to their rank in float32, and are added up in the order of the steps.
+way, but comes to own keys last, so that the last gradients of others' keys return beside a product. They are
+float32, and are added up in the order of the steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from flashtile.parallel.attend import Saved, State, Total, attend_once, covers, sink_gradient
 from flashtile.parallel.blocks import Pair, Ranges
 from flashtile.parallel.methods import Forward, Gradients, Shards
-from flashtile.parallel.ranks import Message, Pending, Spec, as_bytes, from_bytes, num_bytes
+from flashtile.parallel.ranks import Message, Pending, as_bytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Ring:
             out, lse = attend_once(q, k, v, shards.pair(0, 0), shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)
-        for pair, keys, values in _Travel(shards, k, v):
+        for _, pair, keys, values in _travel(shards, k, v, range(ranks.size)):
             state.attend(keys, values, pair)
         out, lse = state.finish()
         return Forward(out, lse, (q, k, v, out, lse))
@@ -48,30 +49,28 @@ class Ring:
         rows = Saved(q, dout, dlse, out, lse, shards.scores, partial=not alone)
         dq, dk, dv = (Total(t, rows.dtype) for t in (q, k, v))
         returning: _Returning | None = None
-        for t, (pair, keys, values) in enumerate(_Travel(shards, k, v)):
+        for t, pair, keys, values in _travel(shards, k, v, [*range(1, ranks.size), 0]):
             parts = [Total(of, rows.dtype) for of in (keys, values)]
             rows.differentiate(keys, values, pair, dq, *parts)
-            if t == 0:
-                _add(pair.ranges, [part.value() for part in parts], dk, dv)
-                continue
             if returning is not None:  # of the step before, under way beside this one
                 returning.add_to(dk, dv)
-            returning = self._return(t, [part.value() for part in parts], [k, v])
-        if returning is not None:
-            returning.add_to(dk, dv)
+            gradients = [part.value() for part in parts]
+            if t == 0:
+                _add(pair.ranges, gradients, dk, dv)
+            else:
+                returning = self._return(t, gradients, [k, v])
         dsink = None if sink is None else sink_gradient(sink, dout, dlse, out, lse)
         of_keys = rows.dtype if shards.keys_shared else k.dtype
-        return Gradients(dq.value().to(q.dtype), dk.value().to(of_keys), dv.value().to(of_keys), dsink)
+        return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
         """Of step ``t``: gradients of the keys of rank - t go there, those of own keys come from rank + t."""
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
-        specs = [((x.shape[0], own.tokens, *x.shape[2:]), parts[0].dtype) for x in of]
-        incoming = Message(sender, of[0].new_empty(num_bytes(specs), dtype=torch.uint8))
-        pending = ranks.post([Message(receiver, as_bytes(parts))], [incoming], shards.timeout)
-        return _Returning(pending, own.ranges, incoming.buffer, specs)
+        shapes = [(x.shape[0], own.tokens, *x.shape[2:]) for x in of]
+        pending, incoming = _exchange(shards, receiver, parts, sender, shapes)
+        return _Returning(pending, own.ranges, incoming)
 
 
 class _Returning(NamedTuple):
@@ -79,47 +78,51 @@ class _Returning(NamedTuple):
 
     pending: Pending
     ranges: Ranges
-    buffer: Tensor
-    specs: list[Spec]
+    parts: list[Tensor]
 
     def add_to(self, dk: Total, dv: Total) -> None:
         self.pending.wait()
-        _add(self.ranges, from_bytes(self.buffer, self.specs), dk, dv)
+        _add(self.ranges, self.parts, dk, dv)
 
 
-class _Travel:
-    """(pair, keys, values) of each step; the next ones are on their way while the caller computes."""
+def _travel(
+    shards: Shards, k: Tensor, v: Tensor, steps: Sequence[int]
+) -> Iterator[tuple[int, Pair, Tensor, Tensor]]:
+    """(t, pair, keys, values) of each step; the next ones are on their way while the caller computes."""
+    rank, size = shards.ranks.rank, shards.ranks.size
+    outgoing: dict[Ranges, list[Tensor]] = {}
 
-    def __init__(self, shards: Shards, k: Tensor, v: Tensor) -> None:
-        self._shards, self._k, self._v = shards, k, v
-        self._outgoing: dict[Ranges, Tensor] = {}
+    def post(t: int) -> tuple[Pending, list[Tensor]] | None:
+        if t == 0:
+            return None
+        to, of = (rank + t) % size, (rank - t) % size
+        ranges = shards.pair(to, rank).ranges
+        if ranges not in outgoing:
+            outgoing[ranges] = [_at(ranges, x).contiguous() for x in (k, v)]
+        tokens = shards.pair(rank, of).tokens
+        shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
+        return _exchange(shards, to, outgoing[ranges], of, shapes)
 
-    def __iter__(self) -> Iterator[tuple[Pair, Tensor, Tensor]]:
-        rank, size = self._shards.ranks.rank, self._shards.ranks.size
-        pair = self._shards.pair(rank, rank)
-        keys, values = (_at(pair.ranges, x) for x in (self._k, self._v))
-        for t in range(size):
-            pending = incoming = None
-            if t + 1 < size:
-                pending, incoming = self._post(t + 1)
-            yield pair, keys, values
-            if pending is not None and incoming is not None:
-                pending.wait()
-                pair = self._shards.pair(rank, (rank - t - 1) % size)
-                keys, values = from_bytes(incoming.buffer, self._specs(pair))
+    coming = post(steps[0])
+    for i, t in enumerate(steps):
+        pair = shards.pair(rank, (rank - t) % size)
+        if coming is None:
+            keys, values = (_at(pair.ranges, x) for x in (k, v))
+        else:
+            pending, (keys, values) = coming
+            pending.wait()
+        coming = post(steps[i + 1]) if i + 1 < size else None
+        yield t, pair, keys, values
 
-    def _post(self, t: int) -> tuple[Pending, Message]:
-        shards, ranks = self._shards, self._shards.ranks
-        to, of = (ranks.rank + t) % ranks.size, (ranks.rank - t) % ranks.size
-        ranges = shards.pair(to, ranks.rank).ranges
-        if ranges not in self._outgoing:
-            self._outgoing[ranges] = as_bytes([_at(ranges, x) for x in (self._k, self._v)])
-        specs = self._specs(shards.pair(ranks.rank, of))
-        incoming = Message(of, self._k.new_empty(num_bytes(specs), dtype=torch.uint8))
-        return ranks.post([Message(to, self._outgoing[ranges])], [incoming], shards.timeout), incoming
 
-    def _specs(self, pair: Pair) -> list[Spec]:
-        return [((x.shape[0], pair.tokens, *x.shape[2:]), x.dtype) for x in (self._k, self._v)]
+def _exchange(
+    shards: Shards, to: int, parts: list[Tensor], of: int, shapes: list[tuple[int, ...]]
+) -> tuple[Pending, list[Tensor]]:
+    """Send ``parts`` to one rank while as many of these shapes come from another."""
+    incoming = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
+    sent = [Message(to, as_bytes([part])) for part in parts]
+    received = [Message(of, as_bytes([part])) for part in incoming]
+    return shards.ranks.post(sent, received, shards.timeout), incoming
 
 
 def _at(ranges: Ranges, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import flashtile
 import flashtile.testing
 from flashtile.attn.operators import BACKWARD, FORWARD
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options
-from flashtile.merge import merge_into
 from targets import Target
 
 
@@ -62,12 +61,26 @@ def test_the_operators_know_their_dtypes():
 
 
 @pytest.mark.parametrize("empty", [(), ("first",), ("second",), ("first", "second")])
-def test_merging_in_place_is_merging(empty):
+@pytest.mark.parametrize(("start", "rows"), [(0, 35), (7, 20)])
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.interpreter)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_merging_in_place_is_merging(empty, start, rows, kernel, dtype):
+    """Of all rows and of some; where neither state has keys, out is 0."""
     torch.manual_seed(0)
-    states = [(torch.randn(2, 5, 3, 8), 4 * torch.randn(2, 3, 5)) for _ in range(2)]
-    for name, (out, lse) in zip(("first", "second"), states, strict=True):
-        if name in empty:
-            out[:, 2], lse[:, :, 2] = 0.0, -torch.inf
-    right = flashtile.merge_states(*states[0], *states[1])
-    merge_into(*states[0], *states[1])
-    torch.testing.assert_close(states[0], right)
+    heads, tokens, width = 3, 35, 40
+    out, lse = torch.randn(2, tokens, heads, width), 4 * torch.randn(2, heads, tokens)
+    more, more_lse = torch.randn(2, rows, heads, width), 4 * torch.randn(2, heads, rows)
+    if "first" in empty:
+        out[:, start + 2], lse[:, :, start + 2] = 0.0, -torch.inf
+    if "second" in empty:
+        more[:, 2], more_lse[:, :, 2] = 0.0, -torch.inf
+    others = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    others[0][:, start : start + rows], others[1][:, :, start : start + rows] = more, more_lse
+    right_out, right_lse = flashtile.merge_states(out, lse, *others)
+    merge_into = flashtile.merge.merge_into
+    if kernel:
+        from flashtile.backends.portable.merging import merge as merge_into
+    found = merge_into(out, lse, more, more_lse, start, dtype)
+    assert (found is out) == (dtype == torch.float32)
+    torch.testing.assert_close(found, right_out.to(dtype))
+    torch.testing.assert_close(lse, right_lse)

@@ -65,6 +65,18 @@ def test_two_gpus_are_as_exact_as_one(ranks, method, mask):
 
 
 @two
+@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather"])
+def test_many_layers_on_two_gpus_are_as_exact_as_on_one(ranks, method):
+    import parallel_tasks
+
+    arguments = {"layers": 64, "sizes": (2048, 8, 128), "device": "cuda", "method": method}
+    for errors in ranks.run(parallel_tasks.through_layers, 2, **arguments):
+        assert isinstance(errors, tuple), errors
+        shared, single = errors
+        assert shared <= 1.1 * single
+
+
+@two
 def test_decoding_over_two_gpus_in_a_graph(ranks):
     import parallel_tasks
 

@@ -140,12 +140,20 @@ def decode(group: Any, *, steps: int, pages: bool, merge: str, interleave: int, 
     return errors
 
 
-def through_layers(group: Any, *, layers: int) -> tuple[float, float]:
-    """Relative errors of many layers of attention in bfloat16: over ranks, and on one device."""
+def through_layers(
+    group: Any,
+    *,
+    layers: int,
+    sizes: tuple[int, int, int] = (96, 2, 32),
+    device: str = "cpu",
+    method: str = "ring",
+) -> tuple[float, float]:
+    """Relative errors of many layers of attention in bfloat16: over ranks, and on one device. ``sizes`` are
+    tokens, heads and head_dim."""
     torch.manual_seed(2)
-    heads, width, tokens = 2, 32, 96
-    weights = torch.randn(layers, 3, heads * width, heads * width) / (heads * width) ** 0.5
-    x = torch.randn(1, tokens, heads * width)
+    tokens, heads, width = sizes
+    weights = torch.randn(layers, 3, heads * width, heads * width).to(device) / (heads * width) ** 0.5
+    x = torch.randn(1, tokens, heads * width).to(device)
 
     def run(x: Tensor, dtype: torch.dtype, attend: Any) -> Tensor:
         x = x.to(dtype)
@@ -155,12 +163,15 @@ def through_layers(group: Any, *, layers: int) -> tuple[float, float]:
         return x
 
     def over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return parallel.context_parallel_attention(q, k, v, group=group, causal=True, method="ring")
+        return parallel.context_parallel_attention(q, k, v, group=group, causal=True, method=method)
 
     def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flashtile.attention(q, k, v, causal=True)
 
-    exact = run(x, torch.float64, alone)
+    def exactly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, causal=True)[0]
+
+    exact = run(x, torch.float64, exactly)
     single = run(x, torch.bfloat16, alone)
     shared = parallel.unshard(run(parallel.shard(x, 1, group), torch.bfloat16, over_ranks), 1, group)
     return tuple(((t - exact).norm() / exact.norm()).item() for t in (shared, single))

@@ -8,10 +8,11 @@ from dataclasses import replace
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
-from flashtile.backends.hopper.forward.config import PARTIAL, ForwardConfig, ForwardVariant, choose, every_row
+from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant, choose, every_row
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import variant_of, views
 from flashtile.compile_report import CompileCase
+from flashtile.problem import UNLIMITED
 
 _CAUSAL = replace(PLAIN, window_right=0)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -44,7 +45,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     config = choose(window)
     yield _case(window, config, config.features_spill_budget)
     partial = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384, partial=True)
-    yield _case(partial, PARTIAL, PARTIAL.spill_budget)
+    for same in (partial, replace(partial, window_right=UNLIMITED)):
+        config = choose(same)
+        yield _case(same, config, config.spill_budget)
     for head_dim, softcap_budget in ((128, 0), (256, 136)):
         capped = replace(_CAUSAL, head_dim=head_dim, head_dim_v=head_dim, softcap=50.0)
         yield _case(capped, choose(capped), softcap_budget)

@@ -140,6 +140,8 @@ PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
 """Of results in float32, head sizes up to 128: they leave in parts, for which there is room. Not timed."""
+PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
+"""The same without a mask, for q of 128 columns: in registers there is room for them."""
 ANY_LENGTH = 2**31
 
 # (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a
@@ -196,7 +198,9 @@ def choose(problem: Problem) -> ForwardConfig:
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
         rows = _BOTH_EDGES.get((block_d, block_dv), ()) + rows
-    return PARTIAL if problem.partial else next(config for keys, config in rows if seen < keys)
+    if problem.partial:
+        return PARTIAL_Q if block_d == 128 and not windowed else PARTIAL
+    return next(config for keys, config in rows if seen < keys)
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:

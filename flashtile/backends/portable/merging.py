@@ -1,0 +1,88 @@
+"""Two float32 results over different keys into one: a pass over out, which also rounds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.launch import padded
+from flashtile.backends.common.tiles import LN_2, LOG2_E
+
+ROWS = 16
+"""Tokens of a program."""
+
+
+@dataclass(frozen=True)
+class MergeVariant:
+    """What the kernel is compiled for."""
+
+    HEAD_DIM: int
+    BLOCK_D: int
+    ROWS: int
+
+
+@kernel(do_not_specialize=("start", "tokens", "more_tokens", "num_heads"))
+def merge_kernel(
+    out, lse, more_out, more_lse, result, start, tokens, more_tokens, num_heads, C: tl.constexpr
+):
+    """``result`` and ``lse`` are those over the keys of both; ``result`` may be ``out``.
+
+    Grid: (blocks of ROWS tokens * heads * batch,), heads fastest. out and result (batch, tokens, heads,
+    HEAD_DIM), lse (batch, heads, tokens), natural log; ``more_*`` have the ``more_tokens`` from ``start`` on.
+    """
+    pid = tl.program_id(0)
+    head = pid % num_heads
+    blocks = tl.cdiv(tokens, C.ROWS)
+    token = pid // num_heads % blocks * C.ROWS + tl.arange(0, C.ROWS)
+    b = (pid // num_heads // blocks).to(tl.int64)
+    exists = token < tokens
+    more_token = token - start
+    has_more = exists & (more_token >= 0) & (more_token < more_tokens)
+    column = tl.arange(0, C.BLOCK_D)[None, :]
+    row = (b * tokens + token) * num_heads + head
+    more_row = (b * more_tokens + more_token) * num_heads + head
+    inside = exists[:, None] & (column < C.HEAD_DIM)
+    cells = row[:, None] * C.HEAD_DIM + column
+    first = tl.load(out + cells, mask=inside, other=0.0)
+    second = tl.load(
+        more_out + more_row[:, None] * C.HEAD_DIM + column, mask=inside & has_more[:, None], other=0.0
+    )
+    lse_row = lse + (b * num_heads + head) * tokens + token
+    more_lse_row = more_lse + (b * num_heads + head) * more_tokens + more_token
+    first_lse = tl.load(lse_row, mask=exists, other=-float("inf")) * LOG2_E
+    second_lse = tl.load(more_lse_row, mask=has_more, other=-float("inf")) * LOG2_E
+    largest = tl.maximum(first_lse, second_lse)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    first_weight = tl.exp2(first_lse - shift)
+    second_weight = tl.exp2(second_lse - shift)
+    total = first_weight + second_weight
+    scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+    merged = first * (first_weight * scale)[:, None] + second * (second_weight * scale)[:, None]
+    tl.store(result + cells, merged.to(result.dtype.element_ty), mask=inside)
+    tl.store(lse_row, (shift + tl.log2(total)) * LN_2, mask=exists)
+
+
+def merge(
+    out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor, start: int, dtype: torch.dtype
+) -> Tensor:
+    """out over the keys of both, in place if it is of ``dtype``; lse is changed in place.
+
+    All are contiguous and float32: out (batch, tokens, heads, head_dim) and lse (batch, heads, tokens), and
+    ``more_*`` of the tokens from ``start`` on.
+    """
+    batch, tokens, heads, head_dim = out.shape
+    result = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
+    programs = triton.cdiv(tokens, ROWS) * heads * batch
+    if programs and more_out.shape[1]:
+        variant = MergeVariant(head_dim, padded(head_dim), ROWS)
+        with torch.cuda.device_of(out):
+            merge_kernel[(programs,)](
+                out, lse, more_out, more_lse, result, start, tokens, more_out.shape[1], heads, C=variant
+            )
+        return result
+    return result.copy_(out)

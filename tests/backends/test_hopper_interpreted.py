@@ -33,7 +33,7 @@ from flashtile.backends.hopper.forward.config import every_row
 from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
 from flashtile.fp8.layout import E4M3
-from flashtile.masks import alibi, create_block_mask, window
+from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from gluon_interpreter import Edited, interpreted
 
 exhaustive = pytest.mark.exhaustive
@@ -157,6 +157,15 @@ def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
     ):
         testing.check(q, k, v, backend="hopper", **given)
     assert {"forward_kernel", "backward_kernel"} <= set(interpreter.launched)
+
+
+def test_divisions_of_negative_numbers() -> None:
+    mask = mask_mod(
+        lambda b, h, q, kv: ((q - kv) // 3 + (q - kv) % 5 * 2 + (q - kv) // 4 + (q - kv) % 8) % 3 == 0
+    )
+    q, k, v = (testing.random_tensor((1, 140, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", mask_mod=mask, gradients=False)
 
 
 @exhaustive

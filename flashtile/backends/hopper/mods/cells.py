@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.mods.visits import key_visits, row_visits
 
-
 COLUMNS = gl.constexpr(16)
 """Of a block, on which MASK_MOD is called at a time."""
 

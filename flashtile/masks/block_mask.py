@@ -110,7 +110,7 @@ def create_block_mask(
     if len(sizes) != 2 or any(size < 16 or size % 16 for size in sizes):
         raise ValueError(f"BLOCK_SIZE must be multiples of 16, got {BLOCK_SIZE}")
     mask_mod = as_mask_mod(mask_mod)
-    program, tensors, _ = traced("mask_mod", mask_mod)
+    program, tensors, *_ = traced("mask_mod", mask_mod)
     if device is None:
         device = tensors[0].device if tensors else torch.device("cpu")
     device = torch.device(device)

@@ -34,7 +34,11 @@ def attend(
         NotImplementedError: beside arguments that a function says as well.
     """
     check_beside(extras, options)
-    return forward(q, k, v, extras, options, functions(score_mod, mask_mod, block_mask))
+    given = functions(score_mod, mask_mod, block_mask)
+    if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
+        # The kernels have instructions of their own for it.
+        given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)
+    return forward(q, k, v, extras, options, given)
 
 
 def check_beside(extras: Extras, options: Options) -> None:
@@ -66,11 +70,13 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
         mask_mod, lists, block_size = blocks.mask_mod, blocks.lists, blocks.BLOCK_SIZE
     captured: tuple[Tensor, ...] = ()
     texts = []
+    soft_cap = 0.0
     for kind, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is None:
             texts.append("")
             continue
         trace = traced(kind, function)
+        soft_cap = soft_cap or trace.soft_cap
         if kind == "mask_mod" and trace.program.results == (True,):
             texts.append("")  # it hides nothing
             continue
@@ -81,4 +87,4 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
                 f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
                 f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
             )
-    return Functions(captured, lists, texts[0], texts[1], block_size)
+    return Functions(captured, lists, texts[0], texts[1], block_size, soft_cap)

@@ -50,6 +50,8 @@ class Functions(NamedTuple):
     score_mod: str
     mask_mod: str
     block_size: tuple[int, int]
+    soft_cap: float
+    """That ``score_mod`` is, if it is no more."""
 
 
 def captured_of(extras: Any) -> tuple[Tensor | None, ...]:

@@ -137,6 +137,19 @@ def _renamed(operands: tuple[Operand, ...], names: dict[Name, Name]) -> tuple[Op
     return tuple(names.get(o, o) if isinstance(o, Name) else o for o in operands)
 
 
+def soft_cap_of(program: Program) -> float:
+    """``cap`` of a program that is ``cap * tanh(score / cap)``, 0.0 of any other."""
+    if [line.operation for line in program.lines] != ["div", "tanh", "mul"]:
+        return 0.0
+    divided, of_tanh, factors = (line.operands for line in program.lines)
+    score, cap = divided
+    if score != "score" or isinstance(cap, Name) or cap <= 0:
+        return 0.0
+    first, second, last = (line.name for line in program.lines)
+    is_cap = of_tanh == (first,) and factors in ((cap, second), (second, cap)) and program.results == (last,)
+    return float(cap) if is_cap else 0.0
+
+
 class Load(NamedTuple):
     """What the derivative by an element of a captured tensor belongs to."""
 

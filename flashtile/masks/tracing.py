@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flashtile.masks.program import LOAD, Builder, Name, Operand, Program
+from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.masks.triton_functions import in_torch
 
 SIGNATURES = {
@@ -41,6 +41,8 @@ class Trace(NamedTuple):
     tensors: tuple[Tensor, ...]
     text: str
     """Of the program, written once."""
+    soft_cap: float
+    """Of a program that is a soft-cap of the scores and no more, else 0."""
 
 
 def trace(kind: str, function: Callable[..., Any]) -> Trace:
@@ -67,7 +69,7 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
         text = f"{kind} must return {_said(wanted)} ({_HOW[wanted]}), got {got}"
         raise TypeError(f"{text}\n  {_first_line(function)}")
     program = recorder.builder.finish(operand)
-    return Trace(program, tuple(recorder.tensors), str(program))
+    return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program))
 
 
 _HOW = {

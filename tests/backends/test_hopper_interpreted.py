@@ -36,7 +36,7 @@ from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
 from flashtile.fp8.layout import E4M3
 from flashtile.linear.problem import LinearTensors
-from flashtile.masks import alibi, create_block_mask, window
+from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from gluon_interpreter import Edited, interpreted
 
 exhaustive = pytest.mark.exhaustive
@@ -160,6 +160,24 @@ def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
     ):
         testing.check(q, k, v, backend="hopper", **given)
     assert {"forward_kernel", "backward_kernel"} <= set(interpreter.launched)
+
+
+def test_a_block_mask_of_whole_blocks() -> None:
+    """Full, partial and empty ones, and rows that have none: no other mask hides a key."""
+    mask = mask_mod(lambda b, h, q, kv: (q // 128 != 1) & (((q - kv) % 3 != 1) | (kv < 128)))
+    blocks = create_block_mask(mask, None, None, 384, 384, "cpu")
+    q, k, v = (testing.random_tensor((1, 384, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
+
+
+def test_divisions_of_negative_numbers() -> None:
+    mask = mask_mod(
+        lambda b, h, q, kv: ((q - kv) // 3 + (q - kv) % 5 * 2 + (q - kv) // 4 + (q - kv) % 8) % 3 == 0
+    )
+    q, k, v = (testing.random_tensor((1, 140, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", mask_mod=mask, gradients=False)
 
 
 @exhaustive

@@ -96,6 +96,10 @@ def tanh_of_product(x: Value, rate: Any, dtype: Any) -> Value:
     return Value(torch.tanh(x.data * factor), dtype)
 
 
+def kept_where_a_bit_is_set(x: Value, bits: Value, bit: Value, dtype: Any) -> Value:
+    return Value(torch.where((bits.data & bit.data) != 0, x.data, float("-inf")), dtype)
+
+
 KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"\{ \.reg \.pred never;.*nanosleep.*\}", same),
     (r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", rounded),
@@ -107,6 +111,10 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"prmt\.b32 \$0, \$2, \$3, 0x6420; prmt\.b32 \$1, \$2, \$3, 0x7531;", bytes_exchanged),
     (r"\{ \.reg \.f32 a; mul\.ftz\.f32 (\$0|a), \$1, \$2; .*(ex2|tanh)\.approx.* \}", tanh_of_product),
     (r"lg2\.approx\.ftz\.f32 \$0, \$1;", log2),
+    (
+        r"\{ \.reg \.pred seen; .*and\.b32 bit, .*selp\.f32 \$0, \$1, 0fFF800000, seen; \}",
+        kept_where_a_bit_is_set,
+    ),
     (r"griddepcontrol\.(wait|launch_dependents); mov\.[bu]32 \$0, (0|\$1);", nothing),
     (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", nothing),
     (r"fence\.proxy\.async; mov\.b32 \$0, \$1;", proxy_fence),

@@ -12,6 +12,7 @@ from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 import flashtile
 from cases import Case
 from flashtile import masks, reference, testing
+from flashtile.masks.mods import traced
 from targets import Target
 
 CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, heads_kv=2, head_dim=24)
@@ -136,3 +137,29 @@ def test_a_mask_that_flex_attention_does_not_write_down_hides_nothing() -> None:
     q, k, v = torch.randn(3, 1, 100, 2, 16).unbind()
     out = flashtile.attention(q, k, v, block_mask=block_mask)
     torch.testing.assert_close(out, flashtile.attention(q, k, v))
+
+
+def test_a_soft_cap_is_recognised() -> None:
+    """The kernels' own then serves it; nothing that only looks like one."""
+    capped = [masks.softcap(20.0), lambda score, b, h, q, kv: torch.tanh(score / 20) * 20]
+    others = [
+        lambda score, b, h, q, kv: 20 * torch.tanh(score / 10),
+        lambda score, b, h, q, kv: 20 * torch.tanh(20 / score),
+        lambda score, b, h, q, kv: 20 * torch.tanh(score / 20) - 1,
+        lambda score, b, h, q, kv: q * torch.tanh(score / 20),
+        lambda score, b, h, q, kv: torch.tanh(score / 20) * torch.tanh(score / 20),
+        lambda score, b, h, q, kv: -20 * torch.tanh(score / -20),
+    ]
+    found = [traced("score_mod", function).soft_cap for function in (*capped, *others)]
+    assert found == [20.0] * len(capped) + [0.0] * len(others)
+
+
+def test_a_recognised_soft_cap_beside_another_and_slopes() -> None:
+    q, k, v = (testing.random_tensor((1, 40, 2, 16), torch.float32, "cpu", seed=seed) for seed in range(3))
+    for beside in (
+        {},
+        {"softcap": 2.0},
+        {"alibi_slopes": torch.tensor([0.5, 0.25])},
+        {"mask_mod": masks.causal()},
+    ):
+        testing.check(q, k, v, score_mod=masks.softcap(1.0), **beside)

@@ -190,6 +190,15 @@ class Tree(NamedTuple):
 
 
 @gluon.jit
+def visited(C: gl.constexpr, rows, n):
+    """(block, whether it is full): what the lists of a block mask call block ``n`` of a tile, early enough to
+    arrive under a product."""
+    if C.LISTED:
+        return key_block(C, rows.mods.visits, n)
+    return n, False
+
+
+@gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
     """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units.
 
@@ -201,8 +210,6 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
             s = s * numbers.softcap_log2
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
-    if C.LISTED:
-        n, _ = key_block(C, rows.mods.visits, n)
     if C.SCORE_MOD is not None:
         s = modify_scores(C, s, n, rows, numbers, s_layout)
     if C.ALIBI:
@@ -212,15 +219,14 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 
 @gluon.jit
-def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
-    """-inf for keys of block ``n`` outside [first_key, last_key] of their row, and what MASK_MOD hides."""
+def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
+    """-inf for keys of block ``n`` outside [first_key, last_key] of their row, and for what MASK_MOD hides
+    unless the block mask says that it ``is_full``."""
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
-    is_full = False
-    if C.LISTED:
-        n, is_full = key_block(C, rows.mods.visits, n)
     if C.MASK_MOD is not None:
         s = hide_cells(C, s, n, is_full, rows, s_layout)
-    s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    if C.MASK_MOD is None or not C.LISTED or not C.EVEN_N:
+        s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:
         s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_TREE:
@@ -276,10 +282,10 @@ def scale_rows(x, factor):
 @gluon.jit
 def attend_uncut(
     C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, ping_pong, rows, numbers,
-    s_layout: gl.constexpr, p_layout: gl.constexpr,
+    s_layout: gl.constexpr, p_layout: gl.constexpr, n_cut=0,
 ):  # fmt: skip
     """Blocks n_from - 1 down to n_to, which no edge of the mask cuts: Q K^T of each beside P V of the last
-    one.
+    one. Those of a block mask from n_cut on are under its mask.
 
     ``p`` is P of block n_from, ``i`` the use of the channels of k and v that block n_from - 1 is.
     """
@@ -288,9 +294,13 @@ def attend_uncut(
         s = qk_block(C, C.BLOCK_N, q, q_head, k, i, s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
         ping_pong.pass_on(W)
+        block, is_full = visited(C, rows, n)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
-        s = apply_score_mod(C, s, n, rows, numbers, s_layout)
+        s = apply_score_mod(C, s, block, rows, numbers, s_layout)
+        if C.LISTED:  # noqa: SIM102 - one is known to the compiler, the other is not
+            if n >= n_cut:
+                s = mask(C, s, block, rows, s_layout, is_full)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         if C.PIN_WAIT:
@@ -325,10 +335,11 @@ def attend_cut(
         ping_pong.wait(W, i)
         s = qk_block(C, WIDTH, q, q_head, k, i, s_layout)
         ping_pong.pass_on(W)
+        block, is_full = visited(C, rows, n)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
-        s = apply_score_mod(C, s, n, rows, numbers, s_layout)
-        s = mask(C, s, n, rows, s_layout)
+        s = apply_score_mod(C, s, block, rows, numbers, s_layout)
+        s = mask(C, s, block, rows, s_layout, is_full)
         weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
@@ -507,32 +518,35 @@ def attend_tile(
         )  # fmt: skip
         my_end = whole
     n = my_end - 1
-    if C.HAS_RIGHT or C.HAS_CUTS:
+    CUTS_FIRST: gl.constexpr = C.HAS_RIGHT or (C.HAS_CUTS and not C.LISTED)
+    if CUTS_FIRST:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i = attend_cut(
             C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, ping_pong,
             rows, numbers, dtype,
         )  # fmt: skip
 
-    # The first block of the pipeline, the only one of it that may be cut.
+    # The first block of the pipeline, the only one of it that an edge may cut.
     ping_pong.wait(W, i)
     s = qk_block(C, C.BLOCK_N, q_tile, q_head, k, i, s_layout)
     ping_pong.pass_on(W)
+    first_block, is_full = visited(C, rows, n)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
-    s = apply_score_mod(C, s, n, rows, numbers, s_layout)
+    s = apply_score_mod(C, s, first_block, rows, numbers, s_layout)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS:
-        s = mask(C, s, n, rows, s_layout)
+        s = mask(C, s, first_block, rows, s_layout, is_full)
     weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
     l = scale_rows(l, alpha) + quad_sums(weights)
-    if C.HAS_RIGHT or C.HAS_CUTS:
+    if CUTS_FIRST:
         o = scale_rows(o, alpha)
     p = gl.convert_layout(weights.to(dtype), p_layout)
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, p, i = attend_uncut(
-        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, ping_pong, rows, numbers, s_layout, p_layout
-    )
+        C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, ping_pong, rows, numbers, s_layout,
+        p_layout, full_end,
+    )  # fmt: skip
     o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
     if C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])

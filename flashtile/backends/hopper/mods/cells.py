@@ -10,6 +10,16 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.mods.visits import key_visits, row_visits
 
+COLUMNS = gl.constexpr(16)
+"""Of a block, on which MASK_MOD is called at a time."""
+
+KEEP_SEEN = gl.constexpr(
+    "{ .reg .pred seen; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 seen, bit, 0; "
+    "selp.f32 $0, $1, 0fFF800000, seen; }"
+)
+"""Of (score, bits, bit). Each test stands beside its choice: the compiler would make all tests first and pack
+their results."""
+
 
 class CellMods(NamedTuple):
     """What functions are called with beside rows and keys, and what a block mask has the tile visit."""
@@ -60,10 +70,39 @@ def modify_scores(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
 
 
 @gluon.jit
+def cells_seen(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
+    """What MASK_MOD leaves of ``WIDTH`` keys of block ``n``, all if it ``is_full``: [rows, COLUMNS] ints, in
+    which bit a of column c is key a * COLUMNS + c.
+
+    A loop has the instructions of MASK_MOD once. Written out they would be there for each of a thread's
+    scores and for each consumer, more than the instruction cache holds.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    mods = rows.mods
+    queries = gl.convert_layout(rows.positions - mods.offset, gl.SliceLayout(1, layout))[:, None]
+    keys = n * C.BLOCK_N + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    bits = gl.full([rows.positions.shape[0], COLUMNS], 0, gl.int32, layout)
+    steps = n * 0 + WIDTH // COLUMNS
+    if C.LISTED:
+        bits = gl.where(is_full, 0 if mods.visits.is_empty else -1, bits)
+        steps = 0 if is_full or mods.visits.is_empty else steps
+    # A number of steps that the compiler knew would make it write the loop out.
+    steps = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [steps], gl.int32, True, 1)
+    for a in range(steps):
+        seen = C.MASK_MOD(mods.sequence, mods.head, queries, keys + a * COLUMNS, mods.captured)
+        bits = bits | gl.where(seen, 1 << a, bits * 0)
+    return bits
+
+
+@gluon.jit
 def hide_cells(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr):
     """-inf for the keys of block ``n`` that MASK_MOD hides, unless the block is full."""
-    mods = rows.mods
-    keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
-    queries = rows.positions - mods.offset
-    seen = C.MASK_MOD(mods.sequence, mods.head, queries[:, None], keys[None, :], mods.captured)
-    return gl.where(seen | is_full, s, float("-inf"))
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    bits = cells_seen(C, n, is_full, rows, N)
+    s = s.reshape([M, N // COLUMNS, COLUMNS])
+    layout: gl.constexpr = s.type.layout
+    bits = gl.convert_layout(bits, gl.SliceLayout(1, layout))[:, None, :]
+    bit = 1 << gl.arange(0, N // COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    s = gl.inline_asm_elementwise(KEEP_SEEN, "=f,f,r,r", [s, bits, bit[None, :, None]], gl.float32, True, 1)
+    return gl.convert_layout(s.reshape([M, N]), s_layout)

@@ -1,9 +1,9 @@
 """The Hopper forward with functions of scores and masks, and along the lists of a block mask.
 
 The kernel is that without functions (``forward.kernel``), whose steps call SCORE_MOD and MASK_MOD where they
-modify and hide scores, and take the blocks of keys from ``visits``. Full blocks keep the pipeline in which
-the softmax of one runs under the products of its neighbours. Those under a mask are treated like the blocks
-that an edge cuts. Sequences are dense.
+modify and hide scores, and take the blocks of keys from ``visits``. The blocks of a block mask, full or under
+its mask, share one loop, in which the softmax of one runs under the products of its neighbours. With
+MASK_MOD alone all blocks are treated like those that an edge cuts. Sequences are dense.
 """
 
 from typing import Any, NamedTuple

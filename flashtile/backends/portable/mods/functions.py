@@ -24,8 +24,12 @@ from flashtile.masks.problem import Mods
 from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives
 
 _STEPS = {
-    name: getattr(steps, name) for name in ("element", "floor_div", "floor_mod", "power", "sign", "tanh")
-}
+    name: getattr(steps, name)
+    for name in (
+        "element", "floor_div", "floor_div_by_positive", "floor_mod", "floor_mod_by_positive", "power",
+        "sign", "tanh",
+    )
+}  # fmt: skip
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -37,6 +41,8 @@ _CALLS = {
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
 }  # fmt: skip
+
+_BY_NUMBER = ("div", "floordiv", "mod")
 
 _kept: BoundedCache = BoundedCache(4 * 2**20)
 """Functions by their text."""
@@ -131,8 +137,11 @@ class _Writer:
             self.write(f"{line.name} = {self._load(line) if line.operation == LOAD else self._call(line)}")
 
     def _call(self, line: Line) -> str:
-        operands = [self.operand(operand) for operand in line.operands]
         operation = line.operation
+        by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
+        if by_number is not None:
+            return by_number
+        operands = [self.operand(operand) for operand in line.operands]
         if operation in _INFIX:
             return f" {_INFIX[operation]} ".join(operands)
         if operation in _CALLS:
@@ -145,6 +154,22 @@ class _Writer:
             "int": f"{x}.to(tl.int32)",
             "bool": f"{x} != 0",
         }[operation]
+
+    def _by_number(self, operation: str, x: Any, number: Any) -> str | None:
+        """A division by a number, where there are cheaper instructions for it; else None."""
+        if not isinstance(x, Name) or isinstance(number, Name) or number <= 0:
+            return None
+        text, kind = self.operand(x), self.program.kinds[x]
+        if operation == "div":  # a score is rounded anyway; what a condition may compare is not
+            of_score = kind == "float" and "score" in depends_on(self.program)[x]
+            return f"{text} * ({1 / number!r})" if of_score and 1e-30 < number < 1e30 else None
+        if kind != "int" or type(number) is not int:
+            return None
+        if number & (number - 1):
+            return f"{_CALLS[operation]}_by_positive({text}, {number})"
+        if operation == "mod":
+            return f"{text} & {number - 1}"
+        return f"{text} >> {number.bit_length() - 1}"
 
     def _load(self, line: Line) -> str:
         tensor, *indices = line.operands

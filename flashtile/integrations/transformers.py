@@ -1,8 +1,9 @@
 """``attn_implementation="flashtile"`` for Hugging Face Transformers, once :func:`register` has been called.
 
-Transformers' own code for its flash implementations removes padding, packs and casts. It gets our functions
-where it would load FlashAttention's. It passes on only what a function names, so that the ones here take
-Transformers' names: ``s_aux`` is the attention sink.
+Attention itself is :mod:`flashtile.integrations.transformers_attention`'s. In compiled models and over pages,
+Transformers' own code for its flash implementations runs around our functions, which it gets where it would
+load FlashAttention's. It passes on only what a function names, so that the ones here take Transformers'
+names: ``s_aux`` is the attention sink.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flashtile.attn.functional import attention, flash_attn_func, flash_attn_varlen_func
+from flashtile.attn.functional import flash_attn_func, flash_attn_varlen_func
 from flashtile.checks.arguments import renamed
 from flashtile.decode.functional import flash_attn_with_kvcache
-from flashtile.padding import as_cells
+from flashtile.integrations.transformers_attention import IN_CONFIG, serving
+from flashtile.integrations.transformers_masks import mask_of_keys
 
 NAMES = ("flashtile", "flashtile_2")
 """Both are the same. Continuous batching decodes over pages only where a name ends in 2 or 3."""
@@ -29,9 +30,6 @@ BIASED = ("t5", "mt5", "umt5")
 """Model types that support no flash implementation only because they add a bias to their scores."""
 
 _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
-_IN_CONFIG = {
-    "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
-}
 
 
 def register(as_flash_attention: bool = False) -> None:
@@ -79,8 +77,8 @@ def register(as_flash_attention: bool = False) -> None:
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.masking_utils import flash_attention_mask
 
-    mask = _with_static_caches(flash_attention_mask)
-    forwards = dict.fromkeys(NAMES + literal, _checked(flash_attention_forward))
+    mask = mask_of_keys(flash_attention_mask)
+    forwards = dict.fromkeys(NAMES + literal, serving(flash_attention_forward))
     if any(name.startswith("paged|flash") for name in modeling.ALL_ATTENTION_FUNCTIONS):
         from transformers.integrations.flash_paged import paged_attention_forward
 
@@ -136,7 +134,7 @@ def dense(
             deterministic=deterministic, sink=s_aux,
         )  # fmt: skip
     except NotImplementedError as error:
-        raise renamed(error, _IN_CONFIG) from None
+        raise renamed(error, IN_CONFIG) from None
 
 
 def varlen(
@@ -162,7 +160,7 @@ def varlen(
             softmax_scale, causal, window_size, softcap, deterministic=deterministic, sink=s_aux,
         )  # fmt: skip
     except NotImplementedError as error:
-        raise renamed(error, _IN_CONFIG) from None
+        raise renamed(error, IN_CONFIG) from None
 
 
 def with_kvcache(
@@ -198,124 +196,6 @@ class _Loader:
         if implementation in NAMES + _PAGED + self.literal:
             return dense, varlen, with_kvcache, *self.padding
         return self.original(implementation, *arguments, **named)
-
-
-def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' flash attention, refusing what it would leave out or trip over."""
-
-    @functools.wraps(forward)
-    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any) -> Any:
-        cells = attention_mask is not None and attention_mask.dim() == 4
-        if cells or named.get("output_attentions") or named.get("position_bias") is not None:
-            return _attend(module, query, key, value, attention_mask, **named)
-        return forward(module, query, key, value, attention_mask, **named)
-
-    return attention
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    output_attentions: bool = False,
-    cache: Any = None,
-    position_ids: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """(out, weights) under a mask of scores, with a bias of theirs, or with the weights: out (batch, seqlen,
-    heads, head_dim), weights (batch, heads, seqlen, keys) or None.
-
-    A mask of four dimensions says what causality and windows hide, too. One of two dimensions is of keys, and
-    shorter than a static cache, of which only so many have been written.
-    """
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    reach = -1 if sliding_window is None else sliding_window - 1
-    options: dict[str, Any]
-    of_scores = attention_mask is not None and attention_mask.dim() == 4
-    _refuse_packed(cache, None if of_scores else position_ids, len(q), others)
-    if attention_mask is not None and of_scores:
-        options = as_cells(attention_mask[..., : k.shape[1]], k.shape[1])
-    else:
-        causal = _is_causal(module) if is_causal is None else is_causal
-        options = {"causal": causal, "window_size": (reach, -1 if causal else reach)}
-        if attention_mask is not None:
-            keys = attention_mask[:, : k.shape[1]].bool()
-            k, v = k[:, : keys.shape[1]], v[:, : keys.shape[1]]
-            if reach < 0:
-                options["key_padding_mask"] = keys
-            else:
-                options = {"mask": _without_padding(keys, q.shape[1], causal, reach)[:, None]}
-    if position_bias is not None:
-        position_bias = position_bias[..., : k.shape[1]]
-        options["bias"] = position_bias + options["bias"] if "bias" in options else position_bias
-    options |= {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "sink": s_aux}
-    found: Any = attention(q, k, v, return_attn_weights=output_attentions, **options)
-    return found if output_attentions else (found, None)
-
-
-def _refuse_packed(cache: Any, position_ids: Tensor | None, batch: int, others: dict[str, Any]) -> None:
-    restarts = position_ids is not None and batch == 1 and bool((position_ids.diff() < 0).any())
-    if cache is not None or restarts or any("cu_seq" in n and t is not None for n, t in others.items()):
-        raise NotImplementedError(
-            "output_attentions must be False, and there must be no position bias or mask of scores, where "
-            'sequences are packed or lie in pages: use model.set_attn_implementation("eager") for them'
-        )
-
-
-def _is_causal(module: Any) -> bool:
-    """Of a module that attends. In Transformers 5.17 UMT5's decoder does not say that it is."""
-    biased_decoder = getattr(module, "is_decoder", False) and getattr(
-        module, "has_relative_attention_bias", False
-    )
-    return module.is_causal or biased_decoder
-
-
-def _with_static_caches(mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Transformers' mask of keys. Where it would be None over a static cache, it says how many there are.
-
-    Without it attention would take the cache's unwritten places for keys.
-    """
-
-    @functools.wraps(mask)
-    def of_keys(*arguments: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
-        if attention_mask is None and "allow_is_bidirectional_skip" not in named:
-            written = int(named["q_offset"]) + named["q_length"] - named["kv_offset"]
-            if written < named["kv_length"]:
-                device = named.get("device")
-                return torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
-        return mask(*arguments, attention_mask=attention_mask, **named)
-
-    return of_keys
-
-
-def _without_padding(keys: Tensor, seqlen_q: int, causal: bool, reach: int) -> Tensor:
-    """(batch, seqlen_q, seqlen_k): which keys a query sees, by positions that do not count padding.
-
-    Args:
-        keys: (batch, seqlen_k), True for keys that are there; of queries, as many as they are, or the last.
-        reach: how far the window goes back, and ahead unless ``causal``; -1 without one.
-    """
-    positions = keys.cumsum(1) - 1
-    if seqlen_q == keys.shape[1]:
-        own = positions
-    else:
-        own = keys.sum(1, keepdim=True) - seqlen_q + torch.arange(seqlen_q, device=keys.device)
-    distance = positions[:, None] - own[:, :, None]
-    seen = keys[:, None].expand(distance.shape)
-    if causal:
-        seen = seen & (distance <= 0)
-    if reach >= 0:
-        seen = seen & (distance.abs() <= reach)
-    return seen
 
 
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:

@@ -1,0 +1,250 @@
+"""The attention that Transformers' models call, layer by layer: what a mask says becomes a call of ours.
+
+Nothing is packed together and put back, and no layer waits for the device:
+:mod:`flashtile.integrations.transformers_masks` reads a mask once in a forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.functional import attention
+from flashtile.checks.arguments import renamed
+from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.decode.problem import MAX_HEAD_DIM
+from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of, seen_by_window
+from flashtile.padding import as_cells
+
+IN_CONFIG = {
+    "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
+}
+"""What a model's user calls an argument, for errors."""
+
+EVERYWHERE = {"causal": False, "window_size": (-1, -1)}
+"""For masks that say all that is hidden."""
+
+Options = dict[str, Any]
+"""Keywords of :func:`flashtile.attention`."""
+
+FEW_QUERIES = 16
+"""Up to so many queries of a sequence over a cache are a step of decoding, whose keys are split."""
+
+
+def serving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that Transformers calls for attention, ``original`` where the model is compiled or keys
+    lie in pages.
+
+    It takes query, key and value as (batch, heads, seqlen, head_dim), and returns out (batch, seqlen, heads,
+    head_dim) with weights (batch, heads, seqlen, keys) or None.
+    """
+
+    @functools.wraps(original)
+    def serve(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        of_scores = attention_mask is not None and attention_mask.dim() == 4
+        with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
+        if not with_scores and (others.get("cache") is not None or torch.compiler.is_compiling()):
+            return original(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                sliding_window=sliding_window, softcap=softcap, is_causal=is_causal, s_aux=s_aux, **others,
+            )  # fmt: skip
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if q.dtype == torch.float32:
+            q, k, v = _in_dtype_of_weights(module, q, k, v)
+        reach = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
+        options: dict[str, Any] = {
+            "softmax_scale": scaling, "softcap": softcap or 0.0, "window_size": (reach, reach),
+            "causal": _is_causal(module) if is_causal is None else is_causal,
+        }  # fmt: skip
+        if s_aux is not None:
+            options["sink"] = s_aux.to(q.dtype)
+        if dropout:
+            options["dropout_p"] = dropout
+        if _wants_determinism(others.get("deterministic")):
+            options["deterministic"] = True
+        try:
+            if with_scores:
+                return _with_scores(q, k, v, attention_mask, options, others)
+            if attention_mask is not None:
+                return _padded(q, k, v, attention_mask, options), None
+            sequences = _sequences(q.shape[0], others)
+            attend = _dense if sequences is None else _packed
+            return attend(q, k, v, options | (sequences or {})), None
+        except NotImplementedError as error:
+            raise renamed(error, IN_CONFIG) from None
+
+    return serve
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    """Every query and key is there."""
+    if _is_step(q, k, v, options):
+        return flash_attn_with_kvcache(q, k, v, **options)
+    return attention(q, k, v, **options)
+
+
+def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """A step of decoding: few queries over more keys, and nothing that only training has."""
+    return (
+        q.shape[1] <= FEW_QUERIES
+        and q.shape[1] < k.shape[1]
+        and "dropout_p" not in options
+        and "deterministic" not in options
+        and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    )
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options) -> Tensor:
+    """Under a mask of keys, (batch, seqlen_k), True for those that are there. It is shorter than a static
+    cache, of which only so many keys have been written.
+
+    Queries are the last tokens. Where there are as many as keys, they are padded as the keys are if causality
+    or a window says that both are of one text: an encoder's keys may have other queries.
+    """
+    if mask.shape[1] > k.shape[1]:
+        mask = mask[:, : k.shape[1]]
+    padding, seqlen = padding_of(mask), mask.shape[1]
+    if seqlen < k.shape[1]:
+        k, v = k[:, :seqlen], v[:, :seqlen]
+    if padding.whole:
+        return _dense(q, k, v, options)
+    by_place = options["causal"] or options["window_size"] != (-1, -1)
+    if padding.solid and by_place and q.shape[1] == seqlen:
+        return _in_runs(q, k, v, padding, options)
+    if padding.on_right and not by_place:
+        return attention(q, k, v, seqused_k=padding.lengths, **options)
+    if padding.on_left and _is_step(q, k, v, options):
+        return flash_attn_with_kvcache(q, k, v, cache_leftpad=padding.starts, **options)
+    return _under_keys(q, k, v, mask.bool(), options)
+
+
+def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options) -> Tensor:
+    """Queries and keys of the same padded sequences. The longest count as long as the batch is, so that
+    batches of one shape are launches of one kind."""
+    offsets, used = padding.runs
+    runs = {
+        "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "seqused_k": used, "max_seqlen_q": q.shape[1],
+        "max_seqlen_k": k.shape[1],
+    }  # fmt: skip
+    return _packed(q, k, v, options | runs)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    """Sequences that lie one after the other."""
+    out: Tensor = attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
+    return out.unflatten(0, q.shape[:2])
+
+
+def _sequences(batch: int, others: dict[str, Any]) -> dict[str, Any] | None:
+    """Offsets and lengths of packed sequences, as ``attention`` takes them: those that the caller gave, or
+    what positions say that restart."""
+    of_q, of_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
+    most_q, most_k = others.get("max_length_q"), others.get("max_length_k")
+    if of_q is None or of_k is None or most_q is None or most_k is None:
+        positions = others.get("position_ids")
+        if batch != 1 or positions is None or positions.shape[-1] == 1:
+            return None
+        packing = packing_of(positions)
+        if packing is None:
+            return None
+        of_q = of_k = packing.cu_seqlens
+        most_q = most_k = packing.max_seqlen
+    return {
+        "cu_seqlens_q": of_q.int(), "cu_seqlens_k": of_k.int(), "max_seqlen_q": int(most_q),
+        "max_seqlen_k": int(most_k),
+    }  # fmt: skip
+
+
+def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Any:
+    """Under a mask of keys that may lie anywhere. A window counts those that are there."""
+    reach, causal = options["window_size"][0], options["causal"]
+    if reach < 0:
+        return attention(q, k, v, key_padding_mask=keys, **options)
+    seen = seen_by_window(keys, q.shape[1], causal, reach)
+    return attention(q, k, v, mask=seen[:, None], **options | EVERYWHERE)
+
+
+def _with_scores(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """(out, weights) under a mask of scores, with a bias of theirs, or with the weights.
+
+    A mask of four dimensions says what causality and windows hide, too.
+    """
+    of_scores = mask is not None and mask.dim() == 4
+    _refuse_packed(None if of_scores else others.get("position_ids"), len(q), others)
+    if mask is not None and not of_scores:
+        mask = mask[:, : k.shape[1]].bool()
+        k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
+    wanted, bias = bool(others.get("output_attentions")), others.get("position_bias")
+    options = options | {"return_attn_weights": wanted}
+    if bias is not None:
+        bias = options["bias"] = bias[..., : k.shape[1]]
+    found: Any
+    if mask is None:
+        found = attention(q, k, v, **options)
+    elif not of_scores:
+        found = _under_keys(q, k, v, mask, options)
+    else:
+        cells = as_cells(mask[..., : k.shape[1]], k.shape[1])
+        if bias is not None and "bias" in cells:
+            cells["bias"] = bias + cells["bias"]
+        found = attention(q, k, v, **options | EVERYWHERE | cells)
+    return found if wanted else (found, None)
+
+
+def _refuse_packed(position_ids: Tensor | None, batch: int, others: dict[str, Any]) -> None:
+    restarts = position_ids is not None and batch == 1 and bool((position_ids.diff() < 0).any())
+    given = any("cu_seq" in name and offsets is not None for name, offsets in others.items())
+    if restarts or given or others.get("cache") is not None:
+        raise NotImplementedError(
+            "output_attentions must be False, and there must be no position bias or mask of scores, where "
+            'sequences are packed or lie in pages: use model.set_attn_implementation("eager") for them'
+        )
+
+
+def _is_causal(module: Any) -> bool:
+    """Of a module that attends. In Transformers 5.17 UMT5's decoder does not say that it is."""
+    biased_decoder = getattr(module, "is_decoder", False) and getattr(
+        module, "has_relative_attention_bias", False
+    )
+    return module.is_causal or biased_decoder
+
+
+def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
+    """float32 tensors in 16 bits if the layer's weights have them: adapters may leave norms in float32.
+
+    Under autocast attention casts itself.
+    """
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return list(tensors)
+    if hasattr(module.config, "_is_quantized"):
+        dtype = module.config.dtype
+    else:
+        weights = (layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Linear))
+        dtype = next((weight.dtype for weight in weights), torch.float32)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _wants_determinism(asked: bool | None) -> bool:
+    """Of the call, or of Transformers' setting in the environment."""
+    return os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1" if asked is None else bool(asked)

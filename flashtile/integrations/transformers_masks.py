@@ -1,0 +1,162 @@
+"""What Transformers' masks of keys and positions say, read once for all the layers of a model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Runs(NamedTuple):
+    """A padded batch as packed sequences, where it lies: runs of tokens, and of padding without keys."""
+
+    cu_seqlens: Tensor  # (runs + 1,) int32
+    seqused_k: Tensor  # (runs,) int32, 0 for padding
+
+
+class Padding:
+    """What a mask of keys says, (batch, seqlen) and True for keys that are there.
+
+    Making one waits for the device, and nothing after it does. It does not keep the mask, or both would be
+    remembered for good.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self._device, self._shape = mask.device, mask.shape
+        keys = mask.bool().cpu()
+        self.whole = bool(keys.all())
+        """There is no padding."""
+        self._lengths, self._starts = keys.sum(1), keys.int().argmax(1)
+        """How many keys a sequence has, and where they begin if they are solid."""
+        self.solid = self.on_left = self.on_right = self.whole
+        if self.whole:
+            return
+        places, ends = torch.arange(keys.shape[1]), self._starts + self._lengths
+        side_by_side = (places >= self._starts[:, None]) & (places < ends[:, None])
+        self.solid = torch.equal(side_by_side, keys)
+        """The keys of each sequence lie side by side, with padding on one side or on both."""
+        self.on_left = self.solid and bool((ends == keys.shape[1]).all())
+        self.on_right = self.solid and not bool(self._starts.any())
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """(batch,) int32, where the keys of each sequence begin."""
+        return self._on_device(self._starts)
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """(batch,) int32, how many keys each sequence has."""
+        return self._on_device(self._lengths)
+
+    @functools.cached_property
+    def runs(self) -> Runs:
+        """Of each sequence the padding before its tokens, the tokens, and the padding behind them.
+
+        Padding has queries, which see no key: their results and gradients are 0 at hardly any work, and
+        nothing is copied together and back.
+        """
+        batch, seqlen = self._shape
+        begin = torch.arange(batch) * seqlen
+        first = begin + self._starts
+        bounds = torch.stack((begin, first, first + self._lengths), 1).flatten()
+        used = F.pad(self._lengths[:, None], (1, 1)).flatten()
+        return Runs(self._on_device(F.pad(bounds, (0, 1), value=batch * seqlen)), self._on_device(used))
+
+    def _on_device(self, numbers: Tensor) -> Tensor:
+        return numbers.int().to(self._device, non_blocking=True)
+
+
+_read: Any = WeakTensorKeyDictionary()
+"""(version, what was read) by tensor, for as long as the tensor lives."""
+
+
+def padding_of(mask: Tensor) -> Padding:
+    """What a mask of keys says. It is looked at once: the layers of a model get the same tensor."""
+    padding: Padding = _once(mask, Padding)
+    return padding
+
+
+class Packing(NamedTuple):
+    """Sequences that lie one after the other in a batch of one."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+def packing_of(positions: Tensor) -> Packing | None:
+    """What positions that restart say, of a batch of one; None if they do not. They are looked at once."""
+    packing: Packing | None = _once(positions, _read_positions)
+    return packing
+
+
+def _read_positions(positions: Tensor) -> Packing | None:
+    from transformers import modeling_flash_attention_utils as flash
+
+    if not flash._is_packed_sequence(positions, 1):
+        return None
+    (cu_seqlens, _), (longest, _) = flash.prepare_fa_kwargs_from_position_ids(positions)
+    return Packing(cu_seqlens.int(), int(longest))
+
+
+def _once(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    """``read(tensor)``, again only if the tensor has been written to.
+
+    Tensors of inference mode do not count their writes. Of them only what :func:`mask_of_keys` made is
+    remembered, which nobody else writes to.
+    """
+    known = _read.get(tensor)
+    counts = not tensor.is_inference()
+    if known is not None and (not counts or known[0] == tensor._version):
+        return known[1]
+    found = read(tensor)
+    if counts:
+        _read[tensor] = tensor._version, found
+    return found
+
+
+def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Transformers' function that makes the mask of a forward pass, reading it on the way.
+
+    The result is None where no key is padding; otherwise the mask of keys. Over a static cache it says how
+    many keys there are: without it attention would take the cache's unwritten places for keys.
+    """
+
+    @functools.wraps(original)
+    def mask(*, kv_length: int, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+        if attention_mask is None and "allow_is_bidirectional_skip" not in named:
+            written = int(named["q_offset"]) + named["q_length"] - named["kv_offset"]
+            if written < kv_length:
+                device = named.get("device")
+                attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
+        if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
+            return original(kv_length=kv_length, attention_mask=attention_mask, **named)
+        keys = attention_mask[:, -kv_length:]  # of a sliding cache the last ones
+        padding = Padding(keys)
+        if padding.whole and keys.shape[1] == kv_length:
+            return None
+        _read[keys] = 0 if keys.is_inference() else keys._version, padding
+        return keys
+
+    return mask
+
+
+def seen_by_window(keys: Tensor, seqlen_q: int, causal: bool, reach: int) -> Tensor:
+    """(batch, seqlen_q, seqlen_k): which keys a query sees, by positions that do not count padding.
+
+    Args:
+        keys: (batch, seqlen_k), True for keys that are there; of queries, as many as they are, or the last.
+        reach: how far the window goes back, and ahead unless ``causal``.
+    """
+    positions = keys.cumsum(1) - 1
+    if seqlen_q == keys.shape[1]:
+        own = positions
+    else:
+        own = keys.sum(1, keepdim=True) - seqlen_q + torch.arange(seqlen_q, device=keys.device)
+    distance = positions[:, None] - own[:, :, None]
+    seen = keys[:, None] & (distance.abs() <= reach)
+    return seen & (distance <= 0) if causal else seen

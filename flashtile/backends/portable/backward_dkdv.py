@@ -23,6 +23,7 @@ from flashtile.backends.portable.tiles import (
     find_sequence,
     head_of,
     kept_cells,
+    kept_or_zero,
     load_slope,
     load_state,
     modify_scores,
@@ -96,7 +97,7 @@ def dkdv_blocks(
         kept_p = p
         if C.HAS_DROPOUT:
             kept = kept_cells(block, start, block.start, lengths, mods, True, C)
-            kept_p = tl.where(kept, p, 0.0)
+            kept_p = kept_or_zero(p, kept, numbers)
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
         # Loaded late: it runs along the columns, where a thread holds many of it.

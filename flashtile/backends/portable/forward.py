@@ -20,6 +20,7 @@ from flashtile.backends.portable.tiles import (
     find_sequence,
     head_of,
     kept_cells,
+    kept_or_zero,
     load_slope,
     load_state,
     modify_scores,
@@ -117,7 +118,8 @@ def attend_blocks(
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if C.HAS_DROPOUT:
-            p = tl.where(kept_cells(block, block.start, start, lengths, mods, False, C), p, 0.0)
+            kept = kept_cells(block, block.start, start, lengths, mods, False, C)
+            p = kept_or_zero(p, kept, numbers)
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_max, row_sum

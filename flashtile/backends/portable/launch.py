@@ -282,9 +282,8 @@ class BackwardLaunch:
         if problem.bias_grad and bias is not None:
             if self._dbias is None:
                 self._dbias = _dbias_kernel(problem, self._config, (q, k, v), extras, self._padded_rows)
-            dbias = bias.new_empty(bias.shape, dtype=torch.float32)
+            dbias = bias.new_empty(bias.shape)
             self._dbias(q.device, *inputs, dbias, *others)
-            dbias = dbias.to(bias.dtype)
         return dq, dk, dv, dsink, dbias
 
     def prepare(

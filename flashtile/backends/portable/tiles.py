@@ -188,17 +188,18 @@ def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr):
+def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr, bias=None):
     """Raw products -> (scores in log2 units, their derivative by the scaled product).
 
-    Every kernel of the forward and backward pass modifies its scores here and nowhere else.
+    ``bias`` is the cells' own, where it is loaded already. Every kernel of the forward and backward pass modifies its scores here and nowhere else.
     """
     scores, score_grad = cap_and_bias(
         scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
     if C.HAS_BIAS:
-        bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
+        if bias is None:
+            bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
         scores = scores + bias.to(tl.float32)
     if C.SCORE_MOD is not None:
         scores, own_grad = C.SCORE_MOD(scores, cells.b, cells.head, cells.rows, cells.keys, block.captured)

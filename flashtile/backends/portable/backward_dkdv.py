@@ -28,6 +28,7 @@ from flashtile.backends.portable.tiles import (
     load_state,
     modify_scores,
     seen_cells,
+    sequence_and_head,
     store_tile,
     walked_block,
 )
@@ -148,8 +149,7 @@ def dkdv_kernel(
     num_heads_kv = num_heads_q // group_size
     pid = tl.program_id(0)
     key_start = (pid % num_blocks) * C.BLOCK_N
-    head_kv = (pid // num_blocks) % num_heads_kv
-    b = (pid // num_blocks) // num_heads_kv
+    b, head_kv = sequence_and_head(pid // num_blocks, num_blocks, num_heads_kv, C.SEQUENCES_FIRST)
     sequence = find_sequence(pointers, lengths, b, C)
     if key_start >= sequence.len_k:
         return

@@ -71,6 +71,7 @@ def variant_of(
         HAS_DROPOUT=problem.dropout_p > 0,
         HIDES=problem.mask or problem.key_padding_mask or problem.attention_chunk > 0,
         PRECISION=precision,
+        SEQUENCES_FIRST=cells[1] is not None and cells[1].shape[0] == 1 < cells[1].shape[1],
     )
 
 

@@ -86,7 +86,10 @@ def head_of(pointer, strides, b, start, head, length):
 
 
 @triton.jit
-def row_block(seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr):
+def row_block(
+    seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    SEQUENCES_FIRST: tl.constexpr = False,
+):  # fmt: skip
     """(sequence, query head, first row) of a program in a grid of (blocks of rows * heads * batch,)."""
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -94,8 +97,18 @@ def row_block(seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.conste
     m_block = pid % num_blocks
     if HAS_RIGHT:
         m_block = num_blocks - 1 - m_block
-    head = (pid // num_blocks) % num_heads_q
-    return (pid // num_blocks) // num_heads_q, head, m_block * BLOCK_M
+    b, head = sequence_and_head(pid // num_blocks, num_blocks, num_heads_q, SEQUENCES_FIRST)
+    return b, head, m_block * BLOCK_M
+
+
+@triton.jit
+def sequence_and_head(i, num_blocks, num_heads, SEQUENCES_FIRST: tl.constexpr):
+    """Of the ``i``-th in a grid of (blocks * heads * batch,)."""
+    if SEQUENCES_FIRST:
+        batch = tl.num_programs(0) // (num_blocks * num_heads)
+        return i % batch, i // batch
+    else:
+        return i // num_heads, i % num_heads
 
 
 @triton.jit
@@ -191,7 +204,8 @@ def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
 def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr, bias=None):
     """Raw products -> (scores in log2 units, their derivative by the scaled product).
 
-    ``bias`` is the cells' own, where it is loaded already. Every kernel of the forward and backward pass modifies its scores here and nowhere else.
+    ``bias`` is that of the cells where it is loaded already. Every kernel of the forward and backward pass
+    modifies its scores here and nowhere else.
     """
     scores, score_grad = cap_and_bias(
         scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,

@@ -43,7 +43,7 @@ def draw_state(q: Tensor) -> Tensor:
 
 
 def threshold(dropout_p: float) -> int:
-    """Numbers of 16 bits below this drop their probability."""
+    """Numbers of 16 bits below this drop their probability. It is such a number itself."""
     return min(round(dropout_p * UNITS), UNITS - 1)
 
 

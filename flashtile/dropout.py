@@ -1,10 +1,18 @@
 """Dropout that is computed, not stored: which probabilities are kept follows from a state of two numbers.
 
-The generator is Philox-4x32 with ten rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
-3"), which makes four words of a counter and a key. The key is the state's seed. The counter of query i and
-key j in sequence b and query head h is (j // 8, i, b * heads_q + h, offset modulo 2^32). Its four words are
-eight numbers of 16 bits, low half first, of which key j has number j % 8. The probability is kept where that
-is at least dropout_p in units of 2^-16. Triton's kernels compute the same.
+It takes two generators (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+Philox-4x32 with ten rounds makes four words for each sequence b and query head h. Its key is the state's
+seed, its counter (b * heads_q + h, offset modulo 2^32, 0, 0).
+
+Philox-2x32 with seven rounds makes two words for each four probabilities: those of queries i and i + 8 and
+keys j and j + 8, where bit 3 of i and of j is 0. Seven rounds are the fewest that passed BigCrush. Its key
+is the first of the four words. Its counter is (pair(i), pair(j)), combined by exclusive or with the second
+and the third; pair(i) = i // 16 * 8 + i % 8 counts the pairs. The first word belongs to query i, the second
+to query i + 8. Of each word the low 16 bits belong to key j, the high 16 to key j + 8.
+
+A probability is kept where its number of 16 bits is at least dropout_p in units of 2^-16. Triton's kernels
+compute the same: one thread holds those four in a product on the tensor cores, and in its transpose.
 """
 
 from __future__ import annotations
@@ -14,12 +22,10 @@ from torch import Tensor
 
 UNITS = 2**16
 """dropout_p is rounded to a multiple of 1 / UNITS."""
-KEYS_AT_ONCE = 8
-"""Neighbouring keys that share a counter."""
-_ROUNDS = 10
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_SMALL_MULTIPLIER = 0xD256D193
 
 
 def draw_state(q: Tensor) -> Tensor:
@@ -37,16 +43,16 @@ def draw_state(q: Tensor) -> Tensor:
 
 
 def threshold(dropout_p: float) -> int:
-    """Numbers of 16 bits below this drop their probability."""
-    return round(dropout_p * UNITS)
+    """Numbers of 16 bits below this drop their probability. It is such a number itself."""
+    return min(round(dropout_p * UNITS), UNITS - 1)
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Four words, int64 from 0 to 2^32 - 1, of words that broadcast."""
+    """Philox-4x32-10: four words, int64 from 0 to 2^32 - 1, of words that broadcast."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     a, b = _MULTIPLIERS
-    for _ in range(_ROUNDS):
+    for _ in range(10):
         c0, c1, c2, c3 = (
             _high_word(b, c2) ^ c1 ^ k0,
             b * c2 & _WORD,
@@ -55,6 +61,15 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
         )
         k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
     return list(torch.broadcast_tensors(c0, c1, c2, c3))
+
+
+def small_philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Philox-2x32-7: two words."""
+    c0, c1 = counter
+    for _ in range(7):
+        c0, c1 = _high_word(_SMALL_MULTIPLIER, c0) ^ key ^ c1, _SMALL_MULTIPLIER * c0 & _WORD
+        key = key + _KEY_STEPS[0] & _WORD
+    return c0, c1
 
 
 def _high_word(factor: int, word: Tensor) -> Tensor:
@@ -87,10 +102,20 @@ def kept(
         shape[dim] = -1
         return torch.arange(extent.start, extent.stop, device=rng_state.device).view(shape)
 
-    groups = range(keys.start // KEYS_AT_ONCE, -(-keys.stop // KEYS_AT_ONCE))
-    sequence_and_head = places(batch, 0) * heads_q + places(heads, 1)
-    counter = places(groups, 3), places(rows, 2), sequence_and_head, offset & _WORD
-    words = philox((seed & _WORD, seed >> 32 & _WORD), counter)
-    numbers = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1).flatten(-2)
-    first = keys.start - groups.start * KEYS_AT_ONCE
-    return numbers[..., first : first + len(keys)] >= threshold(dropout_p)
+    zero = torch.zeros_like(offset)
+    counter = places(batch, 0) * heads_q + places(heads, 1), offset & _WORD, zero, zero
+    key, first_row, first_key, _ = philox((seed & _WORD, seed >> 32 & _WORD), counter)
+    row_pairs, key_pairs = _pairs(rows), _pairs(keys)
+    words = small_philox(key, (places(row_pairs, 2) ^ first_row, places(key_pairs, 3) ^ first_key))
+    numbers = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    # [query of a pair, key of a pair, ..., eights of queries, 8, eights of keys, 8]
+    numbers = numbers.view(2, 2, len(batch), len(heads), len(row_pairs) // 8, 8, len(key_pairs) // 8, 8)
+    numbers = numbers.permute(2, 3, 4, 0, 5, 6, 1, 7).flatten(5).flatten(2, 4)
+    own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
+    own_keys = slice(keys.start % 16, keys.start % 16 + len(keys))
+    return numbers[:, :, own_rows, own_keys] >= threshold(dropout_p)
+
+
+def _pairs(extent: range) -> range:
+    """Of positions i and i + 8, those of whole sixteens that cover ``extent``."""
+    return range(extent.start // 16 * 8, -(-extent.stop // 16) * 8)

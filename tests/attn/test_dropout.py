@@ -25,6 +25,10 @@ def test_philox_makes_the_words_that_its_authors_published():
         whole = torch.tensor(word)
         words = dropout.philox((whole, whole), (whole,) * 4)
         assert " ".join(f"{w.item():08x}" for w in words) == expected
+    for word, expected in ((0, "257a3673 cd26be2a"), (2**32 - 1, "ab302c4d 3dc9d239")):
+        whole = torch.tensor(word)
+        words = dropout.small_philox(whole, (whole, whole))
+        assert " ".join(f"{w.item():08x}" for w in words) == expected
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])

@@ -46,6 +46,8 @@ class Variant:
     """Any block may hold hidden keys, so that all of them take a mask, in one run."""
     PRECISION: str
     """Of the products, in Triton's terms (``input_precision``)."""
+    SEQUENCES_FIRST: bool = False
+    """Programs of one head follow one another through the batch, which shares the bias of that head."""
     SCORE_MOD: Any = None
     """A user's functions, ``@triton.jit`` (``mods.functions``): of scores, of masks, and what adds to the
     gradients of the tensors that the first reads."""

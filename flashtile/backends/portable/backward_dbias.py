@@ -2,7 +2,8 @@
 
 One program owns BLOCK_M by BLOCK_N cells of the bias and walks the sequences, query heads and, if the bias is
 the same for all rows, blocks of rows that share them. It recomputes P and dP, two products more than the
-gradients of q, k and v take, and buys a sum in one order, without atomics and without dS in memory.
+gradients of q, k and v take, and buys a sum in one order, without atomics and without dS in memory. Its part
+of the bias is loaded once.
 """
 
 from typing import Any, NamedTuple
@@ -13,13 +14,22 @@ import triton.language as tl
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile
-from flashtile.backends.portable.arguments import Block, CellStrides, Lengths, Mods, Numbers, Strides
+from flashtile.backends.portable.arguments import (
+    Block,
+    Cells,
+    CellStrides,
+    Lengths,
+    Mods,
+    Numbers,
+    Strides,
+)
 from flashtile.backends.portable.tiles import (
     cells_of,
     chunk_range,
     find_sequence,
     head_of,
     kept_cells,
+    load_cells,
     load_slope,
     load_state,
     modify_scores,
@@ -51,13 +61,14 @@ class Pointers(NamedTuple):
 
 @triton.jit
 def bias_gradient(
-    q, k, v, dout, neg_lse, neg_delta, rows, keys, key_start, block, lengths, numbers, mods, C: tl.constexpr,
+    q, k, v, dout, bias, neg_lse, neg_delta, rows, keys, key_start, block, lengths, numbers, mods, C:
+    tl.constexpr,
 ):  # fmt: skip
-    """dS [BLOCK_M, BLOCK_N]; q, k, v and dout are tiles, neg_lse and neg_delta [BLOCK_M]."""
+    """dS [BLOCK_M, BLOCK_N]; q, k, v, dout and bias are tiles, neg_lse and neg_delta [BLOCK_M]."""
     scores = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
     dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
     cells = cells_of(block, rows, keys, KEYS_FIRST=False)
-    scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
+    scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C, bias)
     p = tl.exp2(scores + neg_lse[:, None])
     p = tl.where(seen_cells(cells, block, lengths, mods, C), p, 0.0)
     if C.HAS_DROPOUT:
@@ -80,7 +91,7 @@ def dbias_kernel(
     drop_threshold, softmax_scale, scale_log2, softcap, keep_scale, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,). dbias [bias_batch, bias_heads,
-    bias_rows, seqlen_k] contiguous, fp32; sizes of the bias are 1 where it is broadcast. The others as in the
+    bias_rows, seqlen_k] contiguous; sizes of the bias are 1 where it is broadcast. The others as in the
     kernel of dQ."""
     pointers = Pointers(
         q, k, v, dout, neg_lse, neg_delta, dbias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, mask,
@@ -117,11 +128,21 @@ def dbias_kernel(
     if not C.BIAS_HAS_ROWS:
         blocks = tl.cdiv(seqlen_q, BLOCK_M)
 
+    # One loop over sequences and heads where sequences are alike: of its rounds several are loaded at once.
+    ALIKE: tl.constexpr = not C.VARLEN and seqused_q is None and seqused_k is None
+    rounds = heads
+    if ALIKE:
+        rounds = heads * sequences
+        sequences = 1
+
     ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     keys = key_start + tl.arange(0, BLOCK_N)
+    own_rows = own_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    # What is summed over has the same bias: that is what it is broadcast along.
+    own = Cells(own_sequence, own_head, own_rows[:, None], keys[None, :], 0, 0)
+    own_bias = load_cells(bias, mods.bias_strides, own, lengths, C.BIAS_HAS_ROWS, 0.0, C)
     for i in range(sequences):
-        b = own_sequence + i
-        sequence = find_sequence(pointers, lengths, b, C)
+        sequence = find_sequence(pointers, lengths, own_sequence + i, C)
         offset = sequence.len_k - sequence.len_q
         for m in range(blocks):
             row_start = (own_block + m) * BLOCK_M
@@ -137,8 +158,9 @@ def dbias_kernel(
                 reached = reached & (key_start < chunk_end) & (key_start + BLOCK_N > chunk_start)
             rows = row_start + tl.arange(0, BLOCK_M)
             # A loop without rounds rather than a branch: the accumulator stays where it is.
-            for h in range(tl.where(reached, heads, 0)):
-                head = own_head + h
+            for n in range(tl.where(reached, rounds, 0)):
+                b = own_sequence + i + n // heads
+                head = own_head + n % heads
                 slope = load_slope(alibi_slopes, alibi_stride, b, head, C.HAS_ALIBI)
                 block = Block(b, head, row_start, offset, slope, None, None)
                 head_kv = head // group_size
@@ -163,15 +185,21 @@ def dbias_kernel(
                     dout_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False
                 )
                 term = bias_gradient(
-                    q_tile, k_tile, v_tile, dout_tile, tl.load(neg_lse + statistics),
+                    q_tile, k_tile, v_tile, dout_tile, own_bias, tl.load(neg_lse + statistics),
                     tl.load(neg_delta + statistics), rows, keys, key_start, block, lengths, numbers, mods, C,
                 )  # fmt: skip
-                ds += tl.where((keys < sequence.len_k)[None, :], term, 0.0)
+                if C.EVEN_N:
+                    ds += term
+                else:
+                    ds += tl.where((keys < sequence.len_k)[None, :], term, 0.0)
 
-    cells = dbias + ((own_sequence.to(tl.int64) * bias_heads + own_head) * bias_rows) * seqlen_k + keys
+    row_stride = seqlen_k
+    if C.EVEN_N:
+        row_stride = tl.multiple_of(row_stride, 16)
+    cells = dbias + ((own_sequence.to(tl.int64) * bias_heads + own_head) * bias_rows) * row_stride + keys
     if C.BIAS_HAS_ROWS:
-        rows = own_block * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = (rows < bias_rows)[:, None] & (keys < seqlen_k)[None, :]
-        tl.store(cells[None, :] + rows.to(tl.int64)[:, None] * seqlen_k, ds, mask=inside)
+        inside = (own_rows < bias_rows)[:, None] & (keys < seqlen_k)[None, :]
+        places = cells[None, :] + own_rows.to(tl.int64)[:, None] * row_stride
+        tl.store(places, ds.to(dbias.dtype.element_ty), mask=inside)
     else:
-        tl.store(cells, tl.sum(ds, 0), mask=keys < seqlen_k)
+        tl.store(cells, tl.sum(ds, 0).to(dbias.dtype.element_ty), mask=keys < seqlen_k)

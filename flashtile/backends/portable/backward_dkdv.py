@@ -23,10 +23,12 @@ from flashtile.backends.portable.tiles import (
     find_sequence,
     head_of,
     kept_cells,
+    kept_or_zero,
     load_slope,
     load_state,
     modify_scores,
     seen_cells,
+    sequence_and_head,
     store_tile,
     walked_block,
 )
@@ -96,7 +98,7 @@ def dkdv_blocks(
         kept_p = p
         if C.HAS_DROPOUT:
             kept = kept_cells(block, start, block.start, lengths, mods, True, C)
-            kept_p = tl.where(kept, p, 0.0)
+            kept_p = kept_or_zero(p, kept, numbers)
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
         # Loaded late: it runs along the columns, where a thread holds many of it.
@@ -147,8 +149,7 @@ def dkdv_kernel(
     num_heads_kv = num_heads_q // group_size
     pid = tl.program_id(0)
     key_start = (pid % num_blocks) * C.BLOCK_N
-    head_kv = (pid // num_blocks) % num_heads_kv
-    b = (pid // num_blocks) // num_heads_kv
+    b, head_kv = sequence_and_head(pid // num_blocks, num_blocks, num_heads_kv, C.SEQUENCES_FIRST)
     sequence = find_sequence(pointers, lengths, b, C)
     if key_start >= sequence.len_k:
         return

@@ -128,7 +128,9 @@ def dq_kernel(
         CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
     )  # fmt: skip
 
-    b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
+    b, head, row_start = row_block(
+        seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M, C.SEQUENCES_FIRST
+    )  # fmt: skip
     head_kv = head // group_size
     sequence = find_sequence(pointers, lengths, b, C)
     if row_start >= sequence.len_q:

@@ -129,7 +129,9 @@ HEAD_DIMS = (16, 32, 64, 128, 256, 512, 576)
 
 def dbias_tile(config: Config) -> KernelConfig:
     """Of the bias's gradient, which keeps four tiles of inputs: not timed."""
-    return replace(config.dkdv, num_stages=1)
+    if config.dkdv.num_stages < 3:
+        return replace(config.dkdv, num_stages=1)
+    return K(128, 64, 8, 2)
 
 
 def family(device: torch.device | Target) -> str:

@@ -20,6 +20,7 @@ from flashtile.backends.portable.tiles import (
     find_sequence,
     head_of,
     kept_cells,
+    kept_or_zero,
     load_slope,
     load_state,
     modify_scores,
@@ -117,7 +118,8 @@ def attend_blocks(
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if C.HAS_DROPOUT:
-            p = tl.where(kept_cells(block, block.start, start, lengths, mods, False, C), p, 0.0)
+            kept = kept_cells(block, block.start, start, lengths, mods, False, C)
+            p = kept_or_zero(p, kept, numbers)
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_max, row_sum
@@ -158,7 +160,9 @@ def forward_kernel(
         CellStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k), seed, rng_offset,
     )  # fmt: skip
 
-    b, head, row_start = row_block(seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
+    b, head, row_start = row_block(
+        seqlen_q, num_heads_q, C.HAS_RIGHT, C.BLOCK_M, C.SEQUENCES_FIRST
+    )  # fmt: skip
     head_kv = head // group_size
     sequence = find_sequence(pointers, lengths, b, C)
     if row_start >= sequence.len_q:

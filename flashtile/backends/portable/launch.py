@@ -71,6 +71,7 @@ def variant_of(
         HAS_DROPOUT=problem.dropout_p > 0,
         HIDES=problem.mask or problem.key_padding_mask or problem.attention_chunk > 0,
         PRECISION=precision,
+        SEQUENCES_FIRST=cells[1] is not None and cells[1].shape[0] == 1 < cells[1].shape[1],
     )
 
 
@@ -284,9 +285,8 @@ class BackwardLaunch:
         if problem.bias_grad and bias is not None:
             if self._dbias is None:
                 self._dbias = _dbias_kernel(problem, self._config, (q, k, v), extras, self._padded_rows)
-            dbias = bias.new_empty(bias.shape, dtype=torch.float32)
+            dbias = bias.new_empty(bias.shape)
             self._dbias(q.device, *inputs, dbias, *others)
-            dbias = dbias.to(bias.dtype)
         return dq, dk, dv, dsink, dbias
 
     def prepare(

@@ -86,7 +86,10 @@ def head_of(pointer, strides, b, start, head, length):
 
 
 @triton.jit
-def row_block(seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr):
+def row_block(
+    seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    SEQUENCES_FIRST: tl.constexpr = False,
+):  # fmt: skip
     """(sequence, query head, first row) of a program in a grid of (blocks of rows * heads * batch,)."""
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -94,8 +97,18 @@ def row_block(seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.conste
     m_block = pid % num_blocks
     if HAS_RIGHT:
         m_block = num_blocks - 1 - m_block
-    head = (pid // num_blocks) % num_heads_q
-    return (pid // num_blocks) // num_heads_q, head, m_block * BLOCK_M
+    b, head = sequence_and_head(pid // num_blocks, num_blocks, num_heads_q, SEQUENCES_FIRST)
+    return b, head, m_block * BLOCK_M
+
+
+@triton.jit
+def sequence_and_head(i, num_blocks, num_heads, SEQUENCES_FIRST: tl.constexpr):
+    """Of the ``i``-th in a grid of (blocks * heads * batch,)."""
+    if SEQUENCES_FIRST:
+        batch = tl.num_programs(0) // (num_blocks * num_heads)
+        return i % batch, i // batch
+    else:
+        return i // num_heads, i % num_heads
 
 
 @triton.jit
@@ -188,17 +201,19 @@ def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr):
+def modify_scores(scores, cells, block, lengths, numbers, mods, C: tl.constexpr, bias=None):
     """Raw products -> (scores in log2 units, their derivative by the scaled product).
 
-    Every kernel of the forward and backward pass modifies its scores here and nowhere else.
+    ``bias`` is that of the cells where it is loaded already. Every kernel of the forward and backward pass
+    modifies its scores here and nowhere else.
     """
     scores, score_grad = cap_and_bias(
         scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
     if C.HAS_BIAS:
-        bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
+        if bias is None:
+            bias = load_cells(mods.bias, mods.bias_strides, cells, lengths, C.BIAS_HAS_ROWS, 0.0, C)
         scores = scores + bias.to(tl.float32)
     if C.SCORE_MOD is not None:
         scores, own_grad = C.SCORE_MOD(scores, cells.b, cells.head, cells.rows, cells.keys, block.captured)
@@ -277,27 +292,50 @@ def load_state(rng_state, C: tl.constexpr):
 
 
 @triton.jit
+def pair_of(start, BLOCK: tl.constexpr):
+    """(number of its pair, which one of it) of ``BLOCK`` positions from ``start``, a multiple of 16: position
+    i and i + 8 are a pair."""
+    i = tl.arange(0, BLOCK)
+    return (start // 2 + (i // 16 * 8 + i % 8)).to(tl.uint32), i // 8 % 2
+
+
+@triton.jit
 def kept_cells(block, row_start, key_start, lengths, mods, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
     """[BLOCK_M, BLOCK_N], or transposed with KEYS_FIRST: which probabilities dropout keeps.
 
-    ``flashtile.dropout`` says how they follow from the state.
+    ``flashtile.dropout`` says how they follow from the state. Each probability computes its two words as if
+    they were its own. But one thread holds all four that share them, in the layout of a matrix product and
+    in that of its transpose, and the compiler sees that they are the same.
     """
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    BLOCK_N: tl.constexpr = C.BLOCK_N
-    GROUPS: tl.constexpr = BLOCK_N // 8
-    zeros = tl.zeros([BLOCK_M, GROUPS], tl.uint32)
-    groups = zeros + (key_start // 8 + tl.arange(0, GROUPS)).to(tl.uint32)[None, :]
-    rows = zeros + (row_start + tl.arange(0, BLOCK_M)).to(tl.uint32)[:, None]
-    head = zeros + (block.b * lengths.num_heads_q + block.head).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(mods.seed, groups, rows, head, zeros + mods.offset)
-    # A join's new dimension runs faster than those before: words 0, 1, 2, 3, of each the low half first.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    numbers = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK_M, BLOCK_N])
-    kept = numbers >= lengths.drop_threshold.to(tl.uint32)
+    # Of a sequence and head, so that it is computed once.
+    head = (block.b * lengths.num_heads_q + block.head).to(tl.uint32)
+    zero = tl.full([], 0, tl.uint32)
+    key, first_row, first_key, _ = tl.philox(mods.seed, head, mods.offset, zero, zero)
+    rows, second_rows = pair_of(row_start, C.BLOCK_M)
+    keys, second_keys = pair_of(key_start, C.BLOCK_N)
+    rows, keys = rows ^ first_row, keys ^ first_key
     if KEYS_FIRST:
-        return tl.trans(kept)
+        word, second_rows = rows[None, :], second_rows[None, :]
+        other, second_keys = keys[:, None], second_keys[:, None]
     else:
-        return kept
+        word, second_rows = rows[:, None], second_rows[:, None]
+        other, second_keys = keys[None, :], second_keys[None, :]
+    for _ in tl.static_range(7):
+        product = word.to(tl.uint64) * 0xD256D193
+        word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
+        key = tl.add(key, 0x9E3779B9, sanitize_overflow=False)
+    word = tl.where(second_rows == 0, word, other)
+    # What lies below a number of 16 bits makes no difference.
+    number = tl.where(second_keys == 0, word << 16, word)
+    return number >= (lengths.drop_threshold.to(tl.uint32) << 16)
+
+
+@triton.jit
+def kept_or_zero(p, kept, numbers):
+    """Probabilities, 0 where dropout does not keep them."""
+    # The compiler must not know that it is 0: it would round first and take the packed pairs apart again.
+    zero = numbers.keep_scale * 0.0
+    return tl.where(kept, p, zero)
 
 
 @triton.jit

@@ -88,10 +88,15 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
     return FLAT if kind == GEMV and problem.M > MOST_GEMV_ROWS else kind
 
 
+def needs_end(problem: LinearProblem) -> bool:
+    """Whether a kernel follows the library's product, which adds a bias or a residual itself."""
+    return problem.end != PLAIN or problem.scales != "none" or (problem.residual and problem.bias)
+
+
 def kernels_around(problem: LinearProblem) -> int:
-    """Kernels that the library's product needs beside itself, for what a flat one has fused."""
-    end = problem.end != PLAIN or problem.scales != "none" or (problem.residual and problem.bias)
-    return problem.norm + end
+    """Kernels that the library's product needs beside itself, for what a flat one has fused. A residual that
+    it adds itself is copied before."""
+    return problem.norm + (needs_end(problem) or problem.residual)
 
 
 def choose(problem: LinearProblem) -> LinearConfig:

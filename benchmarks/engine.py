@@ -160,10 +160,13 @@ def kernels(bench: Bench) -> Rows:
         names[event.name] += event.device_time
         counts[event.name] += 1
     layers = len(engine.runner.model.layers)
-    busy = sum(names.values()) * 1e-6
+    busy, end = 0.0, -1.0  # a dependent launch begins while the kernel before it still runs
+    for first, last in sorted((event.time_range.start, event.time_range.end) for event in events):
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
     rows: Rows = [
         {"kernel": "all", "a_step": len(events) / steps, "a_layer": len(events) / steps / layers,
-         "us_a_step": busy / steps * 1e6, "idle": 1 - busy / seconds}
+         "us_a_step": busy / steps, "idle": 1 - busy * 1e-6 / seconds}
     ]  # fmt: skip
     for name, time_of in names.most_common(14):
         rows.append(
@@ -292,6 +295,7 @@ def guesses(bench: Bench) -> Rows:
                     {"guesses": name, "batch": batch, "tokens_per_second": batch * length / seconds,
                      "ms_a_step": seconds / steps * 1e3, "tokens_a_step": length / steps}
                 )  # fmt: skip
+            del llm  # the next one needs its memory
     return rows
 
 

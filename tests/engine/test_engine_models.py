@@ -7,6 +7,7 @@ import torch
 from engine_models import MODELS, folder, greedy, load, prompts, transformers_model
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
+from flashtile.engine.model import IN_PLACE_ROWS, Matrix
 
 LENGTH = 14
 WAYS = {
@@ -161,3 +162,18 @@ def test_fp8_caches_and_weights_are_near(options):
     entry = output.outputs[0].logprobs[0]
     ours = torch.tensor([entry[t].logprob for t in range(len(expected))])
     assert 0 < (ours - expected).std() < 0.2 * expected.std()
+
+
+def test_a_residual_of_many_tokens_is_added_in_its_own_memory():
+    """Of few it stays as it is, and so does one beside a bias."""
+    x, weight, bias = torch.randn(IN_PLACE_ROWS + 1, 6), torch.randn(4, 6), torch.randn(4)
+    for rows, b, in_place in (
+        (IN_PLACE_ROWS + 1, None, True),
+        (IN_PLACE_ROWS + 1, bias, False),
+        (3, None, False),
+    ):
+        residual = torch.randn(rows, 4)
+        expected = torch.nn.functional.linear(x[:rows], weight, b) + residual
+        out = Matrix(weight, False)(x[:rows], b, residual=residual)
+        torch.testing.assert_close(out, expected)
+        assert (out.data_ptr() == residual.data_ptr()) == in_place

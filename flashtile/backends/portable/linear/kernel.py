@@ -263,8 +263,8 @@ def end_kernel(
 ):  # fmt: skip
     """The end alone, behind the library's product. Grid: (blocks of places * blocks of rows,).
 
-    Only where ``places`` is known to be a multiple of 16 are 16 bytes loaded and stored at a time: the mask of
-    eight elements must be one.
+    ``places`` is specialised: only if it is known to be a multiple of 16 are 16 bytes loaded and stored at a
+    time, since their eight elements must share a mask.
     """
     pointers = EndPointers(
         y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache

@@ -22,8 +22,6 @@ Weights = Callable[[str], Tensor]
 FLOATS = ("F16", "BF16", "F32")
 IGNORED = "rotary_emb.inv_freq"
 INDEX = "model.safetensors.index.json"
-STAGE_BYTES = 2**26
-"""Of pinned memory that a copy to a GPU goes through."""
 
 
 class Parameter(NamedTuple):
@@ -102,7 +100,7 @@ def open_weights(
     places, expected = {}, parameters(config)
     for path in _files(folder):
         try:
-            file = safe_open(path, framework="pt", device="cpu")
+            file = safe_open(path, framework="pt", device=str(device))
             names = list(file.keys())
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a safetensors file: {error}") from None
@@ -134,36 +132,10 @@ def open_weights(
         part = [slice(None)] * len(shape)
         if split is not None:
             part[split] = shard.slice(shape[split])
-        tensor = upload(places[name].get_slice(name)[tuple(part)].contiguous())
-        return tensor.to(device=device, dtype=dtype)
+        tensor = places[name].get_slice(name)[tuple(part)]
+        return tensor.to(device=device, dtype=dtype).contiguous()
 
-    upload = Upload(device) if device.type == "cuda" else lambda tensor: tensor
     return weights
-
-
-class Upload:
-    """Tensors from files to a GPU. The driver copies what is not pinned with one thread; here all cores copy
-    a part into pinned memory while the part before it is on its way."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._rooms = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._events = [torch.cuda.Event() for _ in self._rooms]
-        self._turn = 0
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        out = torch.empty_like(tensor, device=self.device)
-        source, target = (one.reshape(-1).view(torch.uint8) for one in (tensor, out))
-        with torch.cuda.device(self.device):
-            for start in range(0, len(source), STAGE_BYTES):
-                self._turn ^= 1
-                part, event = source[start : start + STAGE_BYTES], self._events[self._turn]
-                room = self._rooms[self._turn][: len(part)]
-                event.synchronize()
-                room.copy_(part)
-                target[start : start + len(part)].copy_(room, non_blocking=True)
-                event.record()
-        return out
 
 
 def random_weights(

@@ -34,13 +34,6 @@ def test_captured_steps_give_the_tokens_of_transformers(name, guesses):
     llm.engine.scheduler.manager.check_integrity()
 
 
-def test_weights_larger_than_the_pinned_memory_they_go_through(monkeypatch):
-    monkeypatch.setattr("flashtile.engine.weights.STAGE_BYTES", 1000)
-    llm = load("llama3", device="cuda", dtype="float32")
-    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
-    assert [output.outputs[0].token_ids for output in outputs] == greedy("llama3", LENGTH)
-
-
 @pytest.mark.parametrize("width", [1, 3])
 def test_sampled_tokens_are_those_without_guesses_on_a_gpu(width):
     params = [SamplingParams(seed=i, max_tokens=12, top_p=0.9, temperature=0.7) for i in range(5)]

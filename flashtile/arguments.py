@@ -133,7 +133,7 @@ def with_unit_stride(tensor: Any) -> Any:
 
 def as_int(name: str, value: Any) -> Any:
     """An int from anything that is one (numpy integers, integer tensors of one element)."""
-    if isinstance(value, torch.SymInt):
+    if type(value) is int or isinstance(value, torch.SymInt):
         return value
     is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
     try:

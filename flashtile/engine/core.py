@@ -174,7 +174,10 @@ class Engine:
             text, prompt = prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, (list, tuple)):
             raise TypeError(f"a prompt must be a string or a list of tokens, got {type(prompt).__name__}")
-        found = [as_int("prompt_token_ids", token) for token in prompt]
+        if set(map(type, prompt)) == {int}:  # a long prompt's first token waits for this
+            found = list(prompt)
+        else:
+            found = [as_int("prompt_token_ids", token) for token in prompt]
         if not found:
             raise ValueError("a prompt must have at least one token")
         if min(found) < 0 or max(found) >= self.config.vocab_size:

@@ -21,6 +21,8 @@ from flashtile.engine.weights import Shard, Weights, quantized
 from flashtile.linear import linear, linear_qkv
 
 SWIGLU = "silu_and_mul"
+IN_PLACE_ROWS = 64
+"""From where on no flat product adds a residual."""
 
 
 class StepInput(NamedTuple):
@@ -78,9 +80,15 @@ class Matrix:
         activation: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Of the normalised x (tokens, K), with bias, activation and residual, in one call."""
+        """Of the normalised x (tokens, K), with bias, activation and residual, in one call.
+
+        The residual's memory may be the result's: of many tokens the library adds to it in place, where
+        :func:`linear` would copy it first.
+        """
         if norm is not None and not norm.fused:
             x, norm = norm(x), None
+        if residual is not None and len(x) > IN_PLACE_ROWS and bias is norm is self.scale is None:
+            return residual.addmm_(x, self.weight.t())
         return linear(
             x, self.weight, bias, weight_scale=self.scale, norm_weight=None if norm is None else norm.weight,
             norm_eps=1e-6 if norm is None else norm.eps, activation=activation, residual=residual,

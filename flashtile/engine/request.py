@@ -28,6 +28,7 @@ class Sequence:
             they are.
         num_computed: tokens whose keys and values are written by the steps launched so far.
         block_sequence: the block manager's number of it, None while it has no memory.
+        num_cached: tokens whose blocks it has entered into the prefix cache.
         state, finish_reason, stop_reason: where it stands.
         forked: the request's other answers have been made from it, or it is one of them.
         guesses: tokens that the next step computes behind the others, to see whether they are right.
@@ -38,14 +39,14 @@ class Sequence:
 
     __slots__ = (
         "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "num_computed", "order", "parents", "pending", "request", "state", "stop_reason",
-        "tokens",
+        "logprobs", "num_cached", "num_computed", "order", "parents", "pending", "request", "state",
+        "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
         self.request, self.index, self.tokens = request, index, tokens
         self.order = (request.priority, request.number, index)
-        self.pending = self.num_computed = 0
+        self.pending = self.num_computed = self.num_cached = 0
         self.block_sequence: int | None = None
         self.state, self.forked, self.held = State.WAITING, False, False
         self.guesses: list[int] = []

@@ -266,6 +266,13 @@ class Runner:
         for entry in entries:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
             place = entry.row * self.known.shape[1]
+            if entry.num_tokens == 1 and not (sequence.guesses or form.places):  # most steps have only these
+                known = entry.start < len(sequence.tokens)
+                tokens.append(sequence.tokens[entry.start] if known else ~place)
+                logits_rows += [len(tokens) - 1] * len(entry.samples)
+                sample_positions += [end] * len(entry.samples)
+                offsets.append(len(tokens))
+                continue
             new = [*sequence.tokens[entry.start : end], *sequence.guesses][: entry.num_tokens]
             if len(new) < entry.num_tokens:  # the last one is on the device only
                 new.append(~place)

@@ -332,7 +332,7 @@ class Scheduler:
             step.move(what, pairs)
             for one in together:
                 (self.running if out else self.waiting).remove(one)
-                one.state = State.SWAPPED if out else State.RUNNING
+                one.state, one.num_cached = State.SWAPPED if out else State.RUNNING, 0
                 insort(self.waiting if out else self.running, one, key=ORDER)
             return True
         return False
@@ -382,7 +382,9 @@ class Scheduler:
 
     def _cache(self, sequence: Sequence, count: int) -> None:
         assert sequence.block_sequence is not None
-        self.manager.cache_blocks(sequence.block_sequence, sequence.tokens[:count], sequence.request.salt)
+        if count // self.manager.block_size > sequence.num_cached // self.manager.block_size:
+            self.manager.cache_blocks(sequence.block_sequence, sequence.tokens[:count], sequence.request.salt)
+            sequence.num_cached = count
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.block_sequence is None:
@@ -391,7 +393,7 @@ class Scheduler:
         if self.prefix_caching and sequence.state is State.RUNNING and computed >= self.manager.block_size:
             self._cache(sequence, computed)
         self.manager.free(sequence.block_sequence)
-        sequence.block_sequence = None
+        sequence.block_sequence, sequence.num_cached = None, 0
         if not sequence.forked and not sequence.request.is_beam_search:
             self._promised -= sequence.request.width - 1
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from engine_models import MODELS, folder, greedy, load, prompts, transformers_model
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
+from flashtile.engine.model import IN_PLACE_ROWS, Matrix
 
 LENGTH = 14
 WAYS = {
@@ -161,3 +164,30 @@ def test_fp8_caches_and_weights_are_near(options):
     entry = output.outputs[0].logprobs[0]
     ours = torch.tensor([entry[t].logprob for t in range(len(expected))])
     assert 0 < (ours - expected).std() < 0.2 * expected.std()
+
+
+def test_a_residual_of_many_tokens_is_added_in_its_own_memory():
+    """Of few it stays as it is, and so does one beside a bias."""
+    x, weight, bias = torch.randn(IN_PLACE_ROWS + 1, 6), torch.randn(4, 6), torch.randn(4)
+    for rows, b, in_place in (
+        (IN_PLACE_ROWS + 1, None, True),
+        (IN_PLACE_ROWS + 1, bias, False),
+        (3, None, False),
+    ):
+        residual = torch.randn(rows, 4)
+        expected = torch.nn.functional.linear(x[:rows], weight, b) + residual
+        out = Matrix(weight, False)(x[:rows], b, residual=residual)
+        torch.testing.assert_close(out, expected)
+        assert (out.data_ptr() == residual.data_ptr()) == in_place
+
+
+@pytest.mark.parametrize(("length", "calls"), [(1, 1), (12, 2)])
+def test_blocks_are_hashed_for_the_prefix_cache_only_where_there_are_new_ones(length, calls):
+    """When the prompt is computed, and at the end if the answer has filled a block."""
+    llm = load("llama3", block_size=8)
+    manager = llm.engine.scheduler.manager
+    with mock.patch.object(manager, "cache_blocks", wraps=manager.cache_blocks) as cached:
+        llm.generate([list(range(3, 23))], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+    assert cached.call_count == calls
+    (again,) = llm.generate([list(range(3, 23))], SamplingParams(max_tokens=1))
+    assert again.num_cached_tokens == 16

@@ -12,10 +12,18 @@ import torch
 import flashtile
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.linear import config as ring
-from flashtile.backends.portable.linear.config import adapted, choose, device_name, kind_of, tiles_of
+from flashtile.backends.portable.linear.config import (
+    LinearConfig,
+    adapted,
+    choose,
+    device_name,
+    kind_of,
+    tiles_of,
+)
+from flashtile.backends.portable.linear.launch import prepare
 from flashtile.io_model import find_card
 from flashtile.linear import linear
-from flashtile.linear.problem import QKV, SWIGLU, LinearProblem
+from flashtile.linear.problem import QKV, SWIGLU, LinearOptions, LinearProblem, LinearTensors
 from flashtile.linear.table import (
     FLAT,
     GEMV,
@@ -117,6 +125,28 @@ def test_fused_ends_are_worth_a_slower_product():
     assert kind_of(problem(512, end=SWIGLU, norm=True), row) == LIBRARY
     assert choose(problem(512)).kind == LIBRARY
     assert choose(problem(1)).kind == GEMV  # if Hopper's flat product does not serve the call
+
+
+def test_few_rows_keep_a_residual_in_the_flat_product():
+    """The library copies it first: a kernel more, as a norm before it is."""
+    row = find("NVIDIA H200", 4096, 4096, "bfloat16", "bfloat16")
+    few = LinearProblem(64, 4096, 4096, torch.bfloat16, torch.bfloat16, H200)
+    assert kind_of(few, row) == LIBRARY
+    assert kind_of(replace(few, residual=True), row) == FLAT
+    assert kind_of(replace(few, M=65, residual=True), row) == LIBRARY
+
+
+@pytest.mark.parametrize("given", [{}, {"bias"}, {"residual"}], ids=str)
+def test_no_kernel_follows_the_librarys_product_that_has_no_end(given):
+    """Only torch computes here: a kernel behind it could not be launched."""
+    x, weight, norm = torch.randn(96, 24), torch.randn(10, 24), torch.rand(24)
+    bias = torch.randn(10) if "bias" in given else None
+    residual = torch.randn(96, 10) if "residual" in given else None
+    tensors = LinearTensors(bias, None, norm, residual)
+    described = LinearProblem.from_linear(x, weight, tensors, LinearOptions())
+    y = prepare(described, LinearConfig(LIBRARY))(x, weight, tensors)
+    expected = torch.nn.functional.linear(torch.nn.functional.rms_norm(x, (24,), norm, 1e-6), weight, bias)
+    torch.testing.assert_close(y, expected if residual is None else expected + residual)
 
 
 def test_a_tile_of_another_card_is_not_taken():

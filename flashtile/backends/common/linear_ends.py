@@ -51,7 +51,7 @@ class EndPointers(NamedTuple):
 
 
 class EndSizes(NamedTuple):
-    """Integers of the ends. Their values lead to no new compilation."""
+    """Integers of the ends. Their values lead to no new compilation, but whether some are multiples of 16."""
 
     M: Any
     """Rows of x."""

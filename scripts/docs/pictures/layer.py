@@ -48,7 +48,7 @@ class Called(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operations of ``torch.ops.flashtile``."""
+    """Notes the operations of ``torch.ops.flashtile``, and torch's product that is added to a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +63,9 @@ class Recorder(TorchDispatchMode):
                 fused.append("append")
             x, other, *_ = (tuple(value.shape) for value in args if isinstance(value, Tensor))
             self.calls.append(Called(function._schema.name.split("::")[1], x, other, tuple(fused)))
+        elif function is torch.ops.aten.addmm_.default:
+            _, x, columns = (tuple(value.shape) for value in args)
+            self.calls.append(Called("linear", x, columns[::-1], (PARTS["residual"],)))
         return function(*args, **(kwargs or {}))
 
 

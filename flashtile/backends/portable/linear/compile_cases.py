@@ -104,6 +104,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         kernel=end_kernel,
         signature={name: kind for name, kind in signature.items() if name not in constants},
         constants=constants,
+        divisible_by_16=frozenset(("places", "sums_stride", "y_stride")),
         tensor_cores=False,
     )
 

@@ -265,14 +265,18 @@ def product_kernel(
             finish(sums, square, start, stop, m, pointers, sizes, K, eps, C, E)
 
 
-@kernel(do_not_specialize=("M", "places", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))
+@kernel(do_not_specialize=("M", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))
 def end_kernel(
     sums, y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, sums_stride,
     M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width,
     k_block, k_token, k_head, v_block, v_token, v_head,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The end alone, behind the library's product. Grid: (blocks of places * blocks of rows,)."""
+    """The end alone, behind the library's product. Grid: (blocks of places * blocks of rows,).
+
+    ``places`` is specialised: only if it is known to be a multiple of 16 are 16 bytes loaded and stored at a
+    time, since their eight elements must share a mask.
+    """
     pointers = EndPointers(
         y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from flashtile.backends.common.device import capability
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
 from flashtile.backends.portable.fp8 import is_native
-from flashtile.backends.portable.linear.config import LinearConfig, halves, kernels_around, tiles_of
+from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
 from flashtile.backends.portable.linear.kernel import Variant, end_kernel, product_kernel
 from flashtile.linear.problem import E4M3, LinearProblem
 from flashtile.linear.reference import scaled_weight
@@ -99,22 +98,23 @@ class LibraryLaunch:
     """torch's product, and the end in a kernel behind it."""
 
     def __init__(self, problem: LinearProblem) -> None:
-        self._problem = problem
+        self._problem, self._has_end = problem, needs_end(problem)
         self._kernel: KeptKernel | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
         *caches, given = others
         problem = self._problem
         with torch.no_grad():
-            if problem.is_plain:
-                return torch.nn.functional.linear(x, weight, given.bias)
             if problem.norm:
                 x = torch.nn.functional.rms_norm(x, (problem.K,), given.norm_weight, problem.norm_eps)
             if problem.scales == "block":
                 weight = scaled_weight(weight, given.weight_scale, x.dtype)
-            if problem.residual and not kernels_around(replace(problem, norm=False)):
-                return torch.addmm(given.residual, x, weight.t())
-            sums = torch.nn.functional.linear(x, weight.to(x.dtype))
+            weight = weight.to(x.dtype)
+            if not self._has_end:
+                if problem.residual:
+                    return torch.addmm(given.residual, x, weight.t())
+                return torch.nn.functional.linear(x, weight, given.bias)
+            sums = torch.nn.functional.linear(x, weight)
         y = new_output(problem, x)
         if problem.M == 0:
             return y

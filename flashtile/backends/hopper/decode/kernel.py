@@ -6,8 +6,8 @@ TMA, by way of the block table. The rows of a tile are query tokens of all query
 head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``, so that the keys are read once for all.
 
 A program takes an equal run of all n_blocks if it is BALANCED, wherever in the batch that begins and ends.
-Else programs take work tiles, or splits of them, from a queue, those of long sequences first. As in the
-portable kernel, parts of a work tile leave a partial result for ``portable.decode.combine``.
+Else programs take work tiles, or splits of them, from a queue, those of long sequences first. Parts of a work
+tile leave partial results, as in the portable kernel.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,12 @@ from flashtile.backends.hopper.decode.loads import (
     load_n_block,
     load_pages,
 )
-from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile, start_dependents
+from flashtile.backends.hopper.decode.work import (
+    balanced_tile,
+    behind_partials,
+    queued_tile,
+    start_dependents,
+)
 from flashtile.backends.hopper.forward.kernel import (
     LN_2,
     Rows,
@@ -51,6 +56,7 @@ from flashtile.backends.hopper.forward.kernel import (
     skip_blocks,
 )
 from flashtile.backends.hopper.forward.schedule import Numbers, own_blocks
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import (
     Lengths,
@@ -198,7 +204,7 @@ def store_whole(C: gl.constexpr, o, lse, work, rows, call):
 
 @gluon.jit
 def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
-    """A partial result, as ``portable.decode.combine`` reads it."""
+    """A partial result, as ``portable.decode.combine`` has it."""
     splits = call.splits
     partial = call.pointers.partial
     partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
@@ -401,7 +407,7 @@ def consumer(
         tile_index = work_queue.take(queue, t, 4)
         while tile_index < num_tiles:
             work, n_begin, n_end, slot, whole = queued_tile(
-                C, tile_index, call.pointers.table, call.lengths, call.splits
+                C, tile_index, call.pointers.table, call.lengths, call.splits, TABLE_WIDTH
             )
             if n_begin < n_end:
                 i = attend_part(
@@ -444,7 +450,7 @@ def loader(
             tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
         while tile_index < num_tiles:
             work, n_begin, n_end, _, _ = queued_tile(
-                C, tile_index, call.pointers.table, call.lengths, call.splits
+                C, tile_index, call.pointers.table, call.lengths, call.splits, TABLE_WIDTH
             )
             if n_begin < n_end:
                 i = load_part(
@@ -495,8 +501,7 @@ RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alib
 
 @gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)
 def attend_kernel(
-    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, table, cache_seqlens, cache_leftpad,
-    cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
+    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
     k_page, k_token, k_head, v_page, v_token, v_head,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
     window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, num_blocks, k_rows, v_rows,
@@ -519,11 +524,13 @@ def attend_kernel(
         window_left, window_right,
     )  # fmt: skip
     start = find_start(C, sequences, lengths)
+    splits = Splits(partial_rows, slots, num_splits, split_n_blocks)
+    table = behind_partials(partial, splits, C)
     call = Call(
         Pointers(out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink, tree_mask),
         sequences,
         lengths,
-        Splits(partial_rows, slots, num_splits, split_n_blocks),
+        splits,
         CacheRows(num_blocks, k_rows, v_rows, table_stride),
         alibi_stride,
         tree_stride,

@@ -342,6 +342,9 @@ def load_part(
             outside = faults_of_keys(load_key_pages(C, entry, n_end - 1, work.keys), cache)
         else:
             outside = faults_of(C, entry, n_end - 1, work.keys, cache)
+    before_queries = n_end - 1
+    if C.Q_STAGES == 1:  # it is free late: as many keys as there is room for come before
+        before_queries = max(n_end - gl.where(j > 0, C.STAGES, 1), n_begin)
     for n in range(n_end - 1, n_begin - 1, -1):
         # Pages are on their way while there is no free slot.
         if C.GATHER:
@@ -355,9 +358,6 @@ def load_part(
                 outside = outside | faults_of(C, entry, n, work.keys, cache)
         slot = keys.acquire(i)
         barrier, tile = keys.full.index(slot), keys.tiles.index(slot)
-        if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
-            if n == n_end - 1:
-                load_queries(C, work, j, q, q_desc, call)
         if C.GATHER:
             WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
             HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if V else C.HEAD_DIM
@@ -366,6 +366,9 @@ def load_part(
             )
         else:
             load_n_block(C, PART, desc, pages, page_rows, n, work.keys, head, cache, barrier, tile)
+        if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
+            if n == before_queries:
+                load_queries(C, work, j, q, q_desc, call)
         i += 1
     if FIRST:
         if C.PAGE_SIZE != 0:

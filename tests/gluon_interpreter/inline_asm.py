@@ -108,6 +108,7 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"lg2\.approx\.ftz\.f32 \$0, \$1;", log2),
     (r"griddepcontrol\.(wait|launch_dependents); mov\.[bu]32 \$0, (0|\$1);", nothing),
     (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", nothing),
+    (r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", same),
     (r"fence\.proxy\.async; mov\.b32 \$0, \$1;", proxy_fence),
     (r"ld\.acquire\.gpu\.global\.b32 \$0, \[\$1\];", load_acquire),
 ]

@@ -106,6 +106,24 @@ class Start(NamedTuple):
     m_block_start: Any
 
 
+@gluon.jit
+def uniform(x):
+    """An integer that all threads of a warp have, so that the compiler knows it: of what depends on others, it
+    takes branches for divergent, and moves the operands of each product and each load to uniform registers."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def uniform_start(start):
+    """A balanced program's :class:`Start`, in a partition."""
+    return Start(
+        uniform(start.total), uniform(start.position), uniform(start.end), uniform(start.m_block),
+        uniform(start.m_block_start),
+    )  # fmt: skip
+
+
 class OwnRows(NamedTuple):
     """A warpgroup's rows, each [64]."""
 
@@ -385,6 +403,7 @@ def consumer(
     i = 0
     j = 0
     if C.BALANCED:
+        start = uniform_start(start)
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         program = gl.program_id(0)
         if W == 0 and not C.BY_WORK_TILE:
@@ -431,6 +450,7 @@ def loader(
     i = 0
     j = 0
     if C.BALANCED:
+        start = uniform_start(start)
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         while position < start.end:
             work, n_begin, n_end, _, _, position, m_block, m_block_start = balanced_tile(

@@ -86,6 +86,8 @@ class Variant(Layout, WithoutFunctions):
     """A work tile may have several splits: always, if balanced or if the table divides."""
     BY_WORK_TILE: bool
     """Combining what balanced programs leave has a program for each work tile, not for each of them."""
+    PDL: bool
+    """The kernel is placed while another fills the table of its queue, and waits for that one's end."""
     PACK: int
     """Query heads of a key head that share a tile, row by row."""
     KV_GROUP: int

@@ -39,6 +39,7 @@ from flashtile.backends.hopper.decode.work import (
     behind_partials,
     queued_tile,
     start_dependents,
+    wait_for_table,
 )
 from flashtile.backends.hopper.forward.kernel import (
     LN_2,
@@ -560,6 +561,8 @@ def attend_kernel(
     )
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     dtype: gl.constexpr = q_desc.dtype
+    if C.PDL:
+        wait_for_table()
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [

@@ -143,6 +143,7 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         DIVIDES=divided,
         SPLIT=balanced or divided or num_splits_of(problem, config)[0] > 1,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
+        PDL=not balanced,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
@@ -250,6 +251,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             (variant,),
             None,
             arguments_of(attend_kernel, views(problem, variant, q, k_cache, v_cache)),
+            launch_pdl=variant.PDL,
             maxnreg=config.registers[-1],
         )
         floats = slots * rows * (problem.head_dim_v + 1)

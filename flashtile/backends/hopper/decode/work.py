@@ -42,8 +42,14 @@ def behind_partials(partial, splits, C: tl.constexpr):
 
 @triton.jit
 def start_dependents():
-    """The combining kernel may be placed; it waits for this kernel's end."""
+    """The kernel behind this one may be placed; it waits for this one's end."""
     tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_table():
+    """For the end of the kernel that fills it."""
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -167,6 +173,8 @@ def table_kernel(
     One program for each of ``batch`` sequences. Those with more n_blocks come first, each from its last m_block,
     which may see the most keys, to its first, part by part.
     """
+    if C.PDL:
+        start_dependents()
     sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,

@@ -149,8 +149,9 @@ def _balanced_kernel(
 
 @triton.jit
 def _queued_kernel(
-    partial, covered, slots_of, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new,
-    total_q, capacity, window_left, window_right, slots, num_splits, C: tl.constexpr, WIDTH: tl.constexpr,
+    partial, covered, slots_of, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q,
+    seqlen_new, total_q, capacity, window_left, window_right, slots, num_splits, C: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
@@ -257,8 +258,8 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
 
 @pytest.mark.parametrize("programs", [2, 12, 20])
 def test_the_table_divides_what_is_long(programs):
-    """31 n_blocks of one m_block beside 6, 3, 1 and 1 of others. Two programs are busy without; twelve are not;
-    nor are twenty, for whose parts of every work tile there would be no room."""
+    """31 n_blocks of one m_block beside 6, 3, 1 and 1 of others: enough for two programs as they are, and not
+    for twelve or twenty."""
     variant = replace(VARIANT, DIVIDES=True)
     slots = 2 * programs
     partial, table = fill_table(slots, 1, programs, variant)

@@ -102,8 +102,8 @@ def combine_divided_kernel(
     seqlen_q, seqlen_new, total_q, capacity, window_left, window_right, partial_rows, slots, num_splits,
     split_n_blocks, row_blocks, C: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What the table divides. Grid: any number of programs, which end at once where that is nothing. A row block
-    is ROWS rows of a work tile."""
+    """What the table divides. Grid: any number of programs, which end at once where that is nothing. A row
+    block is ROWS rows of a work tile."""
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
         window_left, window_right,
@@ -124,6 +124,7 @@ def combine_divided_kernel(
         splits = (n_blocks + each - 1) // each
         if (splits > 1) & (first_row < num_rows):
             combine_rows(
-                partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, sequence.start_q, num_rows,
-                first_row, splits, (first - 1) * num_heads_kv + head_kv, num_heads_kv, 0, lengths, partial, C,
+                partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, sequence.start_q,
+                num_rows, first_row, splits, (first - 1) * num_heads_kv + head_kv, num_heads_kv, 0, lengths,
+                partial, C,
             )  # fmt: skip

@@ -77,7 +77,7 @@ class Pointers(NamedTuple):
     lse: Any
     partial: Any
     table: Any
-    """Of the work queue (``work``)."""
+    """Of the work queue (``work``), behind the partial results."""
     cache_batch_idx: Any
     block_table: Any
     alibi_slopes: Any
@@ -109,8 +109,8 @@ class Start(NamedTuple):
 
 @gluon.jit
 def uniform(x):
-    """An integer that all threads of a warp have, so that the compiler knows it: of what depends on others, it
-    takes branches for divergent, and moves the operands of each product and each load to uniform registers."""
+    """``x``, an integer that all threads of a warp have, so that the compiler knows it. Where it does not, it
+    takes branches for divergent, and copies operands of each product and each load to uniform registers."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -525,7 +525,8 @@ RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alib
 
 @gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)
 def attend_kernel(
-    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
+    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, cache_seqlens, cache_leftpad,
+    cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
     k_page, k_token, k_head, v_page, v_token, v_head,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
     window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, num_blocks, k_rows, v_rows,

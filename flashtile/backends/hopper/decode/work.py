@@ -34,8 +34,8 @@ PARTS = tl.constexpr(65536)
 
 @triton.jit
 def behind_partials(partial, splits, C: tl.constexpr):
-    """int32 memory behind the partial results and their log-sum-exps: notes of balanced programs, or the table
-    of the queue."""
+    """int32 memory behind the partial results and their log-sum-exps: notes of balanced programs, or the
+    table of the queue."""
     floats = splits.slots.to(tl.int64) * splits.partial_rows * (C.HEAD_DIM_V + 1)
     return (partial + floats).to(tl.pointer_type(tl.int32), bitcast=True)
 
@@ -122,12 +122,12 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def part_limit(batch, programs, slots, sequences, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
-    """The most n_blocks of a part: that of LIMITS, from the longest work tile's down, with which ``programs``
-    that take the longest parts first are likely to end first.
+    """The most n_blocks of a part: of LIMITS numbers, from those of the longest work tile down, the one with
+    which ``programs`` that take the longest parts first are likely to end first.
 
-    They end no sooner than their mean load, and no sooner than those end that take the long parts, of more than
-    half the limit, in rounds. Lengths that differ little are therefore left whole unless a last round would be
-    almost empty. Parts of divided work tiles have ``slots`` at most.
+    They cannot end before their mean load is done, nor before the rounds of the long parts, those of more
+    than half the limit. Lengths that differ little are therefore left whole, unless a last round would be almost
+    empty. A limit that makes more than ``slots`` parts of divided work tiles is out of the question.
     """
     index = tl.arange(0, LIMITS)
     longest = tl.full([], 1, tl.int32)
@@ -165,13 +165,13 @@ def table_kernel(
     window_left, window_right, partial_rows, slots, num_splits, split_n_blocks,
     C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Row 1 + rank of the table, behind the partial results: an m_block, the :class:`schedule.Sequence` that it
-    is of, and which of how many parts of its work tiles. Row 0: how many such rows there are, 0 for those that
-    were taken from the queue, and how many m_blocks are divided. These are the first, and the last number of
-    row 1 + i is the row of the first part of the i-th.
+    """A row of the table, from row 1 on: an m_block, the :class:`schedule.Sequence` that it is of, and which
+    of how many parts of its work tiles. Row 0: how many such rows there are, 0 for those that were taken from
+    the queue, and how many m_blocks are divided. These come first, and the last number of row 1 + i is the
+    row of the first part of the i-th.
 
-    One program for each of ``batch`` sequences. Those with more n_blocks come first, each from its last m_block,
-    which may see the most keys, to its first, part by part.
+    One program for each of ``batch`` sequences. Those with more n_blocks come first, each from its last
+    m_block, which may see the most keys, to its first, part by part.
     """
     if C.PDL:
         start_dependents()

@@ -175,7 +175,7 @@ def expected_cover():
     return covered
 
 
-@pytest.mark.parametrize("programs", [7, 3 * TILES])
+@pytest.mark.parametrize("programs", [7, TILES + 3])
 def test_balanced_programs_and_what_joins_their_parts(programs):
     """With fewer programs than work tiles, and with more."""
     variant = replace(VARIANT, BY_WORK_TILE=programs > TILES)

@@ -126,8 +126,8 @@ def part_limit(batch, programs, slots, sequences, lengths, C: tl.constexpr, CHUN
     which ``programs`` that take the longest parts first are likely to end first.
 
     They cannot end before their mean load is done, nor before the rounds of the long parts, those of more
-    than half the limit. Lengths that differ little are therefore left whole, unless a last round would be almost
-    empty. A limit that makes more than ``slots`` parts of divided work tiles is out of the question.
+    than half the limit. Lengths that differ little are therefore left whole, unless a last round would be
+    almost empty. A limit that makes more than ``slots`` parts of divided work tiles is out of the question.
     """
     index = tl.arange(0, LIMITS)
     longest = tl.full([], 1, tl.int32)

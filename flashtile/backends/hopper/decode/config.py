@@ -137,20 +137,20 @@ def row(
 # (padded head_dim, padded head_dim_v) -> for at most 64 rows of a sequence, for more
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
-    (64, 128): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 96))),
+    (64, 128): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 104))),
     (128, 64): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 24))),
     (128, 128): (
-        row(1, 64, 3, programs_per_sm=2, spill_budgets=(8, 0)),
-        row(2, 128, 2, Q_STAGES=2, spill_budgets=(16, 160)),
+        row(1, 64, 3, programs_per_sm=2),
+        row(2, 128, 2, Q_STAGES=2, spill_budgets=(36, 184)),
     ),
     (256, 128): (row(1, 64, 3), row(2, 64, 2)),
     (128, 256): (
-        row(1, 64, 3, spill_budgets=(0, 4)),
-        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(0, 96)),
+        row(1, 64, 3),
+        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(0, 100)),
     ),
     (256, 256): (
-        row(1, 64, 2, spill_budgets=(56, 20)),
-        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(48, 148)),
+        row(1, 64, 2),
+        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(112, 148)),
     ),
 }
 

@@ -16,10 +16,16 @@ import triton.language as tl
 from flashtile.backends.hopper.decode.combine import (
     NOTE_WIDTH,
     Note,
+    combine_divided_kernel,
     combine_noted_kernel,
     write_note,
 )
-from flashtile.backends.hopper.decode.work import CHUNK, balanced_tile, queued_tile, table_kernel
+from flashtile.backends.hopper.decode.work import (
+    balanced_tile,
+    behind_partials,
+    queued_tile,
+    table_kernel,
+)
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.results import Splits
@@ -32,16 +38,18 @@ from flashtile.backends.portable.decode.schedule import (
 
 pytestmark = pytest.mark.interpreter
 
-LENGTHS = (700, 3, 0, 1900, 260)
+LENGTHS = (700, 3, 0, 3900, 260)
 QUERIES = (9, 40, 5, 1, 70)
 HEADS, PACK, BLOCK_M, BLOCK_N, D = 2, 4, 64, 128, 16
 M_BLOCKS = -(-max(QUERIES) * PACK // BLOCK_M)
 TILES = len(LENGTHS) * M_BLOCKS * HEADS
+WIDTH = TABLE_WIDTH.value
 
 
 @dataclass(frozen=True)
 class Variant(CombineVariant):
     SPLIT: bool
+    DIVIDES: bool
 
 
 VARIANT = Variant(
@@ -69,7 +77,11 @@ VARIANT = Variant(
     ROWS=16,
     SPLITS=2,
     SPLIT=True,
+    DIVIDES=False,
 )
+
+
+ROW_BLOCKS = BLOCK_M // VARIANT.ROWS
 
 
 class Start(NamedTuple):
@@ -137,17 +149,23 @@ def _balanced_kernel(
 
 @triton.jit
 def _queued_kernel(
-    table, covered, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q,
-    capacity, window_left, window_right, num_splits, C: tl.constexpr,
+    partial, covered, slots_of, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q,
+    seqlen_new, total_q, capacity, window_left, window_right, slots, num_splits, C: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
         window_left, window_right,
     )  # fmt: skip
+    splits = Splits(C.BLOCK_M, slots, num_splits, 0)
+    table = behind_partials(partial, splits, C)
     for index in range(tl.load(table) * num_heads_kv * num_splits):
-        work, n_begin, n_end, slot, _ = queued_tile(C, index, table, lengths, Splits(0, 0, num_splits, 0))
+        work, n_begin, n_end, slot, whole = queued_tile(C, index, table, lengths, splits, WIDTH)
+        tile = work.m_block * num_heads_kv + work.head_kv
         for n in range(n_begin, n_end):
-            tl.atomic_add(covered + (work.m_block * num_heads_kv + work.head_kv) * 32 + n, slot + 1)
+            tl.atomic_add(covered + tile * 32 + n, 1)
+        if n_begin < n_end and not whole:
+            tl.store(slots_of + slot, tile)
 
 
 def expected_cover():
@@ -157,7 +175,7 @@ def expected_cover():
     return covered
 
 
-@pytest.mark.parametrize("programs", [7, 3 * TILES])
+@pytest.mark.parametrize("programs", [7, TILES + 3])
 def test_balanced_programs_and_what_joins_their_parts(programs):
     """With fewer programs than work tiles, and with more."""
     variant = replace(VARIANT, BY_WORK_TILE=programs > TILES)
@@ -170,16 +188,24 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     _balanced_kernel[(programs,)](*given, covered, slots_of, partial, *lengths(), slots, C=variant)
     assert torch.equal(covered, expected_cover())
 
+    def combine(out, out_lse):
+        combine_noted_kernel[(places * ROW_BLOCKS,)](
+            partial, out, out_lse, None, given[0], None, given[1], None, *lengths(), BLOCK_M, slots, 1, 0,
+            ROW_BLOCKS, C=variant,
+        )  # fmt: skip
+
+    check_joined(slots_of, partial, combine)
+
+
+def check_joined(slots_of, partial, combine):
+    """Random parts in ``partial`` are joined by ``combine(out, lse)``, which writes nothing else."""
+    slots = len(slots_of)
     values = torch.randn(slots, BLOCK_M, D)
     lse = torch.randn(slots, BLOCK_M)
-    partial[:floats] = torch.cat([values.flatten(), lse.flatten()])
+    partial[: slots * BLOCK_M * (D + 1)] = torch.cat([values.flatten(), lse.flatten()])
     out = torch.full((sum(QUERIES), HEADS * PACK, D), torch.nan)
     out_lse = torch.full((HEADS * PACK, sum(QUERIES)), torch.nan)
-    row_blocks = BLOCK_M // VARIANT.ROWS
-    combine_noted_kernel[(places * row_blocks,)](
-        partial, out, out_lse, None, given[0], None, given[1], None, *lengths(), BLOCK_M, slots, 1, 0,
-        row_blocks, C=variant,
-    )  # fmt: skip
+    combine(out, out_lse)
     written = torch.zeros(out.shape[:2], dtype=torch.bool)
     for tile in set(slots_of.tolist()) - {-1}:
         m_block, head_kv = divmod(tile, HEADS)
@@ -197,22 +223,58 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     assert torch.equal(~out_lse.isnan().mT, written)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
-    table = torch.full((1 + len(LENGTHS) * M_BLOCKS, TABLE_WIDTH.value), -1, dtype=torch.int32)
+def fill_table(slots, num_splits, programs, variant):
+    """(memory of partial results, the table behind it), filled."""
+    floats = slots * BLOCK_M * (D + 1)
+    rows = 1 + len(LENGTHS) * M_BLOCKS + slots // HEADS
+    partial = torch.full((floats + rows * WIDTH,), torch.inf)
     given = int32(*LENGTHS), None, offsets(), None
     table_kernel[(len(LENGTHS),)](
-        table, *given, len(LENGTHS), *lengths(), C=VARIANT, WIDTH=TABLE_WIDTH.value, CHUNK=CHUNK
-    )
+        partial, *given, len(LENGTHS), programs, *lengths(), BLOCK_M, slots, num_splits, 0, C=variant,
+        WIDTH=WIDTH, CHUNK=8,
+    )  # fmt: skip
+    return partial, partial[floats:].view(torch.int32).view(rows, WIDTH)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
+    variant = replace(VARIANT, SPLIT=num_splits > 1)
+    slots = TILES * num_splits
+    partial, table = fill_table(slots, num_splits, 4, variant)
     rows = table[1 : 1 + table[0, 0]]
     order = [LENGTHS[row[0] // M_BLOCKS] for row in rows.tolist()]
     assert order == sorted(order, reverse=True)
-    covered = torch.zeros_like(expected_cover())
-    variant = replace(VARIANT, SPLIT=num_splits > 1)
-    _queued_kernel[(1,)](table, covered, *lengths(), num_splits, C=variant)
-    assert torch.equal(covered > 0, expected_cover() > 0)
-    for m_block, head_kv, n in (covered > 0).nonzero().tolist():  # slots as the portable kernel has them
+    covered, slots_of = torch.zeros_like(expected_cover()), torch.full((slots,), -1, dtype=torch.int32)
+    _queued_kernel[(1,)](
+        partial, covered, slots_of, *lengths(), slots, num_splits, C=variant, WIDTH=WIDTH
+    )  # fmt: skip
+    assert torch.equal(covered, expected_cover())
+    for slot, tile in enumerate(slots_of.tolist()):  # as the portable kernel has them
+        m_block, head_kv = divmod(tile, HEADS)
         b, m = divmod(m_block, M_BLOCKS)
-        split = n // -(-n_blocks_of(m_block) // num_splits)
-        slot = ((b * HEADS + head_kv) * num_splits + split) * M_BLOCKS + M_BLOCKS - 1 - m
-        assert covered[m_block, head_kv, n] == slot + 1
+        first = (b * HEADS + head_kv) * num_splits * M_BLOCKS + M_BLOCKS - 1 - m
+        assert tile == -1 or slot in range(first, first + num_splits * M_BLOCKS, M_BLOCKS)
+
+
+@pytest.mark.parametrize("programs", [2, 12, 20])
+def test_the_table_divides_what_is_long(programs):
+    """31 n_blocks of one m_block beside 6, 3, 1 and 1 of others: enough for two programs as they are, and not
+    for twelve or twenty."""
+    variant = replace(VARIANT, DIVIDES=True)
+    slots = 2 * programs
+    partial, table = fill_table(slots, 1, programs, variant)
+    parts = {LENGTHS[row[0] // M_BLOCKS]: row[6] >> 16 for row in table[1 : 1 + table[0, 0]].tolist()}
+    assert (max(parts.values()) > 1) == (programs > 2)
+    assert [parts[length] for length in sorted(LENGTHS, reverse=True)] == sorted(parts.values(), reverse=True)
+    covered, slots_of = torch.zeros_like(expected_cover()), torch.full((slots,), -1, dtype=torch.int32)
+    _queued_kernel[(1,)](partial, covered, slots_of, *lengths(), slots, 1, C=variant, WIDTH=WIDTH)
+    assert torch.equal(covered, expected_cover())
+    if programs == 2:
+        return
+
+    def combine(out, lse):
+        combine_divided_kernel[(3,)](
+            partial, out, lse, None, *lengths(), BLOCK_M, slots, 1, 0, ROW_BLOCKS, C=variant, WIDTH=WIDTH
+        )
+
+    check_joined(slots_of, partial, combine)

@@ -117,6 +117,7 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     ),
     (r"griddepcontrol\.(wait|launch_dependents); mov\.[bu]32 \$0, (0|\$1);", nothing),
     (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", nothing),
+    (r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", same),
     (r"fence\.proxy\.async; mov\.b32 \$0, \$1;", proxy_fence),
     (r"ld\.acquire\.gpu\.global\.b32 \$0, \[\$1\];", load_acquire),
 ]

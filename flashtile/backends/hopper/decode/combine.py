@@ -1,10 +1,9 @@
-"""Parts of work tiles that balanced programs left, joined as ``portable.decode.combine`` does, without its
-search.
+"""Parts of work tiles joined as ``portable.decode.combine`` does, without its search.
 
 There each program finds out by the lengths of the whole batch what there is to combine. With rows by the
-hundred, that takes longer than combining. Here each attention program that begins a work tile leaves a note:
-in a place of the work tile's, or where there are more of these than programs, in one of its own, since then
-only its last one can have other parts.
+hundred, that takes longer than combining. Here each balanced program of attention that begins a work tile
+leaves a note: in a place of the work tile's, or where there are more of these than programs, in one of its
+own, since then only its last one can have other parts. Of a queue, the table says what was divided.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.hopper.decode.work import behind_partials, load_row
 from flashtile.backends.portable.decode.combine import combine_rows
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import (
@@ -40,19 +40,12 @@ class Note(NamedTuple):
 
 
 @triton.jit
-def notes_in(partial, splits, C: tl.constexpr):
-    """Where notes lie: behind the partial results and their log-sum-exps."""
-    floats = splits.slots.to(tl.int64) * splits.partial_rows * (C.HEAD_DIM_V + 1)
-    return (partial + floats).to(tl.pointer_type(tl.int32), bitcast=True)
-
-
-@triton.jit
 def write_note(partial, note, lengths, splits, C: tl.constexpr):
     """Leave ``note`` in its place."""
     place = note.program
     if C.BY_WORK_TILE:
         place = note.m_block * lengths.num_heads_kv + note.head_kv
-    to = notes_in(partial, splits, C) + place * NOTE_WIDTH
+    to = behind_partials(partial, splits, C) + place * NOTE_WIDTH
     tl.store(to, note.splits)
     tl.store(to + 1, note.program)
     tl.store(to + 2, note.m_block)
@@ -77,7 +70,7 @@ def combine_noted_kernel(
     place = tl.program_id(0) // row_blocks
     if C.PDL:
         tl.extra.cuda.gdc_wait()
-    note = notes_in(partial_ptr, partial, C) + place * NOTE_WIDTH
+    note = behind_partials(partial_ptr, partial, C) + place * NOTE_WIDTH
     splits = tl.load(note)
     first_program = tl.load(note + 1)
     if C.BY_WORK_TILE:
@@ -100,4 +93,38 @@ def combine_noted_kernel(
             combine_rows(
                 partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, start_q, num_rows,
                 first_row, splits, 2 * first_program, 2, 1, lengths, partial, C,
+            )  # fmt: skip
+
+
+@kernel(do_not_specialize=(*Lengths._fields, *Splits._fields, "row_blocks"))
+def combine_divided_kernel(
+    partial_ptr, out_ptr, lse_ptr, sink_ptr, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size,
+    seqlen_q, seqlen_new, total_q, capacity, window_left, window_right, partial_rows, slots, num_splits,
+    split_n_blocks, row_blocks, C: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What the table divides. Grid: any number of programs, which end at once where that is nothing. A row
+    block is ROWS rows of a work tile."""
+    lengths = Lengths(
+        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
+        window_left, window_right,
+    )  # fmt: skip
+    partial = Splits(partial_rows, slots, num_splits, split_n_blocks)
+    table = behind_partials(partial_ptr, partial, C)
+    if C.PDL:
+        tl.extra.cuda.gdc_wait()
+    units = tl.load(table + 2) * num_heads_kv * row_blocks
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        first_row = unit % row_blocks * C.ROWS
+        head_kv = unit // row_blocks % num_heads_kv
+        first = tl.load(table + (1 + unit // row_blocks // num_heads_kv) * WIDTH + 7)
+        m_block, sequence, _, parts = load_row(table + first * WIDTH)
+        b, m = sequence_of(m_block, lengths, C)
+        num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
+        each = (n_blocks + parts - 1) // parts
+        splits = (n_blocks + each - 1) // each
+        if (splits > 1) & (first_row < num_rows):
+            combine_rows(
+                partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, sequence.start_q,
+                num_rows, first_row, splits, (first - 1) * num_heads_kv + head_kv, num_heads_kv, 0, lengths,
+                partial, C,
             )  # fmt: skip

@@ -9,11 +9,19 @@ from typing import Any
 import torch
 
 from flashtile.backends.common.device import Target
+from flashtile.backends.common.kept_kernel import NUM_WARPS
 from flashtile.backends.hopper.compile_cases import HOPPER, words
-from flashtile.backends.hopper.decode.combine import combine_noted_kernel
+from flashtile.backends.hopper.decode.combine import combine_divided_kernel, combine_noted_kernel
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
 from flashtile.backends.hopper.decode.kernel import attend_kernel
-from flashtile.backends.hopper.decode.launch import STRIDES, noted_variant, variant_of, views
+from flashtile.backends.hopper.decode.launch import (
+    STRIDES,
+    divided_variant,
+    noted_variant,
+    packed,
+    variant_of,
+    views,
+)
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.compile_report import CompileCase
@@ -59,7 +67,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 _FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
 """Those that are compiled with at most 64 rows of a sequence, and with more."""
 _INT32 = (
-    "table", "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",
+    "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",
     "cu_seqlens_k_new",
 )  # fmt: skip
 _FLOAT_POINTERS = ("lse", "partial", "alibi_slopes", "sink")
@@ -82,29 +90,33 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for name in _FEW if problem.seqlen_q == _PAGED.seqlen_q else _MANY:
                 varied = replace(problem, **_VARIANTS[name])
                 yield _case(varied, choose(varied), name)
-    for problem in (_PAGED, replace(_PAGED, batch=64, total_q=512)):
+    for problem in (_PAGED, replace(_PAGED, batch=40, total_q=320)):
         yield _combine_case(problem, choose(problem))
     problem = replace(_PAGED, **_CHUNK)
-    constants = {"C": variant_of(problem, choose(problem)), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
-    absent = dict.fromkeys(("cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
-    yield CompileCase(
-        name="hopper decode table",
-        kernel=table_kernel,
-        signature=_signature(table_kernel, {}, constants | absent),
-        constants=constants | absent,
-        tensor_cores=False,
-    )
+    config = choose(problem)
+    constants = {"C": variant_of(problem, config), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
+    yield _small_case("hopper decode table", table_kernel, constants)
+    variant, num_warps = divided_variant(packed(problem), config)
+    constants = {"C": variant, "WIDTH": TABLE_WIDTH.value}
+    yield _small_case("hopper decode combine of a table", combine_divided_kernel, constants, num_warps)
 
 
 def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> CompileCase:
     variant, num_warps = noted_variant(problem, config, variant_of(problem, config))
-    absent = dict.fromkeys(("sink_ptr", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"))
+    name = f"hopper decode combine by {'work tile' if variant.BY_WORK_TILE else 'program'}"
+    return _small_case(name, combine_noted_kernel, {"C": variant}, num_warps)
+
+
+def _small_case(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = NUM_WARPS) -> CompileCase:
+    """A kernel without products, of sequences with ``cache_seqlens`` alone."""
+    absent = ("sink_ptr", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new")
+    constants = constants | {name: None for name in absent if name in kernel.arg_names}
     types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
     return CompileCase(
-        name=f"hopper decode combine by {'work tile' if variant.BY_WORK_TILE else 'program'}",
-        kernel=combine_noted_kernel,
-        signature=_signature(combine_noted_kernel, types, {"C": variant} | absent),
-        constants={"C": variant} | absent,
+        name=name,
+        kernel=kernel,
+        signature=_signature(kernel, types, constants),
+        constants=constants,
         num_warps=num_warps,
         tensor_cores=False,
     )
@@ -120,8 +132,6 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
     present = {
         "k_cache": variant.GATHER,
         "v_cache": variant.GATHER,
-        "partial": variant.SPLIT,
-        "table": not variant.BALANCED,
         "cache_seqlens": problem.lengths,
         "cache_leftpad": problem.leftpad,
         "cache_batch_idx": problem.batch_idx,

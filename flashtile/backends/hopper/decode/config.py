@@ -17,13 +17,14 @@ COPY_ROWS = 16
 """The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of
 so few as for one of 16."""
 
-BALANCED_M_BLOCKS = 8
-"""Up to so many m_blocks a sequence, programs take equal runs of n_blocks, wherever these begin. With more of
-them, whole work tiles that are computed at a time share their keys in the L2 cache."""
 LEAST_FILLED = 0.85
-"""Of the multiprocessors, in a queue of whole work tiles; with less, these are shared out, too."""
+"""Of the programs, in rounds of whole work tiles of equal length. With less, programs take equal runs of
+n_blocks, wherever these begin."""
 MOST_SHARED = 4
 """Work tiles a program up to which that is so."""
+DIVIDED_SLOTS = 2
+"""Parts of divided work tiles for each program that there is room for: with a limit of a program's mean load,
+or of more, there are no more of them."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,6 @@ class HopperDecodeConfig(DecodeConfig):
     PIN_WAIT: bool
 
     def balances(self, m_blocks: int, work_tiles: int, multiprocessors: int) -> bool:
-        if m_blocks < BALANCED_M_BLOCKS:
-            return True
         programs = multiprocessors * self.programs_per_sm
         rounds = -(-work_tiles // programs)
         return work_tiles < LEAST_FILLED * rounds * programs and work_tiles < MOST_SHARED * programs
@@ -81,10 +80,14 @@ class Variant(Layout, WithoutFunctions):
     HAS_SCORE_MOD: bool
     BALANCED: bool
     """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
+    DIVIDES: bool
+    """The table of the queue divides the work tiles of long sequences."""
     SPLIT: bool
-    """A work tile may have several splits: always, if balanced."""
+    """A work tile may have several splits: always, if balanced or if the table divides."""
     BY_WORK_TILE: bool
     """Combining what balanced programs leave has a program for each work tile, not for each of them."""
+    PDL: bool
+    """The kernel is placed while another fills the table of its queue, and waits for that one's end."""
     PACK: int
     """Query heads of a key head that share a tile, row by row."""
     KV_GROUP: int
@@ -134,20 +137,20 @@ def row(
 # (padded head_dim, padded head_dim_v) -> for at most 64 rows of a sequence, for more
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
-    (64, 128): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 96))),
+    (64, 128): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 104))),
     (128, 64): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 24))),
     (128, 128): (
-        row(1, 64, 3, programs_per_sm=2, spill_budgets=(8, 0)),
-        row(2, 128, 2, Q_STAGES=2, spill_budgets=(16, 160)),
+        row(1, 64, 3, programs_per_sm=2),
+        row(2, 128, 2, Q_STAGES=2, spill_budgets=(36, 184)),
     ),
     (256, 128): (row(1, 64, 3), row(2, 64, 2)),
     (128, 256): (
-        row(1, 64, 3, spill_budgets=(0, 4)),
-        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(0, 96)),
+        row(1, 64, 3),
+        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(0, 100)),
     ),
     (256, 256): (
-        row(1, 64, 2, spill_budgets=(56, 20)),
-        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(48, 148)),
+        row(1, 64, 2),
+        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(112, 148)),
     ),
 }
 

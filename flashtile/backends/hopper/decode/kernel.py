@@ -6,8 +6,8 @@ TMA, by way of the block table. The rows of a tile are query tokens of all query
 head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``, so that the keys are read once for all.
 
 A program takes an equal run of all n_blocks if it is BALANCED, wherever in the batch that begins and ends.
-Else programs take work tiles, or splits of them, from a queue, those of long sequences first. As in the
-portable kernel, parts of a work tile leave a partial result for ``portable.decode.combine``.
+Else programs take work tiles, or splits of them, from a queue, those of long sequences first. Parts of a work
+tile leave partial results, as in the portable kernel.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,13 @@ from flashtile.backends.hopper.decode.loads import (
     load_n_block,
     load_pages,
 )
-from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile, start_dependents
+from flashtile.backends.hopper.decode.work import (
+    balanced_tile,
+    behind_partials,
+    queued_tile,
+    start_dependents,
+    wait_for_table,
+)
 from flashtile.backends.hopper.forward.kernel import (
     LN_2,
     Rows,
@@ -51,6 +57,7 @@ from flashtile.backends.hopper.forward.kernel import (
     skip_blocks,
 )
 from flashtile.backends.hopper.forward.schedule import Numbers, own_blocks
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import (
     Lengths,
@@ -70,7 +77,7 @@ class Pointers(NamedTuple):
     lse: Any
     partial: Any
     table: Any
-    """Of the work queue (``work``)."""
+    """Of the work queue (``work``), behind the partial results."""
     cache_batch_idx: Any
     block_table: Any
     alibi_slopes: Any
@@ -98,6 +105,24 @@ class Start(NamedTuple):
     end: Any
     m_block: Any
     m_block_start: Any
+
+
+@gluon.jit
+def uniform(x):
+    """``x``, an integer that all threads of a warp have, so that the compiler knows it. Where it does not, it
+    takes branches for divergent, and copies operands of each product and each load to uniform registers."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def uniform_start(start):
+    """A balanced program's :class:`Start`, in a partition."""
+    return Start(
+        uniform(start.total), uniform(start.position), uniform(start.end), uniform(start.m_block),
+        uniform(start.m_block_start),
+    )  # fmt: skip
 
 
 class OwnRows(NamedTuple):
@@ -198,7 +223,7 @@ def store_whole(C: gl.constexpr, o, lse, work, rows, call):
 
 @gluon.jit
 def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
-    """A partial result, as ``portable.decode.combine`` reads it."""
+    """A partial result, as ``portable.decode.combine`` has it."""
     splits = call.splits
     partial = call.pointers.partial
     partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
@@ -336,6 +361,9 @@ def load_part(
             outside = faults_of_keys(load_key_pages(C, entry, n_end - 1, work.keys), cache)
         else:
             outside = faults_of(C, entry, n_end - 1, work.keys, cache)
+    before_queries = n_end - 1
+    if C.Q_STAGES == 1:  # it is free late: as many keys as there is room for come before
+        before_queries = max(n_end - gl.where(j > 0, C.STAGES, 1), n_begin)
     for n in range(n_end - 1, n_begin - 1, -1):
         # Pages are on their way while there is no free slot.
         if C.GATHER:
@@ -349,9 +377,6 @@ def load_part(
                 outside = outside | faults_of(C, entry, n, work.keys, cache)
         slot = keys.acquire(i)
         barrier, tile = keys.full.index(slot), keys.tiles.index(slot)
-        if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
-            if n == n_end - 1:
-                load_queries(C, work, j, q, q_desc, call)
         if C.GATHER:
             WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
             HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if V else C.HEAD_DIM
@@ -360,6 +385,9 @@ def load_part(
             )
         else:
             load_n_block(C, PART, desc, pages, page_rows, n, work.keys, head, cache, barrier, tile)
+        if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
+            if n == before_queries:
+                load_queries(C, work, j, q, q_desc, call)
         i += 1
     if FIRST:
         if C.PAGE_SIZE != 0:
@@ -376,6 +404,7 @@ def consumer(
     i = 0
     j = 0
     if C.BALANCED:
+        start = uniform_start(start)
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         program = gl.program_id(0)
         if W == 0 and not C.BY_WORK_TILE:
@@ -401,7 +430,7 @@ def consumer(
         tile_index = work_queue.take(queue, t, 4)
         while tile_index < num_tiles:
             work, n_begin, n_end, slot, whole = queued_tile(
-                C, tile_index, call.pointers.table, call.lengths, call.splits
+                C, tile_index, call.pointers.table, call.lengths, call.splits, TABLE_WIDTH
             )
             if n_begin < n_end:
                 i = attend_part(
@@ -422,6 +451,7 @@ def loader(
     i = 0
     j = 0
     if C.BALANCED:
+        start = uniform_start(start)
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         while position < start.end:
             work, n_begin, n_end, _, _, position, m_block, m_block_start = balanced_tile(
@@ -444,7 +474,7 @@ def loader(
             tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
         while tile_index < num_tiles:
             work, n_begin, n_end, _, _ = queued_tile(
-                C, tile_index, call.pointers.table, call.lengths, call.splits
+                C, tile_index, call.pointers.table, call.lengths, call.splits, TABLE_WIDTH
             )
             if n_begin < n_end:
                 i = load_part(
@@ -495,7 +525,7 @@ RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alib
 
 @gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)
 def attend_kernel(
-    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, table, cache_seqlens, cache_leftpad,
+    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, cache_seqlens, cache_leftpad,
     cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
     k_page, k_token, k_head, v_page, v_token, v_head,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
@@ -519,17 +549,21 @@ def attend_kernel(
         window_left, window_right,
     )  # fmt: skip
     start = find_start(C, sequences, lengths)
+    splits = Splits(partial_rows, slots, num_splits, split_n_blocks)
+    table = behind_partials(partial, splits, C)
     call = Call(
         Pointers(out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink, tree_mask),
         sequences,
         lengths,
-        Splits(partial_rows, slots, num_splits, split_n_blocks),
+        splits,
         CacheRows(num_blocks, k_rows, v_rows, table_stride),
         alibi_stride,
         tree_stride,
     )
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
     dtype: gl.constexpr = q_desc.dtype
+    if C.PDL:
+        wait_for_table()
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -16,8 +15,13 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import stride_of_two
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
-from flashtile.backends.hopper.decode.combine import NOTE_WIDTH, combine_noted_kernel
+from flashtile.backends.hopper.decode.combine import (
+    NOTE_WIDTH,
+    combine_divided_kernel,
+    combine_noted_kernel,
+)
 from flashtile.backends.hopper.decode.config import (
+    DIVIDED_SLOTS,
     LEAST_FILLED,
     MOST_LOADERS,
     HopperDecodeConfig,
@@ -55,9 +59,13 @@ FAR = 2**30
 COMBINE_TILES = {4: 2048, 8: 8192}
 """Elements of partial results that a combining program loads at a time, by its warps. Where work tiles have
 few parts there are many programs, and the more of them fit a multiprocessor the better."""
+COMBINING_PROGRAMS = 4
+"""On a multiprocessor, for what a table divides."""
 MANY_PARTS = 16
 LEAST_SPLITS = 4
 """Parts that it loads at a time at least."""
+DIVIDED_SPLITS = 8
+"""Parts of what a table divides that are loaded at a time."""
 
 
 def pack_of(problem: DecodeProblem) -> int:
@@ -101,8 +109,15 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
     return in_step if in_step >= LEAST_FILLED * programs else programs
 
 
+def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
+    """Whether the table of the queue divides what is long: the call leaves it to the kernel."""
+    chosen = problem.num_splits != 0 or problem.split_size != 0
+    return not chosen and not is_balanced(problem, config)
+
+
 def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     balanced = is_balanced(problem, config)
+    divided = divides(problem, config)
     pack = pack_of(problem)
     work_tiles = problem.batch * m_blocks_of(packed(problem), config) * (problem.num_heads_q // pack)
     consumer, loader, _ = config.registers
@@ -125,8 +140,10 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         HAS_TREE=problem.tree,
         HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0,
         BALANCED=balanced,
-        SPLIT=balanced or num_splits_of(problem, config)[0] > 1,
+        DIVIDES=divided,
+        SPLIT=balanced or divided or num_splits_of(problem, config)[0] > 1,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
+        PDL=not balanced,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
@@ -160,6 +177,14 @@ def noted_variant(
     return replace(combining, BALANCED=True), num_warps
 
 
+def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
+    """(variant, warps) of the kernel that combines what the table divides."""
+    num_warps = 4
+    rows = COMBINE_TILES[num_warps] // padded(problem.head_dim_v) // DIVIDED_SPLITS
+    tile = CombineTile(rows, DIVIDED_SPLITS, num_warps)
+    return combine_variant(problem, config, tile, True, pdl=True), num_warps
+
+
 def views(problem: DecodeProblem, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
     """Of q, k and v, by the kernel's parameters."""
     shape = (1, *q.shape) if problem.varlen else q.shape
@@ -182,12 +207,16 @@ class HopperDecodeLaunch(DecodeLaunch):
         m_blocks = m_blocks_of(problem, config)
         work_tiles = problem.batch * m_blocks * problem.num_heads_kv
         num_splits, split_n_blocks = num_splits_of(problem, config)
-        programs = balanced_programs(self._problem, config)
-        if not variant.BALANCED:
-            most = multiprocessors(self._device) * config.programs_per_sm
-            programs = min(most, work_tiles * num_splits)
         rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
-        slots = 2 * programs if variant.BALANCED else work_tiles * num_splits
+        programs = multiprocessors(self._device) * config.programs_per_sm
+        if variant.BALANCED:
+            programs = balanced_programs(self._problem, config)
+            slots = 2 * programs
+        elif variant.DIVIDES:
+            slots = DIVIDED_SLOTS * programs
+        else:
+            programs = min(programs, work_tiles * num_splits)
+            slots = work_tiles * num_splits if variant.SPLIT else 0
         splits = Splits(rows, slots, num_splits, split_n_blocks)
         left, right = effective_window(problem)
         if variant.HAS_LEFT and left == UNLIMITED:  # padding on the left is an edge, too
@@ -222,18 +251,28 @@ class HopperDecodeLaunch(DecodeLaunch):
             (variant,),
             None,
             arguments_of(attend_kernel, views(problem, variant, q, k_cache, v_cache)),
+            launch_pdl=variant.PDL,
             maxnreg=config.registers[-1],
         )
-        table = None
-        if not variant.BALANCED:
-            table = WorkTable(problem, lengths, variant)
-        attend = Attend(kernel, table, variant.GATHER)
-        if not variant.SPLIT:
-            return attend, None
         floats = slots * rows * (problem.head_dim_v + 1)
         if not variant.BALANCED:
-            self._partials = round_up(floats, 64)
-            return attend, self._combine_splits(problem, config, lengths, splits)
+            table_rows = 1 + lengths.m_blocks + (slots // problem.num_heads_kv if variant.DIVIDES else 0)
+            self._partials = round_up(floats + table_rows * TABLE_WIDTH.value, 64)
+            chunk = min(CHUNK, triton.next_power_of_2(problem.batch))
+            table = KeptKernel(
+                table_kernel,
+                problem.batch,
+                (problem.batch, programs, *lengths, *splits),
+                (variant, TABLE_WIDTH.value, chunk),
+                None,
+            )
+            attend = Attend(kernel, table, variant.GATHER)
+            if not variant.SPLIT:
+                return attend, None
+            if not variant.DIVIDES:
+                return attend, self._combine_splits(problem, config, lengths, splits)
+            return attend, self._combine_divided(problem, config, lengths, splits)
+        attend = Attend(kernel, None, variant.GATHER)
         places = work_tiles if variant.BY_WORK_TILE else programs
         self._partials = round_up(floats + places * NOTE_WIDTH.value, 64)
         combining, num_warps = noted_variant(self._problem, config, variant)
@@ -268,41 +307,43 @@ class HopperDecodeLaunch(DecodeLaunch):
         )
 
 
-class Combine:
-    """The kernel for what balanced programs left, called as the portable one is."""
+    def _combine_divided(
+        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: Lengths, splits: Splits
+    ) -> Combine:
+        """For what the table divides, mostly nothing: as many programs as are placed at once."""
+        variant, num_warps = divided_variant(problem, config)
+        row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
+        kernel = KeptKernel(
+            combine_divided_kernel,
+            COMBINING_PROGRAMS * multiprocessors(self._device),
+            (*lengths, *splits, row_blocks),
+            (variant, TABLE_WIDTH.value),
+            None,
+            num_warps=num_warps,
+            launch_pdl=True,
+        )
+        return Combine(kernel, False)
 
-    def __init__(self, kernel: KeptKernel) -> None:
+
+class Combine:
+    """The kernel for what balanced programs left or the table divided, called as the portable one is."""
+
+    def __init__(self, kernel: KeptKernel, reads_lengths: bool = True) -> None:
         self._kernel = kernel
+        self._reads_lengths = reads_lengths
 
     def __call__(
         self, device: torch.device, partial: Tensor, out: Tensor, lse: Any, sink: Tensor | None,
         prior_out: None, prior_lse: None, *lengths: Tensor | None,
     ) -> None:  # fmt: skip
-        self._kernel(device, partial, out, lse, sink, *lengths)
-
-
-class WorkTable:
-    """Allocates and fills the table of the work queue."""
-
-    def __init__(self, problem: DecodeProblem, lengths: Lengths, variant: Variant) -> None:
-        self._rows = 1 + lengths.m_blocks
-        constants = (variant, TABLE_WIDTH.value, CHUNK)
-        self._fill = KeptKernel(table_kernel, problem.batch, (problem.batch, *lengths), constants, None)
-
-    def __call__(self, q: Tensor, tensors: CacheTensors) -> Tensor:
-        """(1 + m_blocks, TABLE_WIDTH), int32."""
-        table = q.new_empty((self._rows, TABLE_WIDTH.value), dtype=torch.int32)
-        self._fill(
-            q.device, table, tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q,
-            tensors.cu_seqlens_k_new,
-        )  # fmt: skip
-        return table
+        self._kernel(device, partial, out, lse, sink, *(lengths if self._reads_lengths else ()))
 
 
 class Attend:
-    """The kernel, called as the portable one is."""
+    """The kernel, behind the one that fills the table of its queue if it has one, called as the portable one
+    is."""
 
-    def __init__(self, kernel: KeptKernel, fill_table: Callable[..., Tensor] | None, gathers: bool) -> None:
+    def __init__(self, kernel: KeptKernel, fill_table: KeptKernel | None, gathers: bool) -> None:
         self._kernel = kernel
         self._gathers = gathers
         self._fill_table = fill_table
@@ -316,10 +357,14 @@ class Attend:
         *tensors: Tensor | None,
     ) -> None:  # fmt: skip
         given = CacheTensors(*tensors)
-        table = None if self._fill_table is None else self._fill_table(q, given)
+        if self._fill_table is not None:
+            self._fill_table(
+                device, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
+                given.cu_seqlens_k_new,
+            )  # fmt: skip
         gathered = (k, v) if self._gathers else (None, None)
         self._kernel(
-            device, q, k, v, *gathered, out, lse, partial, table, given.cache_seqlens, given.cache_leftpad,
+            device, q, k, v, *gathered, out, lse, partial, given.cache_seqlens, given.cache_leftpad,
             given.cache_batch_idx, given.block_table, given.cu_seqlens_q, given.cu_seqlens_k_new,
             given.alibi_slopes, given.sink, given.tree_mask,
         )  # fmt: skip

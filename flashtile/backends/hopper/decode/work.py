@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import (
     Lengths,
     Sequence,
@@ -20,13 +20,36 @@ from flashtile.backends.portable.decode.schedule import (
 )
 
 CHUNK = 256
-"""Sequences that a program compares its own with at a time."""
+"""Sequences that a program looks at at a time, at most."""
+
+LIMITS = tl.constexpr(16)
+"""Limits to the n_blocks of a part that are weighed."""
+PART_COST = tl.constexpr(3.0)
+"""Beginning and ending a part, in n_blocks: 4.6 us beside 1.6 for an n_block of 128 keys and rows."""
+COMBINE_COST = tl.constexpr(8.0)
+"""Leaving partial results and combining them, in n_blocks."""
+PARTS = tl.constexpr(65536)
+"""A row of the table has parts and part in one number: PARTS to a part."""
+
+
+@triton.jit
+def behind_partials(partial, splits, C: tl.constexpr):
+    """int32 memory behind the partial results and their log-sum-exps: notes of balanced programs, or the
+    table of the queue."""
+    floats = splits.slots.to(tl.int64) * splits.partial_rows * (C.HEAD_DIM_V + 1)
+    return (partial + floats).to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def start_dependents():
-    """The combining kernel may be placed; it waits for this kernel's end."""
+    """The kernel behind this one may be placed; it waits for this one's end."""
     tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_table():
+    """For the end of the kernel that fills it."""
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -52,76 +75,146 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, sequ
 
 
 @triton.jit
-def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits):
+def load_row(row):
+    """(m_block, Sequence, part, parts) in a row of the table."""
+    sequence = Sequence(
+        tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    )
+    part = tl.load(row + 6)
+    return tl.load(row), sequence, part % PARTS, part // PARTS
+
+
+@triton.jit
+def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.constexpr):
     """(work tile, its n_blocks [n_begin, n_end), slot, whether these are all) of the queue's ``tile_index``:
     heads side by side, split by split, m_block by m_block in the order of the table."""
     head_kv = tile_index % lengths.num_heads_kv
     split = tile_index // lengths.num_heads_kv % splits.num_splits
-    row = table + (1 + tile_index // lengths.num_heads_kv // splits.num_splits) * TABLE_WIDTH
-    m_block = tl.load(row)
-    sequence = Sequence(
-        tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-    )
+    place = tile_index // lengths.num_heads_kv // splits.num_splits
+    m_block, sequence, part, parts = load_row(table + (1 + place) * WIDTH)
     b, m = sequence_of(m_block, lengths, C)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
     each = n_blocks
-    if C.SPLIT:
+    last = lengths.m_blocks_per_sequence - 1 - m
+    slot = ((b * lengths.num_heads_kv + head_kv) * splits.num_splits + split) * lengths.m_blocks_per_sequence
+    slot += last
+    if C.DIVIDES:
+        split = part
+        each = (n_blocks + parts - 1) // parts
+        slot = tile_index
+    elif C.SPLIT:
         each = splits.split_n_blocks
         if splits.split_n_blocks == 0:
             each = max((n_blocks + splits.num_splits - 1) // splits.num_splits, 1)
     nth = split * each
     n_begin = keys.first // C.BLOCK_N + nth
-    last = lengths.m_blocks_per_sequence - 1 - m
-    slot = ((b * lengths.num_heads_kv + head_kv) * splits.num_splits + split) * lengths.m_blocks_per_sequence
     work = WorkTile(m_block, head_kv, sequence, num_rows, keys, n_blocks)
-    return work, n_begin, n_begin + min(each, n_blocks - nth), slot + last, each >= n_blocks
+    return work, n_begin, n_begin + min(each, n_blocks - nth), slot, each >= n_blocks
 
 
 @triton.jit
 def count_m_blocks(sequence, lengths, C: tl.constexpr):
-    """m_blocks of sequences."""
-    return (sequence.len_q * lengths.group_size + C.BLOCK_M - 1) // C.BLOCK_M
+    """(m_blocks of sequences, n_blocks of the last one, which sees the most)."""
+    count = (sequence.len_q * lengths.group_size + C.BLOCK_M - 1) // C.BLOCK_M
+    _, _, n_blocks = reach_of(tl.maximum(count - 1, 0), sequence, lengths, C)
+    return count, n_blocks
 
 
-@kernel(do_not_specialize=("batch", *Lengths._fields))
-def table_kernel(
-    table, cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
-    m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-    window_left, window_right, C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Row 1 + rank of ``table``: an m_block and the :class:`schedule.Sequence` that it is of. Row 0: how many
-    such rows there are, and 0 for those that were taken from the queue.
+@triton.jit
+def part_limit(batch, programs, slots, sequences, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
+    """The most n_blocks of a part: of LIMITS numbers, from those of the longest work tile down, the one with
+    which ``programs`` that take the longest parts first are likely to end first.
 
-    One program for each of ``batch`` sequences. Those with more keys come first, each from its last m_block,
-    which may see the most keys, to its first.
+    They cannot end before their mean load is done, nor before the rounds of the long parts, those of more
+    than half the limit. Lengths that differ little are therefore left whole, unless a last round would be
+    almost empty. A limit that makes more than ``slots`` parts of divided work tiles is out of the question.
     """
+    index = tl.arange(0, LIMITS)
+    longest = tl.full([], 1, tl.int32)
+    for first in range(0, batch, CHUNK):
+        others = first + tl.arange(0, CHUNK)
+        sequence = load_sequence(others, others < batch, sequences, lengths, C)
+        _, n_blocks = count_m_blocks(sequence, lengths, C)
+        longest = tl.maximum(longest, tl.max(n_blocks, 0))
+    shares = (2 + index % 2) << (index // 2)  # of half a tile: 2, 3, 4, 6, 8, 12 ...
+    limits = (2 * longest + shares - 1) // shares
+    load = tl.zeros([LIMITS], tl.float32)
+    long_parts = tl.zeros([LIMITS], tl.int32)
+    divided = tl.zeros([LIMITS], tl.int32)
+    for first in range(0, batch, CHUNK):
+        others = first + tl.arange(0, CHUNK)
+        sequence = load_sequence(others, others < batch, sequences, lengths, C)
+        count, n_blocks = count_m_blocks(sequence, lengths, C)
+        tiles = (count * lengths.num_heads_kv)[None, :]
+        n_blocks = n_blocks[None, :]
+        parts = (n_blocks + limits[:, None] - 1) // limits[:, None]
+        load += tl.sum(tiles * (n_blocks + PART_COST * parts), 1)
+        long_parts += tl.sum(tl.where(2 * n_blocks > limits[:, None], tiles * parts, 0), 1)
+        divided += tl.sum(tl.where(parts > 1, tiles * parts, 0), 1)
+    rounds = (long_parts + programs - 1) // programs
+    time = tl.maximum(rounds * (limits + PART_COST), load / programs)
+    time += tl.where(divided > 0, COMBINE_COST, 0.0)
+    time = tl.where(divided <= slots, time, float("inf"))
+    return tl.max(tl.where(-time == tl.max(-time, 0), limits, 0), 0)
+
+
+@kernel(do_not_specialize=("batch", "programs", *Lengths._fields, *Splits._fields))
+def table_kernel(
+    partial, cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, programs,
+    m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
+    window_left, window_right, partial_rows, slots, num_splits, split_n_blocks,
+    C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A row of the table, from row 1 on: an m_block, the :class:`schedule.Sequence` that it is of, and which
+    of how many parts of its work tiles. Row 0: how many such rows there are, 0 for those that were taken from
+    the queue, and how many m_blocks are divided. These come first, and the last number of row 1 + i is the
+    row of the first part of the i-th.
+
+    One program for each of ``batch`` sequences. Those with more n_blocks come first, each from its last
+    m_block, which may see the most keys, to its first, part by part.
+    """
+    if C.PDL:
+        start_dependents()
     sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
         window_left, window_right,
     )  # fmt: skip
+    table = behind_partials(partial, Splits(partial_rows, slots, num_splits, split_n_blocks), C)
     b = tl.program_id(0)
     mine = load_sequence(b, True, sequences, lengths, C)
+    count, my_n_blocks = count_m_blocks(mine, lengths, C)
+    limit = capacity
+    if C.DIVIDES:
+        limit = part_limit(batch, programs, slots, sequences, lengths, C, CHUNK)
+    my_parts = tl.maximum((my_n_blocks + limit - 1) // limit, 1)
     rank = 0
+    first_row = 1
     total = 0
+    divided = 0
     for first in range(0, batch, CHUNK):
         others = first + tl.arange(0, CHUNK)
         sequence = load_sequence(others, others < batch, sequences, lengths, C)
-        counts = count_m_blocks(sequence, lengths, C)
-        before = (sequence.len_k > mine.len_k) | ((sequence.len_k == mine.len_k) & (others < b))
+        counts, n_blocks = count_m_blocks(sequence, lengths, C)
+        parts = tl.maximum((n_blocks + limit - 1) // limit, 1)
+        before = (n_blocks > my_n_blocks) | ((n_blocks == my_n_blocks) & (others < b))
         rank += tl.sum(tl.where(before, counts, 0))
-        total += tl.sum(counts)
+        first_row += tl.sum(tl.where(before, counts * parts, 0))
+        total += tl.sum(counts * parts)
+        divided += tl.sum(tl.where(parts > 1, counts, 0))
     if b == 0:
         tl.store(table, total)
         tl.store(table + 1, 0)
-    count = count_m_blocks(mine, lengths, C)
-    for first in range(0, count, CHUNK):
+        tl.store(table + 2, divided)
+    for first in range(0, count * my_parts, CHUNK):
         place = first + tl.arange(0, CHUNK)
-        row = table + (1 + rank + place) * WIDTH
-        inside = place < count
-        tl.store(row, b * m_blocks_per_sequence + count - 1 - place, mask=inside)
+        row = table + (first_row + place) * WIDTH
+        inside = place < count * my_parts
+        tl.store(row, b * m_blocks_per_sequence + count - 1 - place // my_parts, mask=inside)
         tl.store(row + 1, mine.start_q, mask=inside)
         tl.store(row + 2, mine.len_q, mask=inside)
         tl.store(row + 3, mine.len_k, mask=inside)
         tl.store(row + 4, mine.leftpad, mask=inside)
         tl.store(row + 5, mine.fault, mask=inside)
+        tl.store(row + 6, my_parts * PARTS + place % my_parts, mask=inside)
+        tl.store(table + (1 + rank + place) * WIDTH + 7, first_row + place * my_parts, mask=place < count)

@@ -177,9 +177,15 @@ SCORES_A_THREAD = 32
 """The most that leave registers for masks, biases and dropout beside the scores: by spills, not by time."""
 
 
+_DQ_FOR_CELLS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K(128, 64, 8, 3)}
+"""Hopper's tiles of dq at head_dim 64 and 128 -> the fastest ones with dropout and with a bias."""
+
+
 def for_cells(config: Config) -> Config:
     """``config`` for masks, biases and dropout, which take registers and shared memory beside the scores."""
     dq = config.dq
+    if dq in _DQ_FOR_CELLS:
+        return replace(config, dq=_DQ_FOR_CELLS[dq])
     if SCORES_A_THREAD * 32 * dq.num_warps < dq.BLOCK_M * dq.BLOCK_N:
         dq = replace(dq, num_warps=min(2 * dq.num_warps, 8))
     return replace(config, dq=replace(dq, num_stages=max(dq.num_stages - 1, 1)))

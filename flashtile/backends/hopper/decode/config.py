@@ -22,6 +22,9 @@ LEAST_FILLED = 0.85
 n_blocks, wherever these begin."""
 MOST_SHARED = 4
 """Work tiles a program up to which that is so."""
+DIVIDED_M_BLOCKS = 8
+"""From so many m_blocks a sequence on, the work tiles of a long one are many already, and the queue has them
+undivided: the code that leaves partial results costs 4 to 6 % there."""
 DIVIDED_SLOTS = 2
 """Parts of divided work tiles for each program that there is room for: with a limit of a program's mean load,
 or of more, there are no more of them."""

@@ -21,6 +21,7 @@ from flashtile.backends.hopper.decode.combine import (
     combine_noted_kernel,
 )
 from flashtile.backends.hopper.decode.config import (
+    DIVIDED_M_BLOCKS,
     DIVIDED_SLOTS,
     LEAST_FILLED,
     MOST_LOADERS,
@@ -112,7 +113,8 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
     """Whether the table of the queue divides what is long: the call leaves it to the kernel."""
     chosen = problem.num_splits != 0 or problem.split_size != 0
-    return not chosen and not is_balanced(problem, config)
+    few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
+    return few and not chosen and not is_balanced(problem, config)
 
 
 def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:

@@ -119,9 +119,9 @@ def problem(M, card=H200, **more):
 def test_fused_ends_are_worth_a_slower_product():
     """The library would need kernels of its own around it."""
     assert device_name(H200) == "NVIDIA H200"
-    row = find("NVIDIA H200", 22016, 4096, "bfloat16", "bfloat16")
-    assert kind_of(problem(16), row) == LIBRARY
-    assert kind_of(problem(16, end=SWIGLU, norm=True), row) == FLAT
+    row = find("NVIDIA H200", 28672, 4096, "bfloat16", "bfloat16")
+    assert kind_of(problem(32), row) == LIBRARY
+    assert kind_of(problem(32, end=SWIGLU, norm=True), row) == FLAT
     assert kind_of(problem(512, end=SWIGLU, norm=True), row) == LIBRARY
     assert choose(problem(512)).kind == LIBRARY
     assert choose(problem(1)).kind == GEMV  # if Hopper's flat product does not serve the call

@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -301,11 +302,9 @@ def decoding(length: int, steps: int, where: torch.device) -> Iterator[dict[str,
     lengths = torch.tensor([length], dtype=torch.int32, device=where)
     calls: dict[str, Callable[[], Any]] = {
         "one GPU": lambda: flashtile.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths),
-        "allgather": lambda: context_parallel_decode(q, *own, cache_seqlens=lengths),
-        "reduce_scatter": lambda: context_parallel_decode(
-            q, *own, cache_seqlens=lengths, merge="reduce_scatter"
-        ),
     }
+    for merge in ("allgather", "reduce_scatter", "symmetric"):
+        calls[merge] = partial(context_parallel_decode, q, *own, cache_seqlens=lengths, merge=merge)
     for name, call in calls.items():
         row: dict[str, Any] = {"call": "decoding", "seqlen": length, "name": name}
         try:

@@ -14,8 +14,9 @@ from flashtile.decode.functional import append_kvcache, flash_attn_combine
 from flashtile.decode.operators import DECODE
 from flashtile.decode.problem import CacheTensors, DecodeOptions
 from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
+from flashtile.parallel.symmetric import Shared, check_symmetric, shared_memory
 
-MERGES = ("allgather", "reduce_scatter")
+MERGES = ("allgather", "reduce_scatter", "symmetric")
 
 
 def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Tensor:
@@ -28,6 +29,8 @@ def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Te
         >>> flashtile.parallel.own_tokens(torch.tensor([10]), rank=1, size=4)  # tokens 1, 5 and 9
         tensor([3])
     """
+    if interleave == 1:  # on a GPU, two kernels rather than six, each as long as all of its work
+        return (lengths + (size - 1 - rank)) // size
     turn = interleave * size
     return lengths // turn * interleave + (lengths % turn - rank * interleave).clamp(0, interleave)
 
@@ -71,6 +74,10 @@ def context_parallel_decode(
         interleave: tokens in a row that lie on one rank.
         merge: "allgather": every rank gets out of all heads. "reduce_scatter": rank r gets that of
             the r-th part of the query heads, of which there must be a multiple of the ranks.
+            "symmetric": as "allgather", by one kernel over torch's symmetric memory, for NVIDIA GPUs of one
+            host that reach each other's. The first call of a size must not be within the capture of a graph.
+            Calls of one group must follow one another on the GPU, as on one stream, in the same order on all
+            ranks. Memory stays with the group.
         causal: query i sees keys up to its own, number ``length - seqlen_q + i``; otherwise all.
         sink: (heads_q,), the same on all ranks.
         softmax_scale, softcap, k_descale, v_descale, backend: as for
@@ -85,7 +92,8 @@ def context_parallel_decode(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument; ValueError too where ranks disagree.
-        RuntimeError: a rank is gone, or has not come within ``timeout``.
+        RuntimeError: a rank is gone, or has not come within ``timeout``; the first call with
+            merge="symmetric" is being captured.
 
     Examples:
         >>> import torch.distributed as dist
@@ -113,6 +121,9 @@ def context_parallel_decode(
         raise ValueError(f"interleave must be at least 1, got {interleave}")
     if merge not in MERGES:
         raise ValueError(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
+    if merge == "symmetric":
+        check_symmetric(q)
+        check_dense("v_cache", v_cache)
     masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
     ranks = ranks_of(group)
     if merge == "reduce_scatter" and heads % ranks.size:
@@ -127,6 +138,9 @@ def context_parallel_decode(
     if not q.is_cuda:  # on a GPU that would synchronise
         same["cache_seqlens"] = tuple(cache_seqlens.tolist())
     ranks.agree(same, {}, timeout, q.device)
+    shared = None
+    if merge == "symmetric" and ranks.size > 1:
+        shared = shared_memory(ranks, batch * seqlen_q * heads, v_cache.shape[-1], q.device)
     lengths = cache_seqlens
     if k is not None or v is not None:
         descales = (k_descale, v_descale)
@@ -152,7 +166,7 @@ def context_parallel_decode(
     )
     out, lse = DECODE((rows, k_cache, v_cache), own, options)
     out = out.view(batch, seqlen_q, heads, out.shape[-1])
-    out, lse = _merged(ranks, out, lse.view(batch, seqlen_q, heads), merge, timeout, q.dtype)
+    out, lse = _merged(ranks, out, lse.view(batch, seqlen_q, heads), merge, shared, timeout, q.dtype)
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
@@ -198,10 +212,21 @@ def _append(
 
 
 def _merged(
-    ranks: Ranks, out: Tensor, lse: Tensor, merge: str, timeout: float, dtype: torch.dtype
+    ranks: Ranks,
+    out: Tensor,
+    lse: Tensor,
+    merge: str,
+    shared: Shared | None,
+    timeout: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, heads, head_dim) and lse (batch, seqlen_q, heads) over all ranks' tokens."""
-    if merge == "allgather":
+    if shared is not None:
+        from flashtile.backends.portable.exchange import exchange
+
+        out, lse = exchange(out.contiguous(), lse.contiguous(), *shared, dtype, timeout)
+        return out, lse.transpose(1, 2)
+    if merge != "reduce_scatter":
         heads = out.shape[2]
         states = ranks.stack(as_bytes([out, lse]), timeout)
     else:

@@ -86,6 +86,16 @@ def test_decoding_over_two_gpus_in_a_graph(ranks):
 
 
 @two
+@pytest.mark.parametrize("batch", [3, 200])  # 32 rows of room; programs with several blocks of rows
+def test_decoding_by_symmetric_memory_is_as_by_allgather(ranks, batch):
+    import parallel_tasks
+
+    for differences in ranks.run(parallel_tasks.decode_by_symmetric_memory, 2, batch=batch):
+        assert isinstance(differences, list), differences
+        assert all(difference < 2e-2 for difference in differences), differences  # NaN is not
+
+
+@two
 def test_two_gpus_that_disagree_say_so(ranks):
     import parallel_tasks
 

@@ -285,6 +285,62 @@ def on_gpus(
     return errors
 
 
+def decode_by_symmetric_memory(group: Any, *, batch: int, replays: int = 200) -> list[float]:
+    """Differences from all-gather's results: of out and lse of calls of two sizes, and of replays of a graph
+    with a query each, in which the ranks are late in turns and no host waits."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    k_cache, v_cache = torch.randn(2, batch, 512, 2, 128).cuda().bfloat16()[:, :, rank::size].contiguous()
+    queries = torch.randn(replays, batch, 1, 8, 128).cuda().bfloat16()
+    lengths = torch.randint(0, 513, (batch,), dtype=torch.int32).cuda()
+    lengths[:2] = torch.tensor([0, 1])
+
+    def call(q: Tensor, merge: str, **options: Any) -> Any:
+        caches = k_cache[: len(q)], v_cache[: len(q)]
+        return parallel.context_parallel_decode(
+            q, *caches, cache_seqlens=lengths[: len(q)], group=group, merge=merge, **options
+        )
+
+    differences = []
+    for q in (queries[0], queries[1, :-1], queries[2]):
+        right, right_lse = call(q, "allgather", return_lse=True)
+        out, lse = call(q, "symmetric", return_lse=True)
+        differences.append((out.float() - right.float()).abs().max().item())
+        differences.append((lse - right_lse).nan_to_num(0.0).abs().max().item())  # -inf - -inf
+        assert torch.equal(lse.isinf(), right_lse.isinf())
+        assert not lse.isnan().any()
+    found = torch.full_like(queries, torch.nan)
+    number = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def step() -> None:
+        out = call(queries.index_select(0, number)[0], "symmetric")
+        found.index_copy_(0, number, out.unsqueeze(0))
+        number.add_(1).remainder_(replays)
+
+    graph = _captured(step)
+    number.zero_()
+    for i in range(replays):
+        if i % 4 == rank:
+            torch.cuda._sleep(10**6)
+        graph.replay()
+    for q, out in zip(queries, found, strict=True):
+        differences.append((out.float() - call(q, "allgather").float()).abs().max().item())
+    return differences
+
+
+def _captured(step: Any) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
 def decode_in_a_graph(group: Any) -> list[float]:
     """Errors of a captured step of decoding over a sharded cache, for changing lengths, against one GPU."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -294,18 +350,10 @@ def decode_in_a_graph(group: Any) -> list[float]:
     own = cache[:, :, rank::size].contiguous()
     lengths = torch.tensor([0, 1, 4096], dtype=torch.int32).cuda()
 
-    def step() -> Tensor:
-        return parallel.context_parallel_decode(q, *own, cache_seqlens=lengths, group=group)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    out = torch.empty_like(q)
+    graph = _captured(
+        lambda: out.copy_(parallel.context_parallel_decode(q, *own, cache_seqlens=lengths, group=group))
+    )
     errors = []
     for change in ([0, 1, 4096], [5, 0, 77], [4095, 2048, 3]):
         lengths.copy_(torch.tensor(change, dtype=torch.int32))

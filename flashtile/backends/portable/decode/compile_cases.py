@@ -18,6 +18,7 @@ from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
+from flashtile.backends.portable.exchange import exchange_kernel, variant_of
 from flashtile.compile_report import CompileCase, architecture
 from flashtile.decode.problem import FP8, DecodeProblem
 
@@ -121,6 +122,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         few = table_family == "hopper" and BLOCK_M == config.NARROW
         yield replace(case, exhaustive=not few)
     yield _combine_given_case()
+    if not architecture(arch).amd:
+        yield _exchange_case()
     for dtype in (torch.bfloat16, FP8):
         yield _append_case(dtype, capability)
     yield _copy_case()
@@ -187,6 +190,22 @@ def _combine_case(
 def _combine_given_case() -> CompileCase:
     constants = {"C": combine.CombineGivenVariant(HEAD_DIM_V=128, BLOCK_DV=128, ROWS=2, SPLITS=16)}
     return _plain_case("decode combine given", combine_given_kernel, {"out_ptr": torch.bfloat16}, constants)
+
+
+def _exchange_case() -> CompileCase:
+    signature = dict.fromkeys(exchange_kernel.arg_names, "i32") | {"timeout_ns": "i64"}
+    signature |= {"out": "*fp32", "lse": "*fp32", "result": "*bf16", "result_lse": "*fp32"}
+    signature |= {"memories": "*i64", "calls": "*i64"}
+    del signature["C"]
+    return CompileCase(
+        name="decode exchange",
+        kernel=exchange_kernel,
+        signature=signature,
+        constants={"C": variant_of(2, 2048, 128)},
+        divisible_by_16=frozenset(),
+        num_warps=NUM_WARPS,
+        tensor_cores=False,
+    )
 
 
 def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:

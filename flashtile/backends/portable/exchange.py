@@ -1,0 +1,150 @@
+"""Ranks give each other float32 results over different keys and merge them: one kernel, over peer memory.
+
+The one-shot way of exchanging little between GPUs of one host: each writes what all need into the memory of
+all, and reads what it was given from its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.launch import padded
+from flashtile.backends.common.tiles import LN_2
+from flashtile.backends.portable.decode.combine import Slots, sum_splits
+from flashtile.backends.portable.decode.results import normalised, store_rows
+
+MAX_PROGRAMS = 128
+"""They wait for those of other ranks, so all must run at once."""
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True)
+class ExchangeVariant:
+    """What the kernel is compiled for. A rank's memory is RANKS * PROGRAMS flags of 64 bits, then 2 * RANKS
+    slots for ``capacity`` rows of out (HEAD_DIM_V words each) and their lse."""
+
+    RANKS: int
+    PROGRAMS: int
+    SLOT: int
+    """Words of a slot."""
+    HEAD_DIM_V: int
+    BLOCK_DV: int
+    ROWS: int
+    """That a program sends, or merges, at a time."""
+    SPLITS: int
+    TIMED: bool
+    """Whether it stops with an error after ``timeout_ns``: not in the interpreter."""
+
+
+@kernel(do_not_specialize=("rank", "rows", "heads", "seqlen", "timeout_ns"))
+def exchange_kernel(
+    out, lse, result, result_lse, memories, calls, rank, rows, heads, seqlen, timeout_ns, C: tl.constexpr
+):
+    """Rows over the keys of all ranks, on each of them. Grid: (PROGRAMS,).
+
+    out (batch, seqlen, heads, HEAD_DIM_V) float32, lse (batch, seqlen, heads), natural log, of this rank's
+    keys; result as out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
+    the ranks' memories, ``calls`` (PROGRAMS,) int64 counts this memory's calls.
+
+    The count chooses one of two slots and is what a flag is set to, so that the replays of a graph take
+    turns, too. Two slots need one wait a call: a rank writes into a slot for the second time when all have
+    flagged the call between, which they do after they have read that slot. Program i has the same rows on all
+    ranks and in all calls, so it waits for programs i only.
+    """
+    pid = tl.program_id(0)
+    call = tl.load(calls + pid) + 1
+    half = C.RANKS * C.PROGRAMS * 2 + call % 2 * (C.RANKS * C.SLOT)
+    capacity_words: tl.constexpr = C.SLOT // (C.HEAD_DIM_V + 1) * C.HEAD_DIM_V
+    columns = tl.arange(0, C.BLOCK_DV)
+    for first in range(pid * C.ROWS, rows, C.PROGRAMS * C.ROWS):
+        row = first + tl.arange(0, C.ROWS)
+        exists = row < rows
+        inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
+        cells = row.to(tl.int64) * C.HEAD_DIM_V
+        own = tl.load(out + cells[:, None] + columns[None, :], mask=inside)
+        own_lse = tl.load(lse + row, mask=exists)
+        for peer in range(C.RANKS):
+            slot = tl.load(memories + peer).to(tl.pointer_type(tl.float32)) + half + rank * C.SLOT
+            store_rows(slot, cells, exists, own, C.HEAD_DIM_V, C.BLOCK_DV)
+            tl.store(slot + capacity_words + row, own_lse, mask=exists)
+    # All threads have written before one says so, and one has seen the others' flags before any reads.
+    tl.debug_barrier()
+    for peer in range(C.RANKS):
+        flags = tl.load(memories + peer).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(flags + rank * C.PROGRAMS + pid, call, sem="release", scope="sys")
+    flags = tl.load(memories + rank).to(tl.pointer_type(tl.int64))
+    if C.TIMED:
+        began = tl.extra.cuda.globaltimer()
+    for peer in range(C.RANKS):
+        # A peer may have flagged the next call already.
+        while tl.atomic_add(flags + peer * C.PROGRAMS + pid, 0, sem="acquire", scope="sys") < call:
+            if C.TIMED:  # noqa: SIM102 (a constant)
+                if tl.extra.cuda.globaltimer() - began > timeout_ns:
+                    tl.inline_asm_elementwise(
+                        "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                    )
+    tl.debug_barrier()
+    given = flags.to(tl.pointer_type(tl.float32)) + half
+    for first in range(pid * C.ROWS, rows, C.PROGRAMS * C.ROWS):
+        row = first + tl.arange(0, C.ROWS)
+        exists = row < rows
+        cells = row.to(tl.int64) * C.HEAD_DIM_V
+        acc, row_max, row_sum = sum_splits(
+            given + cells, given + capacity_words + row, exists, C.RANKS,
+            Slots(0, 1, 0, C.SLOT, C.SLOT), True, C,
+        )  # fmt: skip
+        merged, merged_lse = normalised(acc, row_max, row_sum)
+        store_rows(result, cells, exists, merged, C.HEAD_DIM_V, C.BLOCK_DV)
+        token = row // heads
+        by_head = (token // seqlen * heads + row % heads) * seqlen + token % seqlen
+        tl.store(result_lse + by_head, merged_lse * LN_2, mask=exists)
+    tl.store(calls + pid, call)
+
+
+def variant_of(ranks: int, capacity: int, head_dim: int) -> ExchangeVariant:
+    """For up to ``capacity`` rows, a power of two."""
+    ROWS = min(max(capacity // MAX_PROGRAMS, 1), MAX_ROWS)
+    return ExchangeVariant(
+        RANKS=ranks,
+        PROGRAMS=min(capacity // ROWS, MAX_PROGRAMS),
+        SLOT=capacity * (head_dim + 1),
+        HEAD_DIM_V=head_dim,
+        BLOCK_DV=padded(head_dim),
+        ROWS=ROWS,
+        SPLITS=min(triton.next_power_of_2(ranks), 8),
+        TIMED=not knobs.runtime.interpret,
+    )
+
+
+def words_of(variant: ExchangeVariant) -> int:
+    """Of 32 bits, that the memory of a rank has."""
+    return 2 * variant.RANKS * (variant.PROGRAMS + variant.SLOT)
+
+
+def exchange(
+    out: Tensor,
+    lse: Tensor,
+    memories: Tensor,
+    calls: Tensor,
+    rank: int,
+    variant: ExchangeVariant,
+    dtype: torch.dtype,
+    timeout: float,
+) -> tuple[Tensor, Tensor]:
+    """(out in ``dtype``, lse) of ``exchange_kernel``. Both given are contiguous and float32."""
+    batch, seqlen, heads, _ = out.shape
+    result = torch.empty_like(out, dtype=dtype)
+    result_lse = lse.new_empty(batch, heads, seqlen)
+    rows, timeout_ns = batch * seqlen * heads, int(min(timeout, 1e9) * 1e9)
+    with torch.cuda.device_of(out):
+        exchange_kernel[(variant.PROGRAMS,)](
+            out, lse, result, result_lse, memories, calls, rank, rows, heads, seqlen, timeout_ns, C=variant
+        )
+    return result, result_lse

@@ -131,7 +131,8 @@ def test_continuous_batching_generates_what_generate_does():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_continuous_batching_decodes_over_pages(name, monkeypatch):
-    """Under the name that ends in 2 it calls ``with_kvcache`` with its pages."""
+    """Under the name that ends in 2 it calls ``with_kvcache`` with its pages, but not where layers have windows, as
+    Qwen's here."""
     from flashtile.integrations import transformers as door
 
     calls = []
@@ -139,7 +140,7 @@ def test_continuous_batching_decodes_over_pages(name, monkeypatch):
     # Transformers keeps the functions of the name that it loaded last.
     monkeypatch.setattr(transformers.modeling_flash_attention_utils, "_loaded_implementation", None)
     check_continuous_batching(name, NAMES[1], "cuda", torch.float32)
-    assert calls
+    assert bool(calls) == (name == "llama")
 
 
 def test_decoding_over_pages_knows_the_sink():

@@ -9,6 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
+from hugging_face import MASK, SMALL, TOKENS, pair, registered  # noqa: E402, F401 - a fixture
+
 import flashtile  # noqa: E402
 from flashtile.integrations.transformers import (  # noqa: E402
     LITERAL_NAMES,
@@ -18,11 +20,6 @@ from flashtile.integrations.transformers import (  # noqa: E402
     with_kvcache,
 )
 
-SMALL = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
 WINDOW = {"head_dim": 8, "sliding_window": 5}
 DECODERS = {
     "llama": ("Llama", SMALL),
@@ -31,30 +28,6 @@ DECODERS = {
     "gpt_oss": ("GptOss", {**SMALL, **WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
 STATIC = {"cache_implementation": "static"}
-MASK = torch.tensor([[0] * 4 + [1] * 8, [1] * 12, [0] * 7 + [1] * 5])
-TOKENS = torch.randint(3, 96, (3, 12), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    register()
-    yield
-    unregister()
-    transformers.logging.set_verbosity(verbosity)
-
-
-def pair(kind: str, config, **options) -> tuple:
-    """The same weights, computed eagerly and by flashtile."""
-    torch.manual_seed(0)
-    cls = getattr(transformers, kind)
-    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    ours = cls._from_config(copy.deepcopy(config), attn_implementation=NAMES[0]).eval()
-    ours.load_state_dict(eager.state_dict())
-    assert eager.config._attn_implementation == "eager"
-    assert ours.config._attn_implementation == NAMES[0]
-    return eager, ours
 
 
 def decoders(name: str, **changed) -> tuple:
@@ -131,8 +104,10 @@ def test_continuous_batching_generates_what_generate_does():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_continuous_batching_decodes_over_pages(name, monkeypatch):
-    """Under the name that ends in 2 it calls ``with_kvcache`` with its pages, but not where layers have windows, as
-    Qwen's here."""
+    """Under the name that ends in 2 it calls ``with_kvcache`` with its pages.
+
+    Where layers have windows, as Qwen's here, Transformers has no block tables.
+    """
     from flashtile.integrations import transformers as door
 
     calls = []

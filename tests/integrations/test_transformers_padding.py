@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from flashtile.integrations import transformers_masks as masks  # noqa: E402
-from flashtile.integrations.transformers import NAMES, register, unregister  # noqa: E402
+from hugging_face import MASK, SMALL, TOKENS, pair, registered  # noqa: E402, F401 - a fixture
 
-SMALL = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-TOKENS = torch.randint(3, 96, (3, 12), generator=torch.Generator().manual_seed(0))
-LEFT = torch.tensor([[0] * 4 + [1] * 8, [1] * 12, [0] * 7 + [1] * 5])
+from flashtile.integrations import transformers_masks as masks  # noqa: E402
+
 PADDED = {
-    "left": LEFT,
-    "right": LEFT.flip(1),
+    "left": MASK,
+    "right": MASK.flip(1),
     "both": torch.tensor([[0] * 4 + [1] * 6 + [0] * 2, [1] * 12, [0] * 7 + [1] * 2 + [0] * 3]),
     "holes": torch.tensor([[1, 0, 1] * 4, [1] * 12, [0, 1] * 6]),
-    "a sequence of padding": torch.cat((LEFT[:2], torch.zeros_like(LEFT[:1]))),
+    "a sequence of padding": torch.cat((MASK[:2], torch.zeros_like(MASK[:1]))),
 }
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    register()
-    yield
-    unregister()
-    transformers.logging.set_verbosity(verbosity)
-
-
-def pair(kind: str, config) -> tuple:
-    """The same weights, computed eagerly and by flashtile."""
-    torch.manual_seed(0)
-    cls = getattr(transformers, kind)
-    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    ours = cls._from_config(copy.deepcopy(config), attn_implementation=NAMES[0]).eval()
-    ours.load_state_dict(eager.state_dict())
-    assert eager.config._attn_implementation == "eager"
-    return eager, ours
 
 
 def llamas(**changed) -> tuple:
@@ -77,15 +48,15 @@ def test_every_layer_uses_what_the_first_one_read():
         with torch.no_grad():
             restarts = torch.cat([torch.arange(5), torch.arange(7)])[None]
             for named in (
-                {"attention_mask": LEFT}, {"attention_mask": LEFT.flip(1)}, {"input_ids": TOKENS[:1]},
+                {"attention_mask": MASK}, {"attention_mask": MASK.flip(1)}, {"input_ids": TOKENS[:1]},
                 {"input_ids": TOKENS[:1], "position_ids": restarts},
             ):  # fmt: skip
                 with HostReads() as reads:
                     model(**{"input_ids": TOKENS, **named})
                 found.append(reads.count)
-            cache = model(TOKENS[:, :-1], attention_mask=LEFT[:, :-1]).past_key_values
+            cache = model(TOKENS[:, :-1], attention_mask=MASK[:, :-1]).past_key_values
             with HostReads() as reads:
-                model(TOKENS[:, -1:], attention_mask=LEFT, past_key_values=cache)
+                model(TOKENS[:, -1:], attention_mask=MASK, past_key_values=cache)
             found.append(reads.count)
         counts.append(found)
     assert counts[0] == counts[1]

@@ -140,15 +140,16 @@ def llama_folder(tmp_path, monkeypatch):
 def registered(monkeypatch):
     """The one line; the sizes of what flashtile is asked are kept."""
     from flashtile.integrations import transformers as door
+    from flashtile.integrations import transformers_attention as layers
 
     calls: list[torch.Size] = []
-    dense = door.dense
+    attention = layers.attention
 
     def counted(q, *others, **named):
         calls.append(q.shape)
-        return dense(q, *others, **named)
+        return attention(q, *others, **named)
 
-    monkeypatch.setattr(door, "dense", counted)
+    monkeypatch.setattr(layers, "attention", counted)
     door.register(as_flash_attention=True)
     yield calls
     door.unregister()

@@ -22,6 +22,13 @@ HOST_CALLS = {"cuda": 200, "cpu": 20}
 """In a batch; fewer than the launches that CUDA queues."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+FLUSHED_BYTES = 2**28
+"""More than the L2 cache of any GPU."""
+ESTIMATED_CALLS = 5
+WAITED = 2
+"""How many times as long as a call's issue the GPU waits for it: hosts are not even."""
+CYCLES_PER_MS = 2_000_000
+"""Of a GPU's clock, about."""
 
 Function = Callable[[], Any]
 
@@ -29,16 +36,12 @@ Function = Callable[[], Any]
 def time_call(function: Function, rep: float, device: torch.device, *, warm_up: bool = True) -> list[float]:
     """Milliseconds of each call over about ``rep`` milliseconds of calls.
 
-    On CUDA by events, the L2 cache flushed before each call (``triton.testing.do_bench``), on the CPU by wall
-    time. ``warm_up=False``, on the CPU: every call counts, and one may be enough.
+    On CUDA by events, the L2 cache flushed before each call and the time that the host takes to issue it
+    hidden; on the CPU by wall time. ``warm_up=False``, on the CPU: every call counts, and one may be enough.
     """
     if device.type == "cuda":
-        from triton.testing import do_bench
-
         with torch.cuda.device(device):
-            return do_bench(
-                function, warmup=max(1, round(rep / 4)), rep=max(1, round(rep)), return_mode="all"
-            )
+            return _time_on_gpu(function, rep)
     times: list[float] = []
     if warm_up:
         function()
@@ -47,6 +50,41 @@ def time_call(function: Function, rep: float, device: torch.device, *, warm_up: 
         function()
         times.append((time.perf_counter() - start) * 1e3)
     return times
+
+
+def _time_on_gpu(function: Function, rep: float) -> list[float]:
+    """Milliseconds between the events around each call, on the current device.
+
+    Before a call whose launches take the host longer than the GPU, the GPU waits until they are queued.
+    """
+    cache = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+    function()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    issued = time.perf_counter()
+    begin.record()
+    for _ in range(ESTIMATED_CALLS):
+        cache.zero_()
+        function()
+    end.record()
+    issued = (time.perf_counter() - issued) / ESTIMATED_CALLS * 1e3
+    torch.cuda.synchronize()
+    estimate = begin.elapsed_time(end) / ESTIMATED_CALLS
+    waits = round(WAITED * issued * CYCLES_PER_MS) if estimate < WAITED * issued else 0
+    for _ in range(round(rep / 4 / estimate)):
+        function()
+    pairs = []
+    for _ in range(max(MIN_CALLS, round(rep / estimate))):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cache.zero_()
+        if waits:
+            torch.cuda._sleep(waits)
+        begin.record()
+        function()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairs]
 
 
 def median_time(function: Function, rep: float, device: torch.device) -> float:

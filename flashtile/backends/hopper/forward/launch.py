@@ -60,6 +60,14 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
     return group if together <= 0.75 * apart else 1
 
 
+def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
+    """Whether work tiles come from the work queue: those of packed sequences, and of long ones under a right
+    edge alone where ``config`` says so."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    one_edge = right != UNLIMITED and left == UNLIMITED
+    return problem.varlen or (config.QUEUED and one_edge and problem.seqlen_k >= config.paired_below)
+
+
 def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) -> ForwardVariant:
     """``has_queue``: the kernel has a work queue. Those that share its steps have not: their packed sequences
     have pairs, their tiles are padded, and whatever changes scores gives them in log2 units."""
@@ -72,7 +80,6 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
     short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
-    one_edge = right != UNLIMITED and left == UNLIMITED
     return ForwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
@@ -83,7 +90,7 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         ALIBI=problem.alibi,
         SINK=problem.sink,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
-        QUEUED=has_queue and (problem.varlen or (config.QUEUED and one_edge and not short)),
+        QUEUED=has_queue and takes_from_queue(problem, config),
         PAIRED=right != UNLIMITED and short,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.forward.kernel import (
@@ -50,6 +51,7 @@ from flashtile.backends.hopper.forward.schedule import (
     Schedule,
     block_of_part,
     find_work_tile,
+    next_tile,
     num_own_tiles,
     num_parts,
     query_blocks,
@@ -356,37 +358,49 @@ def attend_tile(
 
 
 @gluon.jit
+def attend_work_tile(
+    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers,
+    schedule, numbers, arrays,
+):  # fmt: skip
+    """The blocks of query rows of a work tile; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
+    work = find_work_tile(C, tile_index, pointers, schedule)
+    num_blocks = query_blocks(C, work, schedule)
+    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
+        i = attend_tile(
+            C, W, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays
+        )
+        j += 1
+    return i, j
+
+
+@gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays
-):
+    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
+    arrays,
+):  # fmt: skip
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
     j = 0
-    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
-        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
-        num_blocks = query_blocks(C, work, schedule)
-        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-            i = attend_tile(
-                C,
-                W,
-                work,
-                block,
-                i,
-                j,
-                q,
-                k,
-                v,
-                ping_pong,
-                o_tiles,
-                o_desc,
-                pointers,
-                schedule,
-                numbers,
+    if C.QUEUED:
+        t = 0
+        tile_index = work_queue.take(queue, t, 4)
+        while tile_index < num_tiles:
+            i, j = attend_work_tile(
+                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
                 arrays,
-            )
-            j += 1
+            )  # fmt: skip
+            t += 1
+            tile_index = work_queue.take(queue, t, 4)
+    else:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        for t in range(num_own_tiles(program, programs, num_tiles)):
+            tile_index = snake_order(t, program, programs)
+            i, j = attend_work_tile(
+                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
+                arrays,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -453,18 +467,43 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, v_rows, q_desc, k_de
 
 
 @gluon.jit
-def producer(C: gl.constexpr, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule):
+def load_work_tile(
+    C: gl.constexpr, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
+):
+    """What :func:`attend_work_tile` waits for."""
+    work = find_work_tile(C, tile_index, pointers, schedule)
+    num_blocks = query_blocks(C, work, schedule)
+    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
+        i = load_block(C, work, block, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, schedule)
+        j += 1
+    return i, j
+
+
+@gluon.jit
+def producer(C: gl.constexpr, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule):
     """One warp that keeps the tiles of q, k and v coming; four if v is to be transposed."""
     program, programs = gl.program_id(0), gl.num_programs(0)
+    num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
     j = 0
-    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
-        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
-        num_blocks = query_blocks(C, work, schedule)
-        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-            i = load_block(C, work, block, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, schedule)
-            j += 1
+    if C.QUEUED:
+        t = 0
+        tile_index = program
+        work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+        while tile_index < num_tiles:
+            i, j = load_work_tile(
+                C, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
+            )
+            t += 1
+            tile_index = next_tile(pointers, programs)
+            work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+    else:
+        for t in range(num_own_tiles(program, programs, num_tiles)):
+            tile_index = snake_order(t, program, programs)
+            i, j = load_work_tile(
+                C, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
+            )
     if not C.V_TRANSPOSED and i > 0:
         transpose_values(C, i - 1, v, v_rows)
 
@@ -477,7 +516,10 @@ def forward_kernel(
     q_scale_batch, q_scale_head, q_scale_block, k_scale_batch, k_scale_head, k_scale_block,
     v_scale_batch, v_scale_head, v_scale_block, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; work tiles are dealt out in ``snake_order``.
+    """Grid: one program for each multiprocessor at most.
+
+    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
+    ``table``.
 
     A pointer to what a call has not (a table, used lengths, a scale) is never followed.
     """
@@ -490,6 +532,7 @@ def forward_kernel(
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)
         v = make_ring(v_tiles, C.STAGES, C.WARPGROUPS)
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
+    queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     o_tiles = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     pointers = Pointers(lse, table, seqused_k, lse, lse)
     schedule = Schedule(
@@ -505,21 +548,26 @@ def forward_kernel(
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (consumer, (C, 1, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (producer, (C, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
+                            arrays)),
+                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
+                            arrays)),
+                (producer, (C, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, C.PRODUCER_WARPS],
             [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (consumer, (C, 1, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (consumer, (C, 2, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays)),
-                (producer, (C, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
+                            arrays)),
+                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
+                            arrays)),
+                (consumer, (C, 2, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
+                            arrays)),
+                (producer, (C, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, 4, C.PRODUCER_WARPS],
             [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
@@ -13,6 +14,7 @@ from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import ScaleStrides, forward_kernel
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales
 
 
@@ -22,6 +24,7 @@ class ForwardLaunch:
     def __init__(self, problem: Fp8Problem, config: Fp8Config) -> None:
         self._problem = problem
         self._config = config
+        self._queued = forward.takes_from_queue(problem, config)
         self._allocate = Outputs(problem, problem.out_dtype)
         self._kernels: Kernels | None = None
 
@@ -34,6 +37,8 @@ class ForwardLaunch:
         table = lse
         if kernels.fill_table is not None:
             table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        elif self._queued:
+            table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         kernels.attend(
             q.device,
             q,
@@ -69,9 +74,16 @@ class ForwardLaunch:
 def variant_of(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Variant:
     """``scales``: which there are; None is 1 for all."""
     common = vars(forward.variant_of(problem, config, has_queue=False))
+    queued = forward.takes_from_queue(problem, config)
     consumer, producer = REGISTERS[config.warpgroups, problem.v_transposed]
+    own = {
+        "QUEUED": queued,
+        "PAIRED": common["PAIRED"] and not queued,
+        "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer,
+    }
     return Fp8Variant(
-        **common | {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer},
+        **common | own,
         V_TRANSPOSED=problem.v_transposed,
         BLOCK_SCALES=problem.block_scales,
         HAS_Q_SCALE=scales.q is not None,

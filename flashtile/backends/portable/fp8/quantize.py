@@ -4,8 +4,9 @@ FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for 
 ("block quantisation"), and q and k times one random orthogonal matrix, signs times a Hadamard matrix, which
 spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
 
-One program owns one block of one head. Every sum of the transform has one order and nothing is fused, so that
-the result is the same to the bit as that of :mod:`flashtile.fp8.emulation`.
+One program owns one block of one head, or of some heads that are rotated by the same angles. Every sum of the
+transform has one order and nothing is fused, so that the result is the same to the bit as that of
+:mod:`flashtile.fp8.emulation`.
 """
 
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ class Variant:
     """log2 of the columns that the Hadamard transform mixes, 0 for no transform."""
     ROTARY_DIM: int
     INTERLEAVED: bool
+    HEADS: int
+    """Of a program, which reads their angles once; 0 unless all columns are rotated, by halves."""
+    STAGES: int
+    """Heads on their way at a time."""
     HEAD_DIM: int
     STORED_HEAD_DIM: int
     BLOCK_D: int
@@ -178,6 +183,17 @@ def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: t
 
 
 @triton.jit
+def rotate_all(x_ptrs, inside, cos, sin):
+    """The same where all columns are rotated, by angles [rows, HALF] that are read already; ``x_ptrs`` are
+    those of the first halves. One thread has both numbers of a pair."""
+    ROWS: tl.constexpr = cos.shape[0]
+    HALF: tl.constexpr = cos.shape[1]
+    a = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
+    return tl.join(a * cos - b * sin, b * cos + a * sin).trans(0, 2, 1).reshape([ROWS, 2 * HALF])
+
+
+@triton.jit
 def largest_magnitude(x):
     """Of the numbers of x, as float32; not finite if one of them is infinite.
 
@@ -198,13 +214,67 @@ def finite_or_nan(x):
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
+class Place(NamedTuple):
+    """Of a block: its sequence, its number there, and the sequence's first row and length."""
+
+    b: Any
+    block: Any
+    start: Any
+    length: Any
+
+
+@triton.jit
+def store_block(
+    x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr
+):  # fmt: skip
+    """The scale of one head's block, and its numbers x times that in e4m3."""
+    b64 = place.b.to(tl.int64)
+    head64 = head.to(tl.int64)
+    scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
+    if C.PASS == LARGEST_GIVEN:
+        largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
+        x = finite_or_nan(x)
+    else:
+        largest = largest_magnitude(x)
+        # e4m3 has no infinity: what is not finite becomes NaN, and counts for no scale.
+        if not (largest < float("inf")):
+            x = finite_or_nan(x)
+            largest = largest_magnitude(tl.where(x == x, x, 0.0))
+    if C.PASS == LARGEST_ONLY:
+        tl.atomic_max(pointers.largest + scale_at, largest)
+    else:
+        largest = tl.maximum(largest, SMALLEST_LARGEST)
+        number = place.block
+        if C.VARLEN:
+            number += (place.start // C.BLOCK_M).to(tl.int32) + place.b
+        if C.PASS == ONE_PASS:
+            scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
+            tl.store(pointers.scales + scale_at + number, scale)
+        scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
+        values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
+        if C.TRANSPOSED:
+            at = number.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+            first = head64 if C.VARLEN else b64 * lengths.num_heads + head
+            out = pointers.quantized + first * C.HEAD_DIM * strides.columns
+            out += column.to(tl.int64)[:, None] * strides.columns
+            tl.store(out + at[None, :], tl.trans(values), mask=(column < C.HEAD_DIM)[:, None])
+        else:
+            first = b64 * lengths.seqlen * (not C.VARLEN) + place.start
+            out = pointers.quantized + (first * lengths.num_heads + head) * C.STORED_HEAD_DIM
+            out += row.to(tl.int64)[:, None] * (lengths.num_heads * C.STORED_HEAD_DIM) + column[None, :]
+            inside = (row < place.length)[:, None]
+            if C.STORED_HEAD_DIM < C.BLOCK_D:
+                inside = inside & (column < C.STORED_HEAD_DIM)[None, :]
+            tl.store(out, values, mask=inside)
+
+
 @kernel(do_not_specialize=(*Lengths._fields, *ScaleStrides._fields, *Numbers._fields))
 def quantize_kernel(
     x_ptr, values_ptr, scales_ptr, largest_ptr, cu_seqlens, seqused, cos_ptr, sin_ptr, rotary_offsets,
     x_stride_b, x_stride_s, x_stride_h, columns, num_heads, seqlen, total, scale_stride_b, scale_stride_h,
     seed, rotary_offset, rotary_rows, normalizer, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (heads * blocks * batch,), heads fastest, for they are neighbours in memory.
+    """Grid: (groups of heads * blocks * batch,), heads fastest, for they are neighbours in memory.
 
     x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN; values like x with STORED_HEAD_DIM
     columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns]; e4m3, or its bits unless NATIVE. scales and
@@ -220,20 +290,25 @@ def quantize_kernel(
     scale_strides = ScaleStrides(scale_stride_b, scale_stride_h)
     numbers = Numbers(seed, rotary_offset, rotary_rows, normalizer)
     num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
+    HEADS: tl.constexpr = max(C.HEADS, 1)
+    groups = tl.cdiv(lengths.num_heads, HEADS)
     pid = tl.program_id(0)
-    head = pid % lengths.num_heads
-    block = (pid // lengths.num_heads) % num_blocks
-    b = (pid // lengths.num_heads) // num_blocks
+    head = pid % groups * HEADS
+    block = (pid // groups) % num_blocks
+    b = (pid // groups) // num_blocks
 
     start, length = sequence(pointers.cu_seqlens, b, lengths.seqlen, lengths.total, C.VARLEN)
     used = used_length(pointers.seqused, b, length)
+    place = Place(b, block, start, length)
     b64 = b.to(tl.int64)
-    head64 = head.to(tl.int64)
-    scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
     if C.PASS == LARGEST_GIVEN:
-        largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
-        if block == 0:  # a sequence without rows has a scale, too
-            tl.store(pointers.scales + scale_at, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
+        first_block = block == 0  # a sequence without rows has a scale, too
+        for i in range(min(HEADS, lengths.num_heads - head)):
+            own = (head + i).to(tl.int64)
+            scale_at = b64 * scale_strides.scale_stride_b + own * scale_strides.scale_stride_h
+            largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
+            scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
+            tl.store(pointers.scales + scale_at, scale, mask=first_block)
     if block * C.BLOCK_M >= length:
         return
 
@@ -241,64 +316,41 @@ def quantize_kernel(
     if C.TRANSPOSED:
         row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
     column = tl.arange(0, C.BLOCK_D)
-    x_base = pointers.x + b64 * strides.x_stride_b + start * strides.x_stride_s
-    x_base += head64 * strides.x_stride_h
-    x_ptrs = x_base + row.to(tl.int64)[:, None] * strides.x_stride_s + column[None, :]
-    inside = (row < used)[:, None]
-    if C.HEAD_DIM < C.BLOCK_D:
-        inside = inside & (column < C.HEAD_DIM)[None, :]
-    x = tl.load(x_ptrs, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
+    signs = sign_of_column(column, numbers.seed) * HEADROOM
+    x_rows = pointers.x + b64 * strides.x_stride_b + start * strides.x_stride_s
+    x_rows += row.to(tl.int64)[:, None] * strides.x_stride_s
+    in_use = (row < used)[:, None]
+    position = row
     if pointers.cos is not None:
         offset = numbers.rotary_offset
         if pointers.rotary_offsets is not None:
             offset += tl.load(pointers.rotary_offsets + b)
         position = tl.minimum(tl.maximum(row + offset, 0), numbers.rotary_rows - 1)
-        in_use = (row < used)[:, None]
-        HALF: tl.constexpr = C.ROTARY_DIM // 2
-        if C.INTERLEAVED:
-            x = x.to(tl.float32)
-            x = rotate_neighbours(x, position, in_use, pointers.cos, pointers.sin, HALF)
-        else:
-            x = rotate_halves(
-                x, x_ptrs, position, in_use, column, pointers.cos, pointers.sin, HALF
-            )
-    if C.TRANSFORM_STAGES > 0:
-        signs = sign_of_column(column, numbers.seed) * HEADROOM
-        x = hadamard(x.to(tl.float32) * signs[None, :], C.TRANSFORM_STAGES)
-
-    if C.PASS == LARGEST_GIVEN:
-        x = finite_or_nan(x)
+    if C.HEADS > 0:
+        pair = tl.arange(0, C.BLOCK_D // 2)
+        angle = position[:, None] * (C.BLOCK_D // 2) + pair[None, :]
+        cos = tl.load(pointers.cos + angle, mask=in_use, other=1.0).to(tl.float32)
+        sin = tl.load(pointers.sin + angle, mask=in_use, other=0.0).to(tl.float32)
+        for i in tl.range(0, min(HEADS, lengths.num_heads - head), num_stages=C.STAGES):
+            own = head + i
+            x_ptrs = x_rows + own.to(tl.int64) * strides.x_stride_h + pair[None, :]
+            x = rotate_all(x_ptrs, in_use, cos, sin)
+            if C.TRANSFORM_STAGES > 0:
+                x = hadamard(x * signs[None, :], C.TRANSFORM_STAGES)
+            store_block(x, row, column, own, place, pointers, strides, lengths, scale_strides, numbers, C)
     else:
-        largest = largest_magnitude(x)
-        # e4m3 has no infinity: what is not finite becomes NaN, and counts for no scale.
-        if not (largest < float("inf")):
-            x = finite_or_nan(x)
-            largest = largest_magnitude(tl.where(x == x, x, 0.0))
-        if C.PASS == LARGEST_ONLY:
-            tl.atomic_max(pointers.largest + scale_at, largest)
-            return
-        largest = tl.maximum(largest, SMALLEST_LARGEST)
-        number = block
-        if C.VARLEN:
-            number += (start // C.BLOCK_M).to(tl.int32) + b
-        tl.store(pointers.scales + scale_at + number, tl.div_rn(largest, E4M3_MAX) * numbers.normalizer)
-    scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
-    values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
-
-    if C.TRANSPOSED:
-        place = block
-        if C.VARLEN:
-            place += (start // C.BLOCK_M).to(tl.int32) + b
-        place = place.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-        first = head64 if C.VARLEN else b64 * lengths.num_heads + head
-        out = pointers.quantized + first * C.HEAD_DIM * strides.columns
-        out += column.to(tl.int64)[:, None] * strides.columns
-        tl.store(out + place[None, :], tl.trans(values), mask=(column < C.HEAD_DIM)[:, None])
-    else:
-        first = b64 * lengths.seqlen * (not C.VARLEN) + start
-        out = pointers.quantized + (first * lengths.num_heads + head) * C.STORED_HEAD_DIM
-        out += row.to(tl.int64)[:, None] * (lengths.num_heads * C.STORED_HEAD_DIM) + column[None, :]
-        inside = (row < length)[:, None]
-        if C.STORED_HEAD_DIM < C.BLOCK_D:
-            inside = inside & (column < C.STORED_HEAD_DIM)[None, :]
-        tl.store(out, values, mask=inside)
+        x_ptrs = x_rows + head.to(tl.int64) * strides.x_stride_h + column[None, :]
+        inside = in_use
+        if C.HEAD_DIM < C.BLOCK_D:
+            inside = inside & (column < C.HEAD_DIM)[None, :]
+        x = tl.load(x_ptrs, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
+        if pointers.cos is not None:
+            HALF: tl.constexpr = C.ROTARY_DIM // 2
+            if C.INTERLEAVED:
+                x = x.to(tl.float32)
+                x = rotate_neighbours(x, position, in_use, pointers.cos, pointers.sin, HALF)
+            else:
+                x = rotate_halves(x, x_ptrs, position, in_use, column, pointers.cos, pointers.sin, HALF)
+        if C.TRANSFORM_STAGES > 0:
+            x = hadamard(x.to(tl.float32) * signs[None, :], C.TRANSFORM_STAGES)
+        store_block(x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C)

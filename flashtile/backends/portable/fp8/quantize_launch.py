@@ -33,6 +33,17 @@ ROTARY_ELEMENTS_PER_THREAD = 64
 """With rotary embedding, whose angles take registers, too."""
 
 
+ROTATED_HEADS, ROTATED_STAGES = 4, 2
+"""Heads that one program rotates, where all columns are rotated by halves. Their angles, in float32 twice the
+bytes of x, are read once."""
+
+
+def heads_together(problem: QuantizeProblem) -> int:
+    """``Variant.HEADS``."""
+    by_halves = problem.rotary_dim == padded(problem.stored_head_dim) and not problem.rotary_interleaved
+    return min(ROTATED_HEADS, problem.num_heads) if by_halves else 0
+
+
 def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
     """``number``: of the pass."""
     stored = problem.stored_head_dim
@@ -43,6 +54,8 @@ def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
         TRANSFORM_STAGES=stored.bit_length() - 1 if problem.transformed else 0,
         ROTARY_DIM=problem.rotary_dim,
         INTERLEAVED=problem.rotary_interleaved,
+        HEADS=heads_together(problem),
+        STAGES=ROTATED_STAGES,
         HEAD_DIM=problem.head_dim,
         STORED_HEAD_DIM=stored,
         BLOCK_D=padded(stored),
@@ -76,7 +89,8 @@ class QuantizeLaunch:
         self._problem = problem
         self._native = native
         self._values_shape, self._scales_shape = problem.values_shape, problem.scales_shape
-        self._programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
+        groups = triton.cdiv(problem.num_heads, max(heads_together(problem), 1))
+        self._programs = triton.cdiv(problem.seqlen, problem.rows) * groups * problem.batch
         self._kernels: list[KeptKernel] = []
 
     def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:

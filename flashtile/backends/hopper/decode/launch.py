@@ -308,7 +308,6 @@ class HopperDecodeLaunch(DecodeLaunch):
             launch_pdl=True,
         )
 
-
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: Lengths, splits: Splits
     ) -> Combine:

@@ -139,9 +139,10 @@ _PARTS = F(
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
-"""Of results in float32, head sizes up to 128: they leave in parts, for which there is room. Not timed."""
+"""Of results in float32, head sizes up to 128: they leave in parts, for which there is room."""
 PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
-"""The same without a mask, for q of 128 columns: in registers there is room for them."""
+"""The same for q of 128 columns: in registers there is room for them."""
+PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=112)
 ANY_LENGTH = 2**31
 
 # (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a
@@ -199,7 +200,9 @@ def choose(problem: Problem) -> ForwardConfig:
         seen = min(seen, left + 1 + right)
         rows = _BOTH_EDGES.get((block_d, block_dv), ()) + rows
     if problem.partial:
-        return PARTIAL_Q if block_d == 128 and not windowed else PARTIAL
+        if block_d < 128:
+            return PARTIAL
+        return PARTIAL_Q_WINDOWED if windowed else PARTIAL_Q
     return next(config for keys, config in rows if seen < keys)
 
 

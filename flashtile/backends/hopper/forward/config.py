@@ -142,7 +142,7 @@ PARTIAL = F(
 """Of results in float32, head sizes up to 128: they leave in parts, for which there is room."""
 PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
 """The same for q of 128 columns: in registers there is room for them."""
-PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=112)
+PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
 ANY_LENGTH = 2**31
 
 # (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, WIDE_COLUMNS, WithoutFunctions, padded
 from flashtile.problem import UNLIMITED
 
 O_PART = 64
@@ -30,6 +30,7 @@ class ForwardConfig:
         LAZY_RESCALE: the running maximum of a row may lag behind by a factor of 2 ** 8, so that most blocks
             of keys leave O as it is; a warp multiplies it only where one of its rows has a new maximum.
         PIN_WAIT: the wait for P V stays behind the exponentials, where the assembler would move it in front.
+        PROGRAMS: programs that share a multiprocessor: one begins or ends a tile while another multiplies.
         paired_below: in keys. Under a mask with a right edge, shorter sequences take their blocks of queries
             in pairs (``schedule.num_parts``); in longer ones the longest blocks of all heads come first.
         QUEUED: programs take the blocks of these longer sequences from the work queue. With a left edge, too,
@@ -48,6 +49,7 @@ class ForwardConfig:
     Q_IN_REGISTERS: int = 0
     LAZY_RESCALE: bool = False
     PIN_WAIT: bool = False
+    PROGRAMS: int = 1
     paired_below: int = 8192
     QUEUED: bool = False
     spill_budget: int = 0
@@ -92,6 +94,9 @@ class ForwardVariant(WithoutFunctions):
     BLOCK_DV: int
     D_PARTS: int
     """Tiles of q and k side by side, where BLOCK_D is no power of two; else 1."""
+    DV_PARTS: int
+    """The same of v. O has two accumulators then, of WIDE_COLUMNS and of O_COLUMNS."""
+    O_COLUMNS: int
     QK_COLUMNS: int
     """Columns of q and k that are multiplied: those behind head_dim are zeros."""
     BLOCK_M: int
@@ -106,6 +111,9 @@ class ForwardVariant(WithoutFunctions):
     O_IN_PARTS: bool
     LAZY_RESCALE: bool
     PIN_WAIT: bool
+    IDLE_WARPGROUPS: bool
+    """The last block of query rows leaves warpgroups without any: they compute nothing."""
+    PROGRAMS: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
@@ -133,6 +141,7 @@ _WIDE_CAUSAL = F(
     spill_budget=116,
     features_spill_budget=328,
 )
+_NARROWER = F(2, 64, STAGES=3, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, paired_below=4096)
 _PARTS = F(
     2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
 )
@@ -168,9 +177,11 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (256, 128, True): ((ANY_LENGTH, _NARROW),),
     (192, 128, False): ((ANY_LENGTH, _PARTS),),
     (192, 128, True): ((ANY_LENGTH, _PARTS),),
+    (192, 192, False): ((ANY_LENGTH, _NARROWER),),
+    (192, 192, True): ((ANY_LENGTH, _NARROWER),),
 }
-_PARTS_OF = {192: 3}
-"""Columns of q and k that are no power of two: how many tiles side by side."""
+PARTS_OF = {192: 3}
+"""Columns that are no power of two: how many tiles side by side."""
 
 
 # (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.
@@ -180,19 +191,22 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 }
 
 
-def tile_columns(problem: Problem) -> tuple[int, int, int]:
-    """(columns of q and k in shared memory, of v, tiles that those of q and k make side by side)."""
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    for columns, parts in _PARTS_OF.items():
-        if problem.head_dim <= columns < block_d and (columns, block_dv, False) in _TABLE:
-            return columns, block_dv, parts
-    return block_d, block_dv, 1
+def tile_columns(problem: Problem) -> tuple[int, int]:
+    """Columns in shared memory of q and k, and of v: the fewest of those that the table has together."""
+    sizes = problem.head_dim, problem.head_dim_v
+    of_qk, of_v = ([n for n in (*PARTS_OF, padded(size)) if size <= n <= padded(size)] for size in sizes)
+    return min(((d, dv) for d in of_qk for dv in of_v if (d, dv, False) in _TABLE), key=sum)
+
+
+def columns_beside(head_dim_v: int) -> int:
+    """Columns of O's second accumulator: a power of two, in wgmma's steps of 16 of k."""
+    return max(16, 1 << (head_dim_v - WIDE_COLUMNS - 1).bit_length())
 
 
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed = left != UNLIMITED or right != UNLIMITED
-    block_d, block_dv, _ = tile_columns(problem)
+    block_d, block_dv = tile_columns(problem)
     seen = problem.seqlen_k
     rows = _TABLE[block_d, block_dv, windowed]
     if left != UNLIMITED and right != UNLIMITED:

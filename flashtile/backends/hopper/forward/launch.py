@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
+from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import (
     allocator,
@@ -23,10 +24,18 @@ from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
+    SHARING_REGISTERS,
     WARPGROUP_ROWS,
     padded,
 )
-from flashtile.backends.hopper.forward.config import O_PART, ForwardConfig, ForwardVariant, tile_columns
+from flashtile.backends.hopper.forward.config import (
+    O_PART,
+    PARTS_OF,
+    ForwardConfig,
+    ForwardVariant,
+    columns_beside,
+    tile_columns,
+)
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers, Schedule, tiles_of_head
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
@@ -39,6 +48,9 @@ SWIZZLE_HEADS = 8
 SWIZZLE_TILES = 2816
 """Work tiles that are interleaved where their costs fall: some 20 for each multiprocessor, so that programs
 end together, of few enough heads that their keys stay in the L2 cache."""
+
+IDLE_SHARE = 1 / 8
+"""From this share of a sequence's rows on, rows that do not exist are left out by whole warpgroups."""
 
 
 def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
@@ -64,14 +76,20 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
     """``has_queue``: the kernel has a work queue. Those that share its steps have not: their packed sequences
     have pairs, their tiles are padded, and whatever changes scores gives them in log2 units."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    block_d, block_dv, d_parts = padded(problem.head_dim), padded(problem.head_dim_v), 1
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
     if has_queue:
-        block_d, block_dv, d_parts = tile_columns(problem)
+        block_d, block_dv = tile_columns(problem)
         columns = problem.head_dim
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
     short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
+    dv_parts = PARTS_OF.get(block_dv, 1)
+    rows = problem.seqlen_q * pack
+    spare = -rows % config.BLOCK_M
+    idle = spare >= WARPGROUP_ROWS and spare >= rows * IDLE_SHARE
+    blocks = problem.batch * problem.num_heads_q // pack * math.ceil(rows / config.BLOCK_M)
+    alone = blocks <= multiprocessors(problem.device)
     one_edge = right != UNLIMITED and left == UNLIMITED
     return ForwardVariant(
         VARLEN=problem.varlen,
@@ -84,13 +102,15 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         SINK=problem.sink,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
         QUEUED=has_queue and (problem.varlen or (config.QUEUED and one_edge and not short)),
-        PAIRED=right != UNLIMITED and short,
+        PAIRED=right != UNLIMITED and short and not (alone and has_queue and not problem.varlen),
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HAS_SCORE_MOD=scaled,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        D_PARTS=d_parts,
+        D_PARTS=PARTS_OF.get(block_d, 1),
+        DV_PARTS=dv_parts,
+        O_COLUMNS=columns_beside(problem.head_dim_v) if dv_parts > 1 else 0,
         QK_COLUMNS=columns,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
@@ -103,9 +123,18 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         O_IN_PARTS=config.O_IN_PARTS,
         LAZY_RESCALE=config.LAZY_RESCALE,
         PIN_WAIT=config.PIN_WAIT,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.warpgroups],
+        IDLE_WARPGROUPS=idle and has_queue and not problem.varlen and problem.mods is None,
+        PROGRAMS=config.PROGRAMS,
+        CONSUMER_REGISTERS=(
+            CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
+        ),
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
+
+
+def launch_registers(variant: ForwardVariant) -> int:
+    """What each thread starts with."""
+    return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
 def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
@@ -251,12 +280,12 @@ class ForwardLaunch:
         numbers = Numbers(**score_numbers(problem))
         attend = KeptKernel(
             forward_kernel,
-            num_programs(schedule.num_tiles, q.device),
+            num_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
             arguments_of(forward_kernel, schedule._asdict() | numbers._asdict()),
             (variant,),
             None,
             arguments_of(forward_kernel, views(problem, variant, q, k, v)),
-            maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
+            maxnreg=launch_registers(variant),
         )
         return Kernels(tile_table(problem, variant), attend)
 
@@ -272,7 +301,7 @@ def views(
     """Of q, k, v and out, by the kernel's parameters; out is in the problem's dtype if no other is given."""
     out_dtype = problem.out_dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
-    d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV
+    d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV // variant.DV_PARTS
     part = dv
     if variant.O_IN_PARTS:
         part = 2 * O_PART // out_dtype.itemsize

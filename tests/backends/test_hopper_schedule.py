@@ -19,11 +19,11 @@ from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import INTERPRETER_MULTIPROCESSORS
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.compile_cases import PLAIN
-from flashtile.backends.hopper.config import WIDE_COLUMNS, padded
+from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward import schedule
 from flashtile.backends.hopper.forward.config import (
+    accumulators,
     choose,
-    columns_beside,
     every_row,
     smem_bytes,
     tile_columns,
@@ -251,7 +251,8 @@ def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
         ((136, 168), (192, 192, 3, 3)),
         ((128, 136), (128, 256, 1, 1)),
         ((192, 200), (256, 256, 1, 1)),
-        ((96, 96), (128, 128, 1, 1)),
+        ((96, 96), (96, 96, 3, 3)),
+        ((104, 96), (128, 128, 1, 1)),
     ],
 )
 def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, int]) -> None:
@@ -263,12 +264,12 @@ def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, in
     assert (padded(sizes[0]), 1, padded(sizes[0])) == (others.BLOCK_D, others.D_PARTS, others.QK_COLUMNS)
 
 
-@pytest.mark.parametrize("head_dim_v", range(136, 193, 8))
+@pytest.mark.parametrize("head_dim_v", [*range(72, 97, 8), *range(136, 193, 8)])
 def test_columns_of_two_accumulators(head_dim_v: int) -> None:
-    columns = columns_beside(head_dim_v)
-    assert columns in (16, 32, 64)
-    assert head_dim_v <= WIDE_COLUMNS + columns
-    assert columns == 16 or head_dim_v > WIDE_COLUMNS + columns // 2
+    wide, columns = accumulators(96 if head_dim_v <= 96 else 192, head_dim_v)
+    assert (wide, columns) in itertools.product((64, 128), (16, 32, 64))
+    assert head_dim_v <= wide + columns
+    assert columns == 16 or head_dim_v > wide + columns // 2
 
 
 @pytest.mark.parametrize(

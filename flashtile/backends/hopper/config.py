@@ -5,8 +5,6 @@ from typing import Any, ClassVar
 
 WARPGROUP_ROWS = 64
 """Rows of a product that one warpgroup computes."""
-WIDE_COLUMNS = 128
-"""Columns of an output's first accumulator, where it has two."""
 PRODUCER_REGISTERS = 24
 """Of a thread of the producer."""
 CONSUMER_REGISTERS = {2: 240, 3: 160}

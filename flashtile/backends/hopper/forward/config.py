@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, WIDE_COLUMNS, WithoutFunctions, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 from flashtile.problem import UNLIMITED
 
 O_PART = 64
@@ -95,7 +95,8 @@ class ForwardVariant(WithoutFunctions):
     D_PARTS: int
     """Tiles of q and k side by side, where BLOCK_D is no power of two; else 1."""
     DV_PARTS: int
-    """The same of v. O has two accumulators then, of WIDE_COLUMNS and of O_COLUMNS."""
+    """The same of v. O has two accumulators then, of O_WIDE columns and of O_COLUMNS."""
+    O_WIDE: int
     O_COLUMNS: int
     QK_COLUMNS: int
     """Columns of q and k that are multiplied: those behind head_dim are zeros."""
@@ -142,6 +143,7 @@ _WIDE_CAUSAL = F(
     features_spill_budget=328,
 )
 _NARROWER = F(2, 64, STAGES=3, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, paired_below=4096)
+_NINETY_SIX = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096)
 _PARTS = F(
     2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
 )
@@ -177,10 +179,12 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (256, 128, True): ((ANY_LENGTH, _NARROW),),
     (192, 128, False): ((ANY_LENGTH, _PARTS),),
     (192, 128, True): ((ANY_LENGTH, _PARTS),),
+    (96, 96, False): ((ANY_LENGTH, _NINETY_SIX),),
+    (96, 96, True): ((ANY_LENGTH, _NINETY_SIX),),
     (192, 192, False): ((ANY_LENGTH, _NARROWER),),
     (192, 192, True): ((ANY_LENGTH, _NARROWER),),
 }
-PARTS_OF = {192: 3}
+PARTS_OF = {96: 3, 192: 3}
 """Columns that are no power of two: how many tiles side by side."""
 
 
@@ -191,16 +195,18 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 }
 
 
-def tile_columns(problem: Problem) -> tuple[int, int]:
+def tile_columns(problem: Problem, v_in_parts: bool = True) -> tuple[int, int]:
     """Columns in shared memory of q and k, and of v: the fewest of those that the table has together."""
     sizes = problem.head_dim, problem.head_dim_v
     of_qk, of_v = ([n for n in (*PARTS_OF, padded(size)) if size <= n <= padded(size)] for size in sizes)
-    return min(((d, dv) for d in of_qk for dv in of_v if (d, dv, False) in _TABLE), key=sum)
+    pairs = ((d, dv) for d in of_qk for dv in of_v if v_in_parts or dv not in PARTS_OF)
+    return min((pair for pair in pairs if (*pair, False) in _TABLE), key=sum)
 
 
-def columns_beside(head_dim_v: int) -> int:
-    """Columns of O's second accumulator: a power of two, in wgmma's steps of 16 of k."""
-    return max(16, 1 << (head_dim_v - WIDE_COLUMNS - 1).bit_length())
+def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of O's two accumulators, where v comes in parts: powers of two, the second of 16 at least."""
+    wide = 1 << (block_dv.bit_length() - 1)
+    return wide, max(16, 1 << (head_dim_v - wide - 1).bit_length())
 
 
 def choose(problem: Problem) -> ForwardConfig:

@@ -56,7 +56,6 @@ from flashtile.backends.hopper.work_tiles import num_work_tiles
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LN_2 = gl.constexpr(0.6931471805599453)
 RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
-WIDE = gl.constexpr(config.WIDE_COLUMNS)
 LAG_LOG2 = gl.constexpr(8.0)
 """With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
 
@@ -171,8 +170,8 @@ def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def tile_of_v(C: gl.constexpr, v, i):
-    """Use ``i`` of the channel of v, once it is there. Where tiles come in DV_PARTS, a tuple: the first WIDE
-    columns, and of the others as many as O has."""
+    """Use ``i`` of the channel of v, once it is there. Where tiles come in DV_PARTS, a tuple, as O's
+    accumulators."""
     slot = v.wait(i)
     if C.DV_PARTS == 1:
         return v.tiles.index(slot)
@@ -180,8 +179,8 @@ def tile_of_v(C: gl.constexpr, v, i):
         first = slot * C.DV_PARTS
         COLUMNS: gl.constexpr = C.BLOCK_DV // C.DV_PARTS
         layout: gl.constexpr = gl.NVMMASharedLayout(v.tiles.layout.swizzle_byte_width, 16, 2)
-        wide = reinterpret(v.tiles.index(first), v.tiles.dtype, [C.BLOCK_N, WIDE], layout)
-        others = v.tiles.index(first + WIDE // COLUMNS).reshape([C.BLOCK_N, COLUMNS])
+        wide = reinterpret(v.tiles.index(first), v.tiles.dtype, [C.BLOCK_N, C.O_WIDE], layout)
+        others = v.tiles.index(first + C.O_WIDE // COLUMNS).reshape([C.BLOCK_N, COLUMNS])
         if C.O_COLUMNS < COLUMNS:
             others = others.slice(0, C.O_COLUMNS, dim=1)
         return (wide, others)
@@ -218,10 +217,10 @@ def pv_wait(C: gl.constexpr, o):
 
 @gluon.jit
 def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
-    """O of a warpgroup's rows. With DV_PARTS it is a tuple, the first WIDE columns and O_COLUMNS more."""
+    """O of a warpgroup's rows; with DV_PARTS a tuple, of the first O_WIDE columns and of O_COLUMNS more."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     o = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
-    if WIDTH == WIDE and C.DV_PARTS > 1:
+    if C.DV_PARTS > 1 and WIDTH == C.O_WIDE:
         return (o, zero_output(C, C.O_COLUMNS))
     else:
         return o
@@ -431,7 +430,7 @@ def attend_cut(
     anew in every step of both.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    O_WIDTH: gl.constexpr = C.BLOCK_DV if C.DV_PARTS == 1 else WIDE
+    O_WIDTH: gl.constexpr = C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -553,7 +552,7 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, o_tiles, o_desc, work, row)
     """TMA store of a warpgroup's rows, as many columns at a time as ``o_desc`` has, through two tiles in
     alternation."""
     PART: gl.constexpr = o_desc.block_type.shape[-1]
-    COUNT: gl.constexpr = C.BLOCK_DV // PART
+    COUNT: gl.constexpr = (C.BLOCK_DV + PART - 1) // PART
     parts = output_parts(C, o, PART)
     for n in gl.static_range(COUNT):
         tile = o_tiles.index(2 * W + n % 2)
@@ -576,7 +575,7 @@ def attend_tile(
     dtype: gl.constexpr = q.tiles.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    O_WIDTH: gl.constexpr = C.BLOCK_DV if C.DV_PARTS == 1 else WIDE
+    O_WIDTH: gl.constexpr = C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)

@@ -33,7 +33,7 @@ from flashtile.backends.hopper.forward.config import (
     PARTS_OF,
     ForwardConfig,
     ForwardVariant,
-    columns_beside,
+    accumulators,
     tile_columns,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
@@ -79,12 +79,13 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
     if has_queue:
-        block_d, block_dv = tile_columns(problem)
+        block_d, block_dv = tile_columns(problem, config.Q_HOLDS_O or config.O_IN_PARTS)
         columns = problem.head_dim
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
     short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
     dv_parts = PARTS_OF.get(block_dv, 1)
+    o_wide, o_columns = accumulators(block_dv, problem.head_dim_v) if dv_parts > 1 else (block_dv, 0)
     rows = problem.seqlen_q * pack
     spare = -rows % config.BLOCK_M
     idle = spare >= WARPGROUP_ROWS and spare >= rows * IDLE_SHARE
@@ -110,7 +111,8 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         BLOCK_DV=block_dv,
         D_PARTS=PARTS_OF.get(block_d, 1),
         DV_PARTS=dv_parts,
-        O_COLUMNS=columns_beside(problem.head_dim_v) if dv_parts > 1 else 0,
+        O_WIDE=o_wide,
+        O_COLUMNS=o_columns,
         QK_COLUMNS=columns,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
@@ -304,7 +306,7 @@ def views(
     d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV // variant.DV_PARTS
     part = dv
     if variant.O_IN_PARTS:
-        part = 2 * O_PART // out_dtype.itemsize
+        part = min(2 * O_PART // out_dtype.itemsize, dv)
     elif variant.Q_HOLDS_O and variant.D_PARTS > 1:
         part = d
     out_strides = contiguous_strides(problem.out_shape)

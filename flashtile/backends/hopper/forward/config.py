@@ -142,8 +142,28 @@ _WIDE_CAUSAL = F(
     spill_budget=116,
     features_spill_budget=328,
 )
-_NARROWER = F(2, 64, STAGES=3, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, paired_below=4096)
-_NINETY_SIX = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096)
+_NARROWER = F(
+    2,
+    64,
+    STAGES=3,
+    Q_HOLDS_O=True,
+    Q_IN_REGISTERS=128,
+    LAZY_RESCALE=True,
+    paired_below=4096,
+    spill_budget=40,
+    features_spill_budget=40,
+)
+_NINETY_SIX = F(
+    2,
+    128,
+    Q_STAGES=2,
+    O_IN_PARTS=True,
+    LAZY_RESCALE=True,
+    paired_below=4096,
+    QUEUED=True,
+    spill_budget=32,
+    features_spill_budget=40,
+)
 _PARTS = F(
     2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
 )

@@ -71,9 +71,9 @@ RUNS: dict[str, Callable[[], None]] = {
     "decode": decode,
     "linear": multiply,
 }
-WAIT_FOR_S = "        s = warpgroup_mma_wait(1, deps=[s])"
-WAIT_FOR_O = "        o = warpgroup_mma_wait(0, deps=[o])"
-EXPECT_V = "expect(v.full.index(slot), v_desc.block_type.nbytes"
+WAIT_FOR_S = "        s = warpgroup_mma_wait(1 if C.DV_PARTS == 1 else 2, deps=[s])"
+WAIT_FOR_O = "        o = pv_wait(C, o)"
+EXPECT_V = "expect(v.full.index(slot), V_PARTS * v_desc.block_type.nbytes"
 WAIT_FOR_DS = "mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)"
 WAIT_FOR_ADDED = "wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)"
 ADDED, CONVERTED = "signal(accum.added_blocks + key_head, ", "wait_until_zeroed(key_head, blocks, accum)"
@@ -81,13 +81,13 @@ SOME_END = "global memory at .* by a (TMA store|load).* knows of no end"
 MANY_HEADS_RUN = "backward, many heads"
 FAULTS: list[tuple[str, Any, str, str, str]] = [
     # A wait less.
-    ("forward", forward.attend_cut, "v.tiles.index(v.wait(i))", "v.tiles.index(i % v.STAGES)",
+    ("forward", forward.tile_of_v, "v.wait(i)", "i % v.STAGES",
      r"multiplies by b, v\.tiles\[\d\], written by a load that completes on v\.full\[\d\]"),
     ("forward", forward.attend_tile, "tma.store_wait(0)  # of the tile before", "pass",
      r"stores to o_tiles\[\d\], read by a TMA store"),
     ("forward", forward.consumer, "tma.store_wait(0)", "pass", "ends before its TMA stores have read"),
     ("forward, long", forward.attend_uncut, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
-    ("forward, long", forward.attend_uncut, WAIT_FOR_O, WAIT_FOR_O.replace("0", "1"),
+    ("forward, long", forward.pv_wait, "warpgroup_mma_wait(0, deps=[o])", "warpgroup_mma_wait(1, deps=[o])",
      "used before warpgroup_mma_wait"),
     ("backward", backward.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
      r"stores to dq_parts\[\d\], read by a TMA store"),

@@ -69,6 +69,7 @@ FORWARD: Variants = {
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
     "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},
+    "three-parts": {"head_dim": 136, "head_dim_v": 176, "causal": True, "lengths": LENGTHS},
     "few-columns": {"head_dim": 80, "causal": True, "alibi": "batch"},
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }

@@ -16,11 +16,18 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.attn.problem import Problem
+from flashtile.backends.common.device import INTERPRETER_MULTIPROCESSORS
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward import schedule
-from flashtile.backends.hopper.forward.config import choose, every_row, smem_bytes, tile_columns
+from flashtile.backends.hopper.forward.config import (
+    accumulators,
+    choose,
+    every_row,
+    smem_bytes,
+    tile_columns,
+)
 from flashtile.backends.hopper.forward.launch import variant_of
 from flashtile.compile_report import ARCHITECTURES
 from kernels_as_python import functions_of
@@ -237,17 +244,36 @@ def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [
-        ((192, 128), (192, 128, 3)),
-        ((136, 72), (192, 128, 3)),
-        ((200, 128), (256, 128, 1)),
-        ((192, 192), (256, 256, 1)),
-        ((96, 96), (128, 128, 1)),
+        ((192, 128), (192, 128, 3, 1)),
+        ((136, 72), (192, 128, 3, 1)),
+        ((200, 128), (256, 128, 1, 1)),
+        ((192, 192), (192, 192, 3, 3)),
+        ((136, 168), (192, 192, 3, 3)),
+        ((128, 136), (128, 256, 1, 1)),
+        ((192, 200), (256, 256, 1, 1)),
+        ((96, 96), (96, 96, 3, 3)),
+        ((104, 96), (128, 128, 1, 1)),
     ],
 )
-def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int]) -> None:
+def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, int]) -> None:
     problem = replace(PLAIN, head_dim=sizes[0], head_dim_v=sizes[1])
-    assert tile_columns(problem) == tiles
+    assert tile_columns(problem) == tiles[:2]
     variant = variant_of(problem, choose(problem))
-    assert tiles == (variant.BLOCK_D, variant.BLOCK_DV, variant.D_PARTS)
+    assert tiles == (variant.BLOCK_D, variant.BLOCK_DV, variant.D_PARTS, variant.DV_PARTS)
     others = variant_of(problem, choose(problem), has_queue=False)
     assert (padded(sizes[0]), 1, padded(sizes[0])) == (others.BLOCK_D, others.D_PARTS, others.QK_COLUMNS)
+
+
+@pytest.mark.parametrize("head_dim_v", [*range(72, 97, 8), *range(136, 193, 8)])
+def test_columns_of_two_accumulators(head_dim_v: int) -> None:
+    wide, columns = accumulators(96 if head_dim_v <= 96 else 192, head_dim_v)
+    assert (wide, columns) in itertools.product((64, 128), (16, 32, 64))
+    assert head_dim_v <= wide + columns
+    assert columns == 16 or head_dim_v > wide + columns // 2
+
+
+def test_no_pairs_where_every_block_has_a_multiprocessor() -> None:
+    problem = replace(PLAIN, window_right=0, batch=1, num_heads_q=1, num_heads_kv=1)
+    for blocks, paired in ((INTERPRETER_MULTIPROCESSORS, False), (INTERPRETER_MULTIPROCESSORS + 1, True)):
+        problem = replace(problem, seqlen_q=128 * blocks, seqlen_k=128 * blocks)
+        assert variant_of(problem, choose(problem)).PAIRED is paired

@@ -104,8 +104,15 @@ class Tile:
         return self._view(self.data.view(sizes), self.writer.view(*sizes, self.writer.shape[-1]))
 
     def reinterpret(self, dtype: Any, shape: Sequence[Any]) -> Tile:
-        """The same memory as elements of ``dtype``, of the same size or larger."""
+        """The same memory as elements of ``dtype``, of the same size or larger. More columns than the tile
+        has are, as swizzled layouts have it, those of the tiles behind it."""
         sizes = [int(size) for size in shape]
+        if TORCH_DTYPES[dtype] == self.data.dtype and math.prod(sizes) > self.data.numel():
+            rows, columns = sizes[0], self.shape[-1]
+            tiles = [sizes[1] // columns, rows, columns]
+            data = self.data.as_strided(tiles, (rows * columns, columns, 1)).transpose(0, 1)
+            writer = self.writer.as_strided([*tiles, 1], (rows * columns, columns, 1, 1)).transpose(0, 1)
+            return Tile(self.allocation, data.reshape(sizes), dtype, writer, self.name)
         data = self.data.view(TORCH_DTYPES[dtype]).view(sizes)
         writer = self.writer.reshape(*sizes, -1)
         if writer.data_ptr() != self.writer.data_ptr():

@@ -48,12 +48,15 @@ def column_parts(x, PART: gl.constexpr):
 
 @gluon.jit
 def store_part(part, tile):
-    """One of :func:`column_parts` to shared memory, which TMA may read then."""
+    """One of :func:`column_parts` to the first columns of a tile, which TMA may read then."""
     ROWS: gl.constexpr = part.shape[0]
     PART: gl.constexpr = part.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     part = gl.convert_layout(part.to(tile.dtype), layout, assert_trivial=True)
-    tile.reshape([ROWS, PART]).store(part)
+    tile = tile.reshape([ROWS, tile.shape[-1]])
+    if tile.shape[-1] > PART:
+        tile = tile.slice(0, PART, dim=1)
+    tile.store(part)
     fence_async_shared()
 
 

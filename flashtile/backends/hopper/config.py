@@ -10,6 +10,8 @@ PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """Of a thread, by number of consumer warpgroups; with the producer's they fill the 64 K registers of an
 SM."""
+SHARING_REGISTERS = 104, 80
+"""(consumer's, what each thread starts with) of two warpgroups, where two programs share an SM."""
 LAUNCH_REGISTERS = {2: 168, 3: 128}
 """What each thread starts with, before the partitions trade: 65536 over all threads, in steps of 8."""
 

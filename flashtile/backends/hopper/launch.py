@@ -13,9 +13,9 @@ from flashtile.decode.problem import DecodeProblem
 from flashtile.problem import LOG2_E
 
 
-def num_programs(num_tiles: int, device: torch.device | Target) -> int:
-    """Of a persistent kernel: one for each multiprocessor, but no more than there are work tiles."""
-    return min(multiprocessors(device), num_tiles)
+def num_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:
+    """Of a persistent kernel: ``sharing`` for each multiprocessor, but no more than there are work tiles."""
+    return min(sharing * multiprocessors(device), num_tiles)
 
 
 def score_numbers(problem: Problem | DecodeProblem) -> dict[str, float]:

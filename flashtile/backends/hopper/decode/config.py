@@ -108,6 +108,7 @@ class Variant(Layout, WithoutFunctions):
     LOADER_REGISTERS: int
     Q_IN_REGISTERS: ClassVar[int] = 0
     D_PARTS: ClassVar[int] = 1
+    DV_PARTS: ClassVar[int] = 1
 
     @property
     def QK_COLUMNS(self) -> int:  # noqa: N802 - as in the kernel

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors, words
-from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant, choose, every_row
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.launch import variant_of, views
+from flashtile.backends.hopper.forward.launch import launch_registers, variant_of, views
 from flashtile.compile_report import CompileCase
 from flashtile.problem import UNLIMITED
 
@@ -66,7 +65,7 @@ def _case(problem: Problem, config: ForwardConfig, spill_budget: int) -> Compile
         forward_kernel,
         views(problem, variant, *tensors(problem)),
         variant,
-        LAUNCH_REGISTERS[variant.WARPGROUPS],
+        launch_registers(variant),
         spill_budget,
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
+from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 from flashtile.problem import UNLIMITED
 
@@ -30,6 +32,7 @@ class ForwardConfig:
         LAZY_RESCALE: the running maximum of a row may lag behind by a factor of 2 ** 8, so that most blocks
             of keys leave O as it is; a warp multiplies it only where one of its rows has a new maximum.
         PIN_WAIT: the wait for P V stays behind the exponentials, where the assembler would move it in front.
+        PROGRAMS: programs that share a multiprocessor: one begins or ends a tile while another multiplies.
         paired_below: in keys. Under a mask with a right edge, shorter sequences take their blocks of queries
             in pairs (``schedule.num_parts``); in longer ones the longest blocks of all heads come first.
         QUEUED: programs take the blocks of these longer sequences from the work queue. With a left edge, too,
@@ -48,6 +51,7 @@ class ForwardConfig:
     Q_IN_REGISTERS: int = 0
     LAZY_RESCALE: bool = False
     PIN_WAIT: bool = False
+    PROGRAMS: int = 1
     paired_below: int = 8192
     QUEUED: bool = False
     spill_budget: int = 0
@@ -92,6 +96,10 @@ class ForwardVariant(WithoutFunctions):
     BLOCK_DV: int
     D_PARTS: int
     """Tiles of q and k side by side, where BLOCK_D is no power of two; else 1."""
+    DV_PARTS: int
+    """The same of v. O has two accumulators then, of O_WIDE columns and of O_COLUMNS."""
+    O_WIDE: int
+    O_COLUMNS: int
     QK_COLUMNS: int
     """Columns of q and k that are multiplied: those behind head_dim are zeros."""
     BLOCK_M: int
@@ -106,6 +114,7 @@ class ForwardVariant(WithoutFunctions):
     O_IN_PARTS: bool
     LAZY_RESCALE: bool
     PIN_WAIT: bool
+    PROGRAMS: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
@@ -133,6 +142,29 @@ _WIDE_CAUSAL = F(
     spill_budget=116,
     features_spill_budget=328,
 )
+_PAIR = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2, spill_budget=124, features_spill_budget=124)
+_PAIR_LAZY = replace(_PAIR, LAZY_RESCALE=True, spill_budget=176)
+_NARROWER = F(
+    2,
+    64,
+    STAGES=3,
+    Q_HOLDS_O=True,
+    Q_IN_REGISTERS=128,
+    LAZY_RESCALE=True,
+    PIN_WAIT=True,
+    spill_budget=40,
+    features_spill_budget=40,
+)
+_NARROWER_CAUSAL = replace(_NARROWER, PIN_WAIT=False, paired_below=1024, QUEUED=True)
+_NARROWER_SHORT = replace(
+    _NARROWER, STAGES=2, Q_HOLDS_O=False, O_IN_PARTS=True, PIN_WAIT=False, paired_below=4096
+)
+_FIVE_PARTS = F(
+    2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True, spill_budget=144, features_spill_budget=340
+)
+_NINETY_SIX = F(
+    2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, spill_budget=32, features_spill_budget=40
+)
 _PARTS = F(
     2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
 )
@@ -147,11 +179,18 @@ ANY_LENGTH = 2**31
 
 # (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a
 # window.
-# H100, S = 512 to 16384: docs/measured.md. Rows of unequal head sizes have the tiles that fit; not timed.
-_TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
-    (64, 64, False): ((ANY_LENGTH, _THREE),),
-    (64, 64, True): ((4096, F(2, 128, Q_STAGES=2, features_spill_budget=8)), (ANY_LENGTH, _THREE)),
-    (128, 128, False): ((2048, _SHORT), (4096, _TWO), (ANY_LENGTH, _TWO_Q)),
+# H100 and H200, S = 77 to 32760: docs/measured. Rows of unequal head sizes have the tiles that fit; not
+# timed. None: tiles of more columns are faster there.
+_TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]] = {
+    (32, 32, False): ((ANY_LENGTH, None),),
+    (32, 32, True): ((4096, _PAIR), (ANY_LENGTH, None)),
+    (64, 64, False): ((320, _PAIR), (ANY_LENGTH, _THREE)),
+    (64, 64, True): (
+        (640, _PAIR),
+        (4096, F(2, 128, Q_STAGES=2, features_spill_budget=8)),
+        (ANY_LENGTH, _THREE),
+    ),
+    (128, 128, False): ((2048, _SHORT), (4096, _TWO), (24576, _TWO_Q), (ANY_LENGTH, _TWO)),
     (128, 128, True): ((1024, _SHORT_BLOCKS), (2048, _SHORT_PING_PONG), (8192, _TWO), (ANY_LENGTH, _TWO_Q)),
     (256, 256, False): ((1024, _WIDE_SHORT), (8192, _WIDE), (ANY_LENGTH, _WIDE_Q)),
     (256, 256, True): ((1024, _WIDE_SHORT), (ANY_LENGTH, _WIDE_CAUSAL)),
@@ -169,48 +208,100 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     (256, 128, True): ((ANY_LENGTH, _NARROW),),
     (192, 128, False): ((ANY_LENGTH, _PARTS),),
     (192, 128, True): ((ANY_LENGTH, _PARTS),),
+    (96, 96, False): ((4096, None), (ANY_LENGTH, _NINETY_SIX)),
+    (96, 96, True): ((4096, replace(_NINETY_SIX, PING_PONG=True)), (ANY_LENGTH, None)),
+    (160, 160, False): ((ANY_LENGTH, _FIVE_PARTS),),
+    (160, 160, True): ((ANY_LENGTH, _FIVE_PARTS),),
+    (192, 192, False): ((1024, _NARROWER_SHORT), (ANY_LENGTH, _NARROWER)),
+    (192, 192, True): ((1024, _NARROWER_SHORT), (ANY_LENGTH, _NARROWER_CAUSAL)),
 }
-_PARTS_OF = {192: 3}
-"""Columns of q and k that are no power of two: how many tiles side by side."""
+PARTS_OF = {96: 3, 160: 5, 192: 3}
+"""Columns that are no power of two: how many tiles side by side."""
+_FEWER_COLUMNS = (32, *PARTS_OF)
 
 
 # (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.
 _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
-    (64, 64): ((512, F(2, 64, STAGES=4, Q_STAGES=2)),),
+    (64, 64): ((512, _PAIR_LAZY),),
     (128, 128): ((2048, _SHORT_BLOCKS),),
 }
 
 
-def tile_columns(problem: Problem) -> tuple[int, int, int]:
-    """(columns of q and k in shared memory, of v, tiles that those of q and k make side by side)."""
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    for columns, parts in _PARTS_OF.items():
-        if problem.head_dim <= columns < block_d and (columns, block_dv, False) in _TABLE:
-            return columns, block_dv, parts
-    return block_d, block_dv, 1
+def tile_columns(problem: Problem, v_in_parts: bool = True) -> tuple[int, int]:
+    """Columns in shared memory of q and k, and of v: the fewest of those that the table has together, for as
+    many keys."""
+    windowed, seen = _mask(problem)
+    of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
+    pairs = ((d, dv) for d in of_qk for dv in of_v if v_in_parts or dv not in PARTS_OF)
+    return min((pair for pair in pairs if _row(*pair, windowed, seen) is not None), key=sum)
+
+
+def _columns_for(size: int) -> list[int]:
+    """In shared memory, for one head size. Boxes of 32 columns suit rows of a multiple of 32 bytes."""
+    found = [n for n in (*_FEWER_COLUMNS, padded(size)) if size <= n <= padded(size)]
+    return [n for n in found if n != 160 or size % 16 == 0]
+
+
+def _mask(problem: Problem) -> tuple[bool, int]:
+    """Whether there is one, and how many keys a row may see without its left edge."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return left != UNLIMITED or right != UNLIMITED, problem.seqlen_k
+
+
+def _row(block_d: int, block_dv: int, windowed: bool, keys: int) -> ForwardConfig | None:
+    rows = _TABLE.get((block_d, block_dv, windowed), ())
+    return next((config for most, config in rows if keys < most), None)
+
+
+def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of O's two accumulators, where v comes in parts: powers of two, the second of 16 at least."""
+    wide = 1 << (block_dv.bit_length() - 1)
+    return wide, max(16, 1 << (head_dim_v - wide - 1).bit_length())
 
 
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    windowed = left != UNLIMITED or right != UNLIMITED
-    block_d, block_dv, _ = tile_columns(problem)
-    seen = problem.seqlen_k
-    rows = _TABLE[block_d, block_dv, windowed]
-    if left != UNLIMITED and right != UNLIMITED:
-        seen = min(seen, left + 1 + right)
-        rows = _BOTH_EDGES.get((block_d, block_dv), ()) + rows
+    windowed, seen = _mask(problem)
+    sizes = tile_columns(problem)
     if problem.partial:
-        if block_d < 128:
+        if sizes[0] < 128:
             return PARTIAL
         return PARTIAL_Q_WINDOWED if windowed else PARTIAL_Q
-    return next(config for keys, config in rows if seen < keys)
+    if left != UNLIMITED and right != UNLIMITED:
+        seen = min(seen, left + 1 + right)
+        for keys, own in _BOTH_EDGES.get(sizes, ()):
+            if seen < keys:
+                return own
+    config = _row(*sizes, windowed, seen)
+    assert config is not None
+    if config is _SHORT and _fills(seen, _SHORT_BLOCKS.BLOCK_N) > LEFT_EMPTY * _fills(seen, _SHORT.BLOCK_N):
+        return _SHORT_BLOCKS
+    if config is _SHORT_BLOCKS and blocks_stand_alone(problem, config.BLOCK_M):
+        return _SHORT
+    return config
+
+
+LEFT_EMPTY = 1.15
+"""Smaller blocks of keys pay for short sequences that fill them so much better."""
+
+
+def _fills(keys: int, block_n: int) -> float:
+    """The share of whole blocks that so many keys fill."""
+    return keys / (math.ceil(keys / block_n) * block_n) if keys else 1.0
+
+
+def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
+    """Whether each block of query rows of a dense call has a multiprocessor to itself."""
+    blocks = problem.batch * problem.num_heads_q // pack * math.ceil(problem.seqlen_q * pack / block_m)
+    return not problem.varlen and blocks <= multiprocessors(problem.device)
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
     """(columns of q and k, of v, windowed, keys, config) of the whole table."""
     for (block_d, block_dv, windowed), rows in _TABLE.items():
         for keys, config in rows:
-            yield block_d, block_dv, windowed, keys, config
+            if config is not None:
+                yield block_d, block_dv, windowed, keys, config
 
 
 def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:

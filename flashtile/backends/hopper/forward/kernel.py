@@ -32,7 +32,7 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import column_parts, plus_columns, product_of_rows, store_part
-from flashtile.backends.hopper.compat import async_load, async_store
+from flashtile.backends.hopper.compat import async_load, async_store, reinterpret
 from flashtile.backends.hopper.forward.schedule import (
     Numbers,
     Pointers,
@@ -119,23 +119,32 @@ def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout
     return s
 
 
+@gluon.constexpr_function
+def least(a, b):
+    return min(a, b)
+
+
 @gluon.jit
 def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
     """:func:`qk_product` with use ``i`` of the channel of k, once it is there.
 
-    Where tiles come in D_PARTS, ``q`` is a tuple of them.
+    Where tiles come in D_PARTS, ``q`` is a tuple of them, and ``q_head`` of those in registers.
     """
     slot = k.wait(i)
     if C.D_PARTS == 1:
         return qk_product(C, WIDTH, q, q_head, k.tiles.index(slot), s_layout)
     else:
         PARTS: gl.constexpr = C.D_PARTS
+        COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
         s = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, s_layout)
         for n in gl.static_range(PARTS):
-            k_part = k.tiles.index(slot * PARTS + n).reshape([C.BLOCK_N, C.BLOCK_D // PARTS])
+            k_part = k.tiles.index(slot * PARTS + n).reshape([C.BLOCK_N, COLUMNS])
             if WIDTH < C.BLOCK_N:
                 k_part = k_part.slice(0, WIDTH, dim=0)
-            s = warpgroup_mma(q[n], k_part.permute((1, 0)), s, use_acc=n > 0, is_async=True)
+            if n * COLUMNS < C.Q_IN_REGISTERS:
+                s = warpgroup_mma(q_head[n], k_part.permute((1, 0)), s, use_acc=n > 0, is_async=True)
+            elif n * COLUMNS < C.QK_COLUMNS:
+                s = product_of_rows(q[n], k_part, s, least(C.QK_COLUMNS - n * COLUMNS, COLUMNS), n > 0)
         return s
 
 
@@ -151,13 +160,106 @@ def parts_of(tiles, first, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
+    """The first COUNT of a tuple of tiles, in registers."""
+    if COUNT == 1:
+        return (tiles[0].load(layout),)
+    else:
+        return load_parts(tiles, COUNT - 1, layout) + (tiles[COUNT - 1].load(layout),)
+
+
+@gluon.jit
+def tile_of_v(C: gl.constexpr, v, i):
+    """Use ``i`` of the channel of v, once it is there. Where tiles come in DV_PARTS, a tuple, as O's
+    accumulators."""
+    slot = v.wait(i)
+    if C.DV_PARTS == 1:
+        return v.tiles.index(slot)
+    else:
+        first = slot * C.DV_PARTS
+        COLUMNS: gl.constexpr = C.BLOCK_DV // C.DV_PARTS
+        layout: gl.constexpr = gl.NVMMASharedLayout(v.tiles.layout.swizzle_byte_width, 16, 2)
+        wide = reinterpret(v.tiles.index(first), v.tiles.dtype, [C.BLOCK_N, C.O_WIDE], layout)
+        others = v.tiles.index(first + C.O_WIDE // COLUMNS).reshape([C.BLOCK_N, COLUMNS])
+        if C.O_COLUMNS < COLUMNS:
+            others = others.slice(0, C.O_COLUMNS, dim=1)
+        return (wide, others)
+
+
+@gluon.jit
 def pv_product(C: gl.constexpr, p, v_tile, o):
     """O += P V, left in flight. p: [64, WIDTH] in registers, for the first WIDTH rows of v's tile."""
+    if C.DV_PARTS == 1:
+        return pv_part(C, p, v_tile.reshape([C.BLOCK_N, C.BLOCK_DV]), o)
+    else:
+        layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o[1].type.layout, k_width=2)
+        wide = pv_part(C, p, v_tile[0], o[0])
+        return (wide, pv_part(C, gl.convert_layout(p, layout, assert_trivial=True), v_tile[1], o[1]))
+
+
+@gluon.jit
+def pv_part(C: gl.constexpr, p, v, o):
+    """:func:`pv_product` with one of O's accumulators."""
     WIDTH: gl.constexpr = p.shape[1]
-    v = v_tile.reshape([C.BLOCK_N, C.BLOCK_DV])
     if WIDTH < C.BLOCK_N:
         v = v.slice(0, WIDTH, dim=0)
     return warpgroup_mma(p, v, o, is_async=True)
+
+
+@gluon.jit
+def pv_wait(C: gl.constexpr, o):
+    """O once its products are complete."""
+    if C.DV_PARTS == 1:
+        return warpgroup_mma_wait(0, deps=[o])
+    else:
+        return warpgroup_mma_wait(0, deps=[o[0], o[1]])
+
+
+@gluon.jit
+def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
+    """O of a warpgroup's rows; with DV_PARTS a tuple, of the first O_WIDE columns and of O_COLUMNS more."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    o = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
+    if C.DV_PARTS > 1 and WIDTH == C.O_WIDE:
+        return (o, zero_output(C, C.O_COLUMNS))
+    else:
+        return o
+
+
+@gluon.jit
+def scale_output(C: gl.constexpr, o, factor):
+    """:func:`scale_rows` of all of O."""
+    if C.DV_PARTS == 1:
+        return scale_rows(o, factor)
+    else:
+        return (scale_rows(o[0], factor), scale_rows(o[1], factor))
+
+
+@gluon.jit
+def rescale_output(C: gl.constexpr, o, alpha):
+    """:func:`rescale` of all of O."""
+    if C.DV_PARTS == 1:
+        return rescale(o, alpha)
+    else:
+        return (rescale(o[0], alpha), rescale(o[1], alpha))
+
+
+@gluon.jit
+def round_output(C: gl.constexpr, o, dtype: gl.constexpr):
+    """All of O in ``dtype``."""
+    if C.DV_PARTS == 1:
+        return o.to(dtype)
+    else:
+        return (o[0].to(dtype), o[1].to(dtype))
+
+
+@gluon.jit
+def output_parts(C: gl.constexpr, o, PART: gl.constexpr):
+    """O in tiles of PART columns, from left to right; the last may have fewer."""
+    if C.DV_PARTS == 1:
+        return column_parts(o, PART)
+    else:
+        return column_parts(o[0], PART) + (o[1],)
 
 
 class Rows(NamedTuple):
@@ -292,10 +394,10 @@ def attend_uncut(
     for n in range(n_from - 1, n_to - 1, -1):
         ping_pong.wait(W, i)
         s = qk_block(C, C.BLOCK_N, q, q_head, k, i, s_layout)
-        o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
+        o = pv_product(C, p, tile_of_v(C, v, i - 1), o)
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(1 if C.DV_PARTS == 1 else 2, deps=[s])
         k.release(i)
         s = apply_score_mod(C, s, block, rows, numbers, s_layout)
         if C.LISTED:  # noqa: SIM102 - one is known to the compiler, the other is not
@@ -305,14 +407,14 @@ def attend_uncut(
         l = scale_rows(l, alpha) + quad_sums(weights)
         if C.PIN_WAIT:
             l = pin(l)
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = pv_wait(C, o)
         v.release(i - 1)
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
         if C.LAZY_RESCALE:
             p = copy_registers(p)
-            o = rescale(o, alpha)
+            o = rescale_output(C, o, alpha)
         else:
-            o = scale_rows(o, alpha)
+            o = scale_output(C, o, alpha)
         i += 1
     return o, l, m, p, i
 
@@ -328,7 +430,9 @@ def attend_cut(
     anew in every step of both.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o.type.layout, k_width=2)
+    O_WIDTH: gl.constexpr = C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows = rows_in(C, rows, row)
     for n in range(n_from - 1, n_to - 1, -1):
@@ -344,8 +448,8 @@ def attend_cut(
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
         p = gl.convert_layout(weights.to(dtype), p_layout)
-        o = pv_product(C, p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = pv_product(C, p, tile_of_v(C, v, i), scale_output(C, o, alpha))
+        o = pv_wait(C, o)
         v.release(i)
         i += 1
     return o, l, m, i
@@ -448,10 +552,12 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, o_tiles, o_desc, work, row)
     """TMA store of a warpgroup's rows, as many columns at a time as ``o_desc`` has, through two tiles in
     alternation."""
     PART: gl.constexpr = o_desc.block_type.shape[-1]
-    parts = column_parts(o, PART)
-    for n in gl.static_range(o.shape[1] // PART):
+    COUNT: gl.constexpr = (C.BLOCK_DV + PART - 1) // PART
+    parts = output_parts(C, o, PART)
+    for n in gl.static_range(COUNT):
         tile = o_tiles.index(2 * W + n % 2)
-        tma.store_wait(1)  # of the part before the last
+        # Of the part before the last. After an odd number of parts, the last one had this tile, too.
+        tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
         store_part(parts[n], tile)
         store_rows(C, o_desc, work, row, tile, n * PART)
 
@@ -469,7 +575,8 @@ def attend_tile(
     dtype: gl.constexpr = q.tiles.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
+    O_WIDTH: gl.constexpr = C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
 
@@ -494,7 +601,7 @@ def attend_tile(
     if C.SINK:
         m = gl.load(pointers.sink + head).to(gl.float32) * (1 / LN_2)
 
-    o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
+    o = zero_output(C, O_WIDTH)
     l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
     if C.SINK:  # a key of weight 1 so far, shared out among the quad
         l += 0.25
@@ -508,7 +615,10 @@ def attend_tile(
     q_head = q_tile
     if C.Q_IN_REGISTERS > 0:
         q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
-        q_head = q_tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(q_layout)
+        if C.D_PARTS == 1:
+            q_head = q_tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(q_layout)
+        else:
+            q_head = load_parts(q_tile, C.Q_IN_REGISTERS * C.D_PARTS // C.BLOCK_D, q_layout)
     if C.HAS_RIGHT and C.BLOCK_N > ROWS:
         whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
@@ -539,7 +649,7 @@ def attend_tile(
     weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
     l = scale_rows(l, alpha) + quad_sums(weights)
     if CUTS_FIRST:
-        o = scale_rows(o, alpha)
+        o = scale_output(C, o, alpha)
     p = gl.convert_layout(weights.to(dtype), p_layout)
     i += 1
     full_begin = min(full_begin, n)
@@ -547,9 +657,9 @@ def attend_tile(
         C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, ping_pong, rows, numbers, s_layout,
         p_layout, full_end,
     )  # fmt: skip
-    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
+    o = pv_product(C, p, tile_of_v(C, v, i - 1), o)
     if C.HAS_LEFT:
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = pv_wait(C, o)
         v.release(i - 1)
         o, l, m, i = attend_cut(
             C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, ping_pong,
@@ -562,14 +672,14 @@ def attend_tile(
     lse = m * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, pointers, schedule)
     if not C.HAS_LEFT:
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = pv_wait(C, o)
         v.release(i - 1)
     i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
-    o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0)).to(o_desc.dtype)
+    o = round_output(C, scale_output(C, o, gl.where(sums > 0, 1 / sums, 0.0)), o_desc.dtype)
     if C.Q_HOLDS_O and C.D_PARTS > 1:
         PART: gl.constexpr = o_desc.block_type.shape[-1]
-        parts = column_parts(o, PART)
-        for n in gl.static_range(o.shape[1] // PART):
+        parts = output_parts(C, o, PART)
+        for n in gl.static_range(C.BLOCK_DV // PART):
             store_part(parts[n], q.tiles.index(q_part + n))
             store_rows(C, o_desc, work, first, q.tiles.index(q_part + n), n * PART)
     elif C.O_IN_PARTS:
@@ -639,6 +749,8 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     PARTS: gl.constexpr = C.D_PARTS
     COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
+    V_PARTS: gl.constexpr = C.DV_PARTS
+    V_COLUMNS: gl.constexpr = C.BLOCK_DV // V_PARTS
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     if C.LISTED:
         visits = key_visits(C, 1, work, block, pointers.lists)
@@ -660,8 +772,10 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
                     q_part = q.tiles.index((slot * WARPGROUPS + w) * PARTS + part)
                     load_queries(C, w, q_desc, work, block, q.full.index(slot), q_part, part * COLUMNS)
         slot = v.acquire(i)
-        mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
-        load_keys(C, v_desc, work, key_number, v.full.index(slot), v.tiles.index(slot))
+        mbarrier.expect(v.full.index(slot), V_PARTS * v_desc.block_type.nbytes)
+        for part in gl.static_range(V_PARTS):
+            v_part = v.tiles.index(slot * V_PARTS + part)
+            load_keys(C, v_desc, work, key_number, v.full.index(slot), v_part, part * V_COLUMNS)
         i += 1
     return i
 
@@ -706,7 +820,7 @@ def run_partitions(C: gl.constexpr, q_desc, k_desc, v_desc, o_desc, pointers, sc
     """All of a program: its shared memory, its consumers and its producer."""
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
-    v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, 1)
+    v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, C.DV_PARTS)
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
     queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:

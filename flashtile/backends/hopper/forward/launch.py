@@ -23,10 +23,19 @@ from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
+    SHARING_REGISTERS,
     WARPGROUP_ROWS,
     padded,
 )
-from flashtile.backends.hopper.forward.config import O_PART, ForwardConfig, ForwardVariant, tile_columns
+from flashtile.backends.hopper.forward.config import (
+    O_PART,
+    PARTS_OF,
+    ForwardConfig,
+    ForwardVariant,
+    accumulators,
+    blocks_stand_alone,
+    tile_columns,
+)
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers, Schedule, tiles_of_head
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
@@ -72,14 +81,17 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
     """``has_queue``: the kernel has a work queue. Those that share its steps have not: their packed sequences
     have pairs, their tiles are padded, and whatever changes scores gives them in log2 units."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    block_d, block_dv, d_parts = padded(problem.head_dim), padded(problem.head_dim_v), 1
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
     if has_queue:
-        block_d, block_dv, d_parts = tile_columns(problem)
+        block_d, block_dv = tile_columns(problem, config.Q_HOLDS_O or config.O_IN_PARTS)
         columns = problem.head_dim
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
     short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
+    dv_parts = PARTS_OF.get(block_dv, 1)
+    o_wide, o_columns = accumulators(block_dv, problem.head_dim_v) if dv_parts > 1 else (block_dv, 0)
+    alone = has_queue and blocks_stand_alone(problem, config.BLOCK_M, pack)
     return ForwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
@@ -91,13 +103,16 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         SINK=problem.sink,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
         QUEUED=has_queue and takes_from_queue(problem, config),
-        PAIRED=right != UNLIMITED and short,
+        PAIRED=right != UNLIMITED and short and not alone,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HAS_SCORE_MOD=scaled,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        D_PARTS=d_parts,
+        D_PARTS=PARTS_OF.get(block_d, 1),
+        DV_PARTS=dv_parts,
+        O_WIDE=o_wide,
+        O_COLUMNS=o_columns,
         QK_COLUMNS=columns,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
@@ -110,9 +125,17 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         O_IN_PARTS=config.O_IN_PARTS,
         LAZY_RESCALE=config.LAZY_RESCALE,
         PIN_WAIT=config.PIN_WAIT,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.warpgroups],
+        PROGRAMS=config.PROGRAMS,
+        CONSUMER_REGISTERS=(
+            CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
+        ),
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
+
+
+def launch_registers(variant: ForwardVariant) -> int:
+    """What each thread starts with."""
+    return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
 def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
@@ -258,12 +281,12 @@ class ForwardLaunch:
         numbers = Numbers(**score_numbers(problem))
         attend = KeptKernel(
             forward_kernel,
-            num_programs(schedule.num_tiles, q.device),
+            num_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
             arguments_of(forward_kernel, schedule._asdict() | numbers._asdict()),
             (variant,),
             None,
             arguments_of(forward_kernel, views(problem, variant, q, k, v)),
-            maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
+            maxnreg=launch_registers(variant),
         )
         return Kernels(tile_table(problem, variant), attend)
 
@@ -279,10 +302,10 @@ def views(
     """Of q, k, v and out, by the kernel's parameters; out is in the problem's dtype if no other is given."""
     out_dtype = problem.out_dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
-    d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV
+    d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV // variant.DV_PARTS
     part = dv
     if variant.O_IN_PARTS:
-        part = 2 * O_PART // out_dtype.itemsize
+        part = min(2 * O_PART // out_dtype.itemsize, dv)
     elif variant.Q_HOLDS_O and variant.D_PARTS > 1:
         part = d
     out_strides = contiguous_strides(problem.out_shape)

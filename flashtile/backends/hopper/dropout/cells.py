@@ -84,32 +84,37 @@ def generator_of(head_of_batch, start, dropout):
 
 
 @gluon.jit
-def pair_of(start, N: gl.constexpr, layout: gl.constexpr):
-    """(number of its pair, which one of it) of N positions from ``start``, a multiple of 16: position i and
-    i + 8 are a pair."""
+def pair_of(N: gl.constexpr, layout: gl.constexpr):
+    """(number of its pair, which one of it) of positions 0 to N - 1: i and i + 8 are a pair."""
     i = gl.arange(0, N, layout=layout)
-    return (start // 2 + (i // 16 * 8 + i % 8)).to(gl.uint32), i // 8 % 2
+    return (i // 16 * 8 + i % 8).to(gl.uint32), i // 8 % 2
 
 
 @gluon.jit
 def words_of(generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, s_layout: gl.constexpr):
-    """[64, N] uint32, the words of a tile with columns from ``start`` on, ready for :func:`drop`.
+    """[64, N] uint32, the words of a tile with columns from ``start`` on, a multiple of N, ready for
+    :func:`drop`.
 
     Each probability computes its word as if it were its own; the compiler sees which are the same.
     """
-    rows, second_rows = pair_of(generator.start, ROWS, gl.SliceLayout(1, s_layout))
-    columns, second_columns = pair_of(start, N, gl.SliceLayout(0, s_layout))
-    if KEYS_FIRST:
-        word, second = (columns ^ generator.first_query)[None, :], second_columns[None, :]
-        other = (rows ^ generator.first_key)[:, None]
-    else:
-        word, second = (rows ^ generator.first_query)[:, None], second_rows[:, None]
-        other = (columns ^ generator.first_key)[None, :]
+    rows, second_rows = pair_of(ROWS, gl.SliceLayout(1, s_layout))
+    columns, second_columns = pair_of(N, gl.SliceLayout(0, s_layout))
+    row_start, column_start = (generator.start // 2).to(gl.uint32), (start // 2).to(gl.uint32)
     key = generator.key
-    for _ in gl.static_range(7):
+    # Numbers of pairs have no bits in common with their tile's. So all is combined by exclusive or, what more
+    # words share first.
+    if KEYS_FIRST:
+        high, other = wide_product((columns ^ (column_start ^ generator.first_query))[None, :], 0xD256D193)
+        word = (rows ^ (row_start ^ generator.first_key ^ key))[:, None] ^ high
+        second = second_columns[None, :]
+    else:
+        high, other = wide_product((rows ^ (row_start ^ generator.first_query))[:, None], 0xD256D193)
+        word = (high ^ (column_start ^ generator.first_key ^ key)) ^ columns[None, :]
+        second = second_rows[:, None]
+    for _ in gl.static_range(6):
+        key = (key + 0x9E3779B9) & 0xFFFFFFFF
         high, low = wide_product(word, 0xD256D193)
         word, other = high ^ key ^ other, low
-        key = (key + 0x9E3779B9) & 0xFFFFFFFF
     return (gl.where(second == 0, word, other) & 0x7FFF7FFF) + generator.bias
 
 

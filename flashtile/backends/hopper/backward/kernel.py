@@ -329,7 +329,7 @@ def step(
     weights = to_16_bit(p * softcap_grad, dtype)  # dS / dP: P, times the soft-cap's derivative
     p = to_16_bit(p, dtype)
     if C.HAS_DROPOUT:
-        p = drop(p, words, True)
+        p = drop(p, words, mods, True)
     do.wait(i)
     dp_start = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
     p = pin_16_bit(p)
@@ -344,7 +344,7 @@ def step(
         neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
         kept = p
         if C.SOFTCAP:
-            kept = drop(weights, words, True)
+            kept = drop(weights, words, mods, True)
         ds = to_16_bit(to_fp32(kept) * dp + to_fp32(weights) * neg_delta, dtype)
     else:
         ds = to_16_bit(to_fp32(weights) * dp, dtype)

@@ -13,19 +13,43 @@ from flashtile.backends.hopper.config import WARPGROUP_ROWS
 
 ROWS = gl.constexpr(WARPGROUP_ROWS)
 DROP = gl.constexpr(
-    "{ .reg .b32 m<4>; prmt.b32 m0, $8, $9, 0xDD99; prmt.b32 m1, $10, $11, 0xDD99; "
-    "prmt.b32 m2, $12, $13, 0xFFBB; prmt.b32 m3, $14, $15, 0xFFBB; "
+    "{ .reg .b32 x<4>, m<4>; "
+    "and.b32 x0, $8, 0x7FFF7FFF; and.b32 x1, $9, 0x7FFF7FFF; "
+    "and.b32 x2, $10, 0x7FFF7FFF; and.b32 x3, $11, 0x7FFF7FFF; "
+    "add.u32 x0, x0, $16; add.u32 x1, x1, $16; add.u32 x2, x2, $16; add.u32 x3, x3, $16; "
+    "prmt.b32 m0, x0, x1, 0xDD99; prmt.b32 m1, x2, x3, 0xDD99; "
+    "prmt.b32 m2, x0, x1, 0xFFBB; prmt.b32 m3, x2, x3, 0xFFBB; "
     "and.b32 $0, $4, m0; and.b32 $1, $5, m1; and.b32 $2, $6, m2; and.b32 $3, $7, m3; }"
 )
-"""Pairs of probabilities in 16 bits, at (row, column) of (0, 0), (8, 0), (0, 8) and (8, 8), and their words,
-one for each. The half of a word that is a column's has the sign of what is kept; ``prmt`` makes it a mask of
-16 bits."""
+"""Of pairs of probabilities in 16 bits, at (row, column) of (0, 0), (8, 0), (0, 8) and (8, 8), their words, one
+for each, and a bias. A sum makes the sign of a column's half of its word say whether it is kept, and ``prmt``
+makes of the sign a mask of 16 bits. Columns 0 and 8 have the same words."""
 DROP_KEYS_FIRST = gl.constexpr(
-    "{ .reg .b32 m<4>; prmt.b32 m0, $8, $9, 0xDD99; prmt.b32 m1, $10, $11, 0xFFBB; "
-    "prmt.b32 m2, $12, $13, 0xDD99; prmt.b32 m3, $14, $15, 0xFFBB; "
+    "{ .reg .b32 x<4>, m<4>; "
+    "and.b32 x0, $8, 0x7FFF7FFF; and.b32 x1, $9, 0x7FFF7FFF; "
+    "and.b32 x2, $12, 0x7FFF7FFF; and.b32 x3, $13, 0x7FFF7FFF; "
+    "add.u32 x0, x0, $16; add.u32 x1, x1, $16; add.u32 x2, x2, $16; add.u32 x3, x3, $16; "
+    "prmt.b32 m0, x0, x1, 0xDD99; prmt.b32 m1, x0, x1, 0xFFBB; "
+    "prmt.b32 m2, x2, x3, 0xDD99; prmt.b32 m3, x2, x3, 0xFFBB; "
     "and.b32 $0, $4, m0; and.b32 $1, $5, m1; and.b32 $2, $6, m2; and.b32 $3, $7, m3; }"
 )
-"""The same of a transposed tile, where the half of a word is a row's."""
+"""The same of a transposed tile, where the half of a word is a row's, and rows 0 and 8 have the same words."""
+MADE_TOGETHER = gl.constexpr(32)
+
+
+@gluon.constexpr_function
+def made_asm(count):
+    """A scheduling barrier for the words of ``count`` probabilities of a thread; see ``inline_asm.pin``."""
+    words = [f"${count + 8 * (n // 2) + n % 2}" for n in range(count // 4)]
+    either = [f"or.b32 all, {words[0]}, {words[1]};", *(f"or.b32 all, all, {word};" for word in words[2:])]
+    outputs = [f"mov.b32 ${n}, 0;" for n in range(count)]
+    head = "{ .reg .pred never; .reg .b32 all; " + " ".join(either)
+    return head + " setp.eq.u32 never, all, 0; @never nanosleep.u32 0; " + " ".join(outputs) + " }"
+
+
+@gluon.constexpr_function
+def made_constraints(count):
+    return ",".join(["=r"] * count + ["r"] * count)
 
 
 class Dropout(NamedTuple):
@@ -79,7 +103,7 @@ def generator_of(head_of_batch, start, dropout):
     low, high = (seed & 0xFFFFFFFF).to(gl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(gl.uint32)
     counter = (offset & 0xFFFFFFFF).to(gl.uint32)
     key, first_query, first_key = philox(low, high, head_of_batch.to(gl.uint32), counter)
-    bias = ((0x8000 - dropout.threshold) * 0x10001).to(gl.uint32)
+    bias = (0x8000 - dropout.threshold).to(gl.uint32) * 0x10001
     return Generator(key, first_query, first_key, start, bias)
 
 
@@ -115,13 +139,24 @@ def words_of(generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, s_layo
         key = (key + 0x9E3779B9) & 0xFFFFFFFF
         high, low = wide_product(word, 0xD256D193)
         word, other = high ^ key ^ other, low
-    return (gl.where(second == 0, word, other) & 0x7FFF7FFF) + generator.bias
+    return gl.where(second == 0, word, other)
 
 
 @gluon.jit
-def drop(p, words, KEYS_FIRST: gl.constexpr):
+def make_here(words):
+    """Words are made before what needs nothing of them: the assembler would put them off until a wait for
+    products is over, under which they are to be made."""
+    gl.inline_asm_elementwise(
+        made_asm(MADE_TOGETHER), made_constraints(MADE_TOGETHER), [words], dtype=gl.uint32, is_pure=False,
+        pack=MADE_TOGETHER,
+    )  # fmt: skip
+
+
+@gluon.jit
+def drop(p, words, generator, KEYS_FIRST: gl.constexpr):
     """P in 16 bits, [64, N], 0 where dropout drops it."""
     ASM: gl.constexpr = DROP_KEYS_FIRST if KEYS_FIRST else DROP
     return gl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r", [p, words], dtype=p.dtype, is_pure=True, pack=8
-    )
+        ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [p, words, generator.bias],
+        dtype=p.dtype, is_pure=True, pack=8,
+    )  # fmt: skip

@@ -33,7 +33,7 @@ from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import column_parts, plus_columns, product_of_rows, store_part
 from flashtile.backends.hopper.compat import async_load, async_store
-from flashtile.backends.hopper.dropout.cells import drop, generator_of, words_of
+from flashtile.backends.hopper.dropout.cells import drop, generator_of, make_here, words_of
 from flashtile.backends.hopper.forward.schedule import (
     Numbers,
     Pointers,
@@ -204,16 +204,18 @@ def dropout_words(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.co
     """What decides which probabilities of block ``n`` are dropped. It needs no score, so that the product may
     be in flight; 0 without dropout."""
     if C.HAS_DROPOUT:
-        return words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, s_layout)
+        words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, s_layout)
+        make_here(words)
+        return words
     else:
         return 0
 
 
 @gluon.jit
-def drop_cells(C: gl.constexpr, p, words):
+def drop_cells(C: gl.constexpr, p, words, rows):
     """P in 16 bits without what dropout drops."""
     if C.HAS_DROPOUT:
-        return drop(p, words, False)
+        return drop(p, words, rows.mods, False)
     else:
         return p
 
@@ -328,7 +330,7 @@ def attend_uncut(
             l = pin(l)
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
-        p = gl.convert_layout(drop_cells(C, weights.to(p.dtype), words), p_layout)
+        p = gl.convert_layout(drop_cells(C, weights.to(p.dtype), words, rows), p_layout)
         if C.LAZY_RESCALE:
             p = copy_registers(p)
             o = rescale(o, alpha)
@@ -365,7 +367,7 @@ def attend_cut(
         weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
-        p = gl.convert_layout(drop_cells(C, weights.to(dtype), words), p_layout)
+        p = gl.convert_layout(drop_cells(C, weights.to(dtype), words, rows), p_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i)), scale_rows(o, alpha))
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i)
@@ -566,7 +568,7 @@ def attend_tile(
     l = scale_rows(l, alpha) + quad_sums(weights)
     if CUTS_FIRST:
         o = scale_rows(o, alpha)
-    p = gl.convert_layout(drop_cells(C, weights.to(dtype), words), p_layout)
+    p = gl.convert_layout(drop_cells(C, weights.to(dtype), words, rows), p_layout)
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, p, i = attend_uncut(

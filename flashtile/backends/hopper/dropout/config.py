@@ -14,8 +14,8 @@ MOST_COLUMNS = 128
 """Of a head."""
 
 _FORWARD: dict[tuple[int, int], ForwardConfig] = {
-    (64, 64): ForwardConfig(2, 128, Q_STAGES=2, QUEUED=True, paired_below=4096),
-    (128, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
+    (64, 64): ForwardConfig(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
+    (128, 128): ForwardConfig(2, 128, PIN_WAIT=True, QUEUED=True, paired_below=4096),
     (64, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
     (128, 64): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
 }

@@ -22,8 +22,8 @@ DROP = gl.constexpr(
     "and.b32 $0, $4, m0; and.b32 $1, $5, m1; and.b32 $2, $6, m2; and.b32 $3, $7, m3; }"
 )
 """Of pairs of probabilities in 16 bits, at (row, column) of (0, 0), (8, 0), (0, 8) and (8, 8), of their
-words, one for each, and of a bias. A sum makes the sign of a column's half of its word say whether it is kept,
-and ``prmt`` makes of the sign a mask of 16 bits. Columns 0 and 8 have the same words."""
+words, one for each, and of a bias. A sum makes the sign of a column's half of its word say whether it is
+kept, and ``prmt`` makes of the sign a mask of 16 bits. Columns 0 and 8 have the same words."""
 DROP_KEYS_FIRST = gl.constexpr(
     "{ .reg .b32 x<4>, m<4>; "
     "and.b32 x0, $8, 0x7FFF7FFF; and.b32 x1, $9, 0x7FFF7FFF; "

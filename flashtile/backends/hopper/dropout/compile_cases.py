@@ -34,7 +34,7 @@ _VARIANTS = {
 }
 _SPILLS = {
     "forward": {64: (0, 0, 116), 128: (0, 68, 160)},
-    "backward": {64: (40, 192, 76), 128: (400, 400, 1252)},
+    "backward": {64: (40, 192, 76), 128: (180, 296, 1252)},
 }
 """Bytes by pass, head size and variant, in their order, the most of Triton 3.6 and 3.7."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -218,8 +218,8 @@ class ForwardLaunch:
         self._allocate = Outputs(problem, problem.out_dtype)
         self._kernels: Kernels | None = None
 
-    _variant_of = staticmethod(variant_of)
-    _numbers_of = staticmethod(numbers_of)
+    _variant_of: Callable[..., ForwardVariant] = staticmethod(variant_of)
+    _numbers_of: Callable[[Problem], Any] = staticmethod(numbers_of)
 
     def _more_integers(self) -> dict[str, int]:
         """Those of the kernel with dropout."""

@@ -9,10 +9,11 @@ Philox-2x32 with seven rounds makes two words for each four probabilities: those
 keys j and j + 8, where bit 3 of i and of j is 0. Seven rounds are the fewest that passed BigCrush. Its key
 is the first of the four words. Its counter is (pair(i), pair(j)), combined by exclusive or with the second
 and the third; pair(i) = i // 16 * 8 + i % 8 counts the pairs. The first word belongs to query i, the second
-to query i + 8. Of each word the low 16 bits belong to key j, the high 16 to key j + 8.
+to query i + 8. Of each word the low half belongs to key j, the high half to key j + 8.
 
-A probability is kept where its number of 16 bits is at least dropout_p in units of 2^-16. Triton's kernels
-compute the same: one thread holds those four in a product on the tensor cores, and in its transpose.
+A probability is kept where its number, the low 15 bits of its half, is at least dropout_p in units of 2^-15:
+a sum then has the answer in the bit above, for two numbers at once. The kernels compute the same: one thread
+holds those four in a product on the tensor cores, and in its transpose.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-UNITS = 2**16
+UNITS = 2**15
 """dropout_p is rounded to a multiple of 1 / UNITS."""
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -43,7 +44,7 @@ def draw_state(q: Tensor) -> Tensor:
 
 
 def threshold(dropout_p: float) -> int:
-    """Numbers of 16 bits below this drop their probability. It is such a number itself."""
+    """Numbers of 15 bits below this drop their probability. It is such a number itself."""
     return min(round(dropout_p * UNITS), UNITS - 1)
 
 
@@ -107,7 +108,7 @@ def kept(
     key, first_row, first_key, _ = philox((seed & _WORD, seed >> 32 & _WORD), counter)
     row_pairs, key_pairs = _pairs(rows), _pairs(keys)
     words = small_philox(key, (places(row_pairs, 2) ^ first_row, places(key_pairs, 3) ^ first_key))
-    numbers = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    numbers = torch.stack([half for word in words for half in (word & 0x7FFF, word >> 16 & 0x7FFF)])
     # [query of a pair, key of a pair, ..., eights of queries, 8, eights of keys, 8]
     numbers = numbers.view(2, 2, len(batch), len(heads), len(row_pairs) // 8, 8, len(key_pairs) // 8, 8)
     numbers = numbers.permute(2, 3, 4, 0, 5, 6, 1, 7).flatten(5).flatten(2, 4)

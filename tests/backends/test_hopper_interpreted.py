@@ -25,7 +25,7 @@ import decode_cases
 import flashtile
 from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
-from flashtile import testing
+from flashtile import dropout, testing
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
@@ -94,6 +94,14 @@ HEAD_SIZES: Variants = {
 }
 
 
+DROPOUT: Variants = {
+    "causal": {"seqlen_q": 140, "seqlen_k": 140, "causal": True, "dropout_p": 0.2, "sink": "own"},
+    "few-rows": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64, "dropout_p": 0.1},
+    "varlen": {"lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dropout_p": 0.5},
+    "window": {"window_size": (70, 9), "unused_keys": 30, "batch": 2, "alibi": "batch", "dropout_p": 0.1},
+}
+
+
 @by_name(cases(FORWARD, {"": {}}))
 def test_forward(case: Case) -> None:
     check(case, gradients=False)
@@ -102,6 +110,31 @@ def test_forward(case: Case) -> None:
 @by_name(cases(BACKWARD, {"": {}}))
 def test_backward(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=exhaustive if place > 1 else ())
+        for place, case in enumerate(cases(DROPOUT, {"": {}}))
+    ],
+)
+def test_dropout(case: Case) -> None:
+    check(case)
+
+
+def test_dropout_keeps_what_its_definition_keeps() -> None:
+    """Bit by bit, over blocks of rows and of keys: with one value for each key, out says what was kept."""
+    state = torch.tensor([0x123456789ABCDEF, 2**33 + 5])
+    q = torch.zeros(1, 200, 2, 64, dtype=BF16)
+    k = torch.zeros(1, 200, 1, 64, dtype=BF16)
+    v = torch.zeros(1, 200, 1, 64, dtype=BF16)
+    mask = dropout.kept(state, 0.3, 2, range(1), range(2), range(200), range(200))
+    for first in (0, 136):
+        v.zero_()[0, first : first + 64, 0] = torch.eye(64)
+        with interpreted(first):
+            out = flashtile.attention(q, k, v, dropout_p=0.3, rng_state=state, backend="hopper")
+        assert torch.equal(out.transpose(1, 2) != 0, mask[..., first : first + 64])
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 40])

@@ -100,6 +100,19 @@ def kept_where_a_bit_is_set(x: Value, bits: Value, bit: Value, dtype: Any) -> Va
     return Value(torch.where((bits.data & bit.data) != 0, x.data, float("-inf")), dtype)
 
 
+def kept_by_a_sign(axis: int) -> Callable[..., Value]:
+    """P where the low 15 bits of its half of its word, plus the bias, have bit 15. Of places along ``axis``
+    with bit 3 it is the high half."""
+
+    def kept(p: Value, words: Value, bias: Value, dtype: Any) -> Value:
+        places = torch.arange(p.shape[axis]).unsqueeze(1 - axis) if axis == 0 else torch.arange(p.shape[axis])
+        half = words.data >> torch.where(places // 8 % 2 == 1, 16, 0)
+        kept = (half & 0x7FFF) + (bias.data & 0xFFFF) >= 0x8000
+        return Value(torch.where(kept, p.data, 0.0).to(p.data.dtype), dtype)
+
+    return kept
+
+
 KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"\{ \.reg \.pred never;.*nanosleep.*\}", same),
     (r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", rounded),
@@ -115,6 +128,8 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
         r"\{ \.reg \.pred seen; .*and\.b32 bit, .*selp\.f32 \$0, \$1, 0fFF800000, seen; \}",
         kept_where_a_bit_is_set,
     ),
+    (r"\{ \.reg \.b32 x<4>, m<4>; .*\$11.*prmt\.b32 m1, x2, x3, 0xDD99; .*\}", kept_by_a_sign(1)),
+    (r"\{ \.reg \.b32 x<4>, m<4>; .*\$13.*prmt\.b32 m1, x0, x1, 0xFFBB; .*\}", kept_by_a_sign(0)),
     (r"griddepcontrol\.(wait|launch_dependents); mov\.[bu]32 \$0, (0|\$1);", nothing),
     (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", nothing),
     (r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", same),

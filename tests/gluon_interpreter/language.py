@@ -267,6 +267,13 @@ def fence_async_shared(cluster: bool = False) -> None:
     current_partition().fence()
 
 
+def wide_product(word: Value, factor: int) -> tuple[Value, Value]:
+    """A kernel's own: (upper, lower) 32 bits of a product of 64, which torch's integers cannot hold."""
+    bits = word.data
+    high = (factor * (bits >> 16) + (factor * (bits & 0xFFFF) >> 16)) >> 16
+    return Value(high, core.uint32), Value(factor * bits & 0xFFFFFFFF, core.uint32)
+
+
 COMMON = dict(
     abs=absolute, arange=arange, atomic_add=atomic_add, broadcast_to=broadcast_to, cdiv=cdiv, cumsum=cumsum,
     exp=exp, exp2=exp2, expand_dims=expand_dims, full=full, inline_asm_elementwise=inline_asm_elementwise,
@@ -311,6 +318,7 @@ BY_NAME = {
     "async_store": copies.store,
     "async_add": copies.add,
     "partition_barrier": nothing,
+    "wide_product": wide_product,
     "reinterpret": reinterpret,
 }
 """Functions of the compiler that kernels import."""

@@ -179,6 +179,8 @@ def common_dtype(a: Any, b: Any) -> Any:
         a, b = b, a
     if not isinstance(b, Value):
         of_number = dtype_of(b)
+        if a.dtype == core.uint32 and of_number == core.int64 and 0 <= b < 2**32:
+            return a.dtype
         if of_number.is_floating() and not a.dtype.is_floating():
             return core.float32
         if of_number == core.int1 or a.dtype.is_floating():

@@ -27,9 +27,10 @@ def serves(case: Case) -> bool:
     if case.lengths is not None:
         rows = [len(case.lengths), *(max(row) for row in zip(*case.lengths, strict=True))]
     beyond_distance = (
-        case.mask, case.padding, case.bias, case.dropout_p, case.attention_chunk, case.unused_rows
+        case.mask, case.padding, case.bias, case.attention_chunk, case.unused_rows
     )  # fmt: skip
-    tiles = case.dtype in (FP16, BF16) and not any(size % 8 or size > 256 for size in sizes)
+    most = 128 if case.dropout_p else 256
+    tiles = case.dtype in (FP16, BF16) and not any(size % 8 or size > most for size in sizes)
     return tiles and all(rows) and not any(beyond_distance)
 
 

@@ -89,10 +89,12 @@ def test_the_card_keeps_what_the_cpu_keeps():
     on_cpu = dropout.kept(state, 0.37, 4, *places)
     assert torch.equal(dropout.kept(state.cuda(), 0.37, 4, *places).cpu(), on_cpu)
     q = torch.zeros(2, 300, 4, 64, device="cuda", dtype=torch.float16)
-    k = torch.zeros(2, 256, 4, 64, device="cuda", dtype=torch.float16)
-    v = torch.eye(256, device="cuda", dtype=torch.float16)[None, :, None].expand(2, -1, 4, -1).contiguous()
-    out = flashtile.attention(q, k, v, dropout_p=0.37, rng_state=state.cuda(), backend="portable")
-    assert torch.equal((out.transpose(1, 2) != 0).cpu(), on_cpu[..., :256])
+    k = torch.zeros(2, 128, 4, 64, device="cuda", dtype=torch.float16)
+    v = torch.eye(128, device="cuda", dtype=torch.float16)[None, :, None].expand(2, -1, 4, -1).contiguous()
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for backend in ("portable", "hopper") if hopper else ("portable",):
+        out = flashtile.attention(q, k, v, dropout_p=0.37, rng_state=state.cuda(), backend=backend)
+        assert torch.equal((out.transpose(1, 2) != 0).cpu(), on_cpu[..., :128]), backend
 
 
 def test_compiled_training_with_dropout_and_a_bias():

@@ -6,6 +6,7 @@ Forward, and backward for all that the forward serves.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 
@@ -24,8 +25,9 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     reason = reason_of_device(problem)
     if reason is not None:
         return reason
-    if problem.beyond_distance is not None:
-        return f"it has no {problem.beyond_distance}"
+    beyond = replace(problem, dropout_p=0.0).beyond_distance
+    if beyond is not None:
+        return f"it has no {beyond}"
     if problem.partial and max(problem.head_dim, problem.head_dim_v) > 128:
         return "its kernels for head sizes over 128 write 16 bits, partial results are float32"
     if problem.dtype not in (torch.float16, torch.bfloat16):
@@ -39,6 +41,10 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         from flashtile.backends.hopper.mods.config import reason_against_mods
 
         reason = reason_against_mods(problem)
+    if reason is None and problem.dropout_p:
+        from flashtile.backends.hopper.dropout.config import reason_against_dropout
+
+        reason = reason_against_dropout(problem)
     return reason_of_tensors(problem) if reason is None else reason
 
 
@@ -80,6 +86,10 @@ def configure_forward(problem: Problem):
         from flashtile.backends.hopper.mods.config import choose_forward
 
         return choose_forward(problem)
+    if problem.dropout_p:
+        from flashtile.backends.hopper.dropout.config import choose_forward as choose_with_dropout
+
+        return choose_with_dropout(problem)
     from flashtile.backends.hopper.forward.config import choose
 
     return choose(problem)
@@ -91,6 +101,10 @@ def configure_backward(problem: Problem):
         from flashtile.backends.hopper.mods.config import choose_backward
 
         return choose_backward(problem)
+    if problem.dropout_p:
+        from flashtile.backends.hopper.dropout.config import choose_backward as choose_with_dropout
+
+        return choose_with_dropout(problem)
     from flashtile.backends.hopper.backward.config import choose
 
     return choose(problem)
@@ -101,6 +115,10 @@ def prepare_forward(problem: Problem, config):
         from flashtile.backends.hopper.mods.launch import ForwardLaunch as ModifiedLaunch
 
         return ModifiedLaunch(problem, config)
+    if problem.dropout_p:
+        from flashtile.backends.hopper.dropout.launch import ForwardLaunch as DropoutLaunch
+
+        return DropoutLaunch(problem, config)
     from flashtile.backends.hopper.forward.launch import ForwardLaunch
 
     return ForwardLaunch(problem, config)
@@ -111,6 +129,10 @@ def prepare_backward(problem: Problem, config):
         from flashtile.backends.hopper.mods.launch import BackwardLaunch as ModifiedLaunch
 
         return ModifiedLaunch(problem, config)
+    if problem.dropout_p:
+        from flashtile.backends.hopper.dropout.launch import BackwardLaunch as DropoutLaunch
+
+        return DropoutLaunch(problem, config)
     from flashtile.backends.hopper.backward.config import WideBackwardConfig
 
     if isinstance(config, WideBackwardConfig):

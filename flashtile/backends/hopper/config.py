@@ -22,7 +22,8 @@ def padded(head_dim: int) -> int:
 
 
 class WithoutFunctions:
-    """What variants of kernels say of functions of scores and masks; those of ``mods`` have fields."""
+    """What variants of kernels say of functions of scores and masks and of dropout; those of ``mods`` and
+    ``dropout`` say otherwise."""
 
     HAS_MODS: ClassVar[bool] = False
     HAS_CUTS: ClassVar[bool] = False
@@ -31,3 +32,4 @@ class WithoutFunctions:
     MASK_MOD: ClassVar[Any] = None
     LISTED: ClassVar[bool] = False
     """A block mask lists the blocks to compute."""
+    HAS_DROPOUT: ClassVar[bool] = False

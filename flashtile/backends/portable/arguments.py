@@ -90,7 +90,7 @@ class Lengths(NamedTuple):
     attention_chunk: Any
     """Positions to a chunk; 0 without chunks."""
     drop_threshold: Any
-    """Of dropout: numbers of 16 bits below it drop their probability."""
+    """Of dropout: numbers of 15 bits below it drop their probability."""
 
 
 class CellStrides(NamedTuple):

@@ -325,9 +325,9 @@ def kept_cells(block, row_start, key_start, lengths, mods, KEYS_FIRST: tl.conste
         word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
         key = tl.add(key, 0x9E3779B9, sanitize_overflow=False)
     word = tl.where(second_rows == 0, word, other)
-    # What lies below a number of 16 bits makes no difference.
-    number = tl.where(second_keys == 0, word << 16, word)
-    return number >= (lengths.drop_threshold.to(tl.uint32) << 16)
+    # What lies below a number of 15 bits makes no difference.
+    number = tl.where(second_keys == 0, word << 17, word << 1)
+    return number >= (lengths.drop_threshold.to(tl.uint32) << 17)
 
 
 @triton.jit

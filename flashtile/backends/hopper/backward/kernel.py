@@ -72,6 +72,7 @@ from flashtile.backends.hopper.compat import (
     async_load,
     async_store,
 )
+from flashtile.backends.hopper.dropout.cells import drop, generator_of, words_of
 from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
 from flashtile.backends.hopper.mods.cells import key_mods, of_query_head
 from flashtile.backends.hopper.mods.visits import row_visits, visited_block
@@ -306,12 +307,16 @@ def step(
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
     if FIRST:
+        if C.HAS_DROPOUT:
+            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, s_layout)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
         before = i - 1
         mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
         zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
         dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
+        if C.HAS_DROPOUT:
+            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, s_layout)
         scores = warpgroup_mma_wait(1, deps=[scores])
     softcap_grad = 1.0
     if C.HAS_SCORE_MOD:
@@ -323,17 +328,26 @@ def step(
         p = mask(C, W, p, m, work, schedule, s_layout, mods)
     weights = to_16_bit(p * softcap_grad, dtype)  # dS / dP: P, times the soft-cap's derivative
     p = to_16_bit(p, dtype)
+    if C.HAS_DROPOUT:
+        p = drop(p, words, mods, True)
     do.wait(i)
     dp_start = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
     p = pin_16_bit(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
-    dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V)
+    dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
         pass_dq(W, shared, dq, i - 1)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = to_16_bit(to_fp32(weights) * dp, dtype)
+    if C.HAS_DROPOUT:  # of what is dropped, -delta alone
+        neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
+        kept = p
+        if C.SOFTCAP:
+            kept = drop(weights, words, mods, True)
+        ds = to_16_bit(to_fp32(kept) * dp + to_fp32(weights) * neg_delta, dtype)
+    else:
+        ds = to_16_bit(to_fp32(weights) * dp, dtype)
     shared.ds.index(i & 1).slice(W * ROWS, ROWS, 0).store(ds)
     fence_async_shared()
     mbarrier.arrive(shared.ds_full.index(i & 1), count=1)
@@ -371,6 +385,13 @@ def store_gradient(
 
 
 @gluon.jit
+def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
+    """What dropout needs of warpgroup W's keys and query head ``g`` of the key head."""
+    head_of_batch = (work.sequence * schedule.num_heads + work.head) * C.GROUP + g
+    return generator_of(head_of_batch, work.place * C.BLOCK_N + W * WARPGROUP_ROWS, pointers.dropout)
+
+
+@gluon.jit
 def consumer(
     C: gl.constexpr, W: gl.constexpr, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers
 ):
@@ -395,6 +416,8 @@ def consumer(
         mods = 0
         if C.HAS_MODS:
             mods = key_mods(C, work, pointers)
+        if C.HAS_DROPOUT:
+            mods = key_generator(C, W, work, 0, pointers, schedule)
         if C.LISTED:
             visits = mods.visits  # type: ignore[attr-defined]
             begin, end = 0, visits.count
@@ -416,6 +439,8 @@ def consumer(
                 of_head = mods
                 if C.HAS_MODS:
                     of_head = of_query_head(C, mods, g)
+                if C.HAS_DROPOUT:
+                    of_head = key_generator(C, W, work, g, pointers, schedule)
                 done = max(1 - g, 0)  # of the first head, the step above
                 if C.MASKED:
                     for j in range(done, cut):
@@ -445,6 +470,8 @@ def consumer(
         tile_index = work_queue.read(queue, t, 4)
         work = find_work_tile(C, tile_index, pointers, schedule)
         head = gradient_head(C, tile_index, work)
+        if C.HAS_DROPOUT:
+            dv_sum = dv_sum * numbers.keep_scale
         store_gradient(C, W, dv_desc, work, head, shared.gradient.index(W), dv_sum, schedule)
         store_gradient(C, W, dk_desc, work, head, shared.gradient.index(W), dk_sum * numbers.scale, schedule)
         queue.release(t)

@@ -4,6 +4,7 @@ keys are shared; prepared once a signature."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +176,7 @@ class BackwardLaunch:
         self._kernels: Kernels | None = None
 
     _variant_of = staticmethod(variant_of)
-    _numbers_of = staticmethod(numbers_of)
+    _numbers_of: Callable[[Problem], Any] = staticmethod(numbers_of)
 
     def _more_integers(self, extras: Any) -> dict[str, int]:
         """Those of the kernel with functions."""

@@ -227,12 +227,15 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 }
 
 
-def tile_columns(problem: Problem, v_in_parts: bool = True) -> tuple[int, int]:
+def tile_columns(problem: Problem) -> tuple[int, int]:
     """Columns in shared memory of q and k, and of v: the fewest of those that the table has together, for as
-    many keys."""
+    many keys. Those of v are a power of two where another table has the configuration."""
     windowed, seen = _mask(problem)
+    others = problem.mods is not None or problem.dropout_p > 0 or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
-    pairs = ((d, dv) for d in of_qk for dv in of_v if v_in_parts or dv not in PARTS_OF)
+    if others:
+        of_v = of_v[-1:]
+    pairs = ((d, dv) for d in of_qk for dv in of_v)
     return min((pair for pair in pairs if _row(*pair, windowed, seen) is not None), key=sum)
 
 

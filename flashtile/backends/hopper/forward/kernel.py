@@ -33,6 +33,7 @@ from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import column_parts, plus_columns, product_of_rows, store_part
 from flashtile.backends.hopper.compat import async_load, async_store, reinterpret
+from flashtile.backends.hopper.dropout.cells import drop, generator_of, make_here, words_of
 from flashtile.backends.hopper.forward.schedule import (
     Numbers,
     Pointers,
@@ -275,8 +276,8 @@ class Rows(NamedTuple):
     tree: Any
     """What a tree mask says, as a :class:`Tree`; 0 without one."""
     mods: Any
-    """What functions of scores and masks need, as :class:`~flashtile.backends.hopper.mods.cells.CellMods`; 0
-    without."""
+    """What functions of scores and masks need, as :class:`~flashtile.backends.hopper.mods.cells.CellMods`, or
+    dropout, as :class:`~flashtile.backends.hopper.dropout.cells.Generator`; 0 without either."""
 
 
 class Tree(NamedTuple):
@@ -298,6 +299,27 @@ def visited(C: gl.constexpr, rows, n):
     if C.LISTED:
         return key_block(C, rows.mods.visits, n)
     return n, False
+
+
+@gluon.jit
+def dropout_words(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.constexpr):
+    """What decides which probabilities of block ``n`` are dropped. It needs no score, so that the product may
+    be in flight; 0 without dropout."""
+    if C.HAS_DROPOUT:
+        words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, s_layout)
+        make_here(words)
+        return words
+    else:
+        return 0
+
+
+@gluon.jit
+def drop_cells(C: gl.constexpr, p, words, rows):
+    """P in 16 bits without what dropout drops."""
+    if C.HAS_DROPOUT:
+        return drop(p, words, rows.mods, False)
+    else:
+        return p
 
 
 @gluon.jit
@@ -397,6 +419,7 @@ def attend_uncut(
         o = pv_product(C, p, tile_of_v(C, v, i - 1), o)
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
+        words = dropout_words(C, rows, block, C.BLOCK_N, s_layout)
         s = warpgroup_mma_wait(1 if C.DV_PARTS == 1 else 2, deps=[s])
         k.release(i)
         s = apply_score_mod(C, s, block, rows, numbers, s_layout)
@@ -409,7 +432,7 @@ def attend_uncut(
             l = pin(l)
         o = pv_wait(C, o)
         v.release(i - 1)
-        p = gl.convert_layout(weights.to(p.dtype), p_layout)
+        p = gl.convert_layout(drop_cells(C, weights.to(p.dtype), words, rows), p_layout)
         if C.LAZY_RESCALE:
             p = copy_registers(p)
             o = rescale_output(C, o, alpha)
@@ -440,6 +463,7 @@ def attend_cut(
         s = qk_block(C, WIDTH, q, q_head, k, i, s_layout)
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
+        words = dropout_words(C, rows, block, WIDTH, s_layout)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
         s = apply_score_mod(C, s, block, rows, numbers, s_layout)
@@ -447,7 +471,7 @@ def attend_cut(
         weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
-        p = gl.convert_layout(weights.to(dtype), p_layout)
+        p = gl.convert_layout(drop_cells(C, weights.to(dtype), words, rows), p_layout)
         o = pv_product(C, p, tile_of_v(C, v, i), scale_output(C, o, alpha))
         o = pv_wait(C, o)
         v.release(i)
@@ -590,6 +614,9 @@ def attend_tile(
     mods = 0
     if C.HAS_MODS:
         mods = query_mods(C, work, block, pointers)
+    if C.HAS_DROPOUT:
+        head_of_batch = work.sequence * schedule.num_heads + work.head
+        mods = generator_of(head_of_batch, first, pointers.dropout)
     if C.LISTED:  # visits take the place of blocks
         visits = mods.visits  # type: ignore[attr-defined]
         n_begin, n_end = 0, visits.count
@@ -641,6 +668,7 @@ def attend_tile(
     s = qk_block(C, C.BLOCK_N, q_tile, q_head, k, i, s_layout)
     ping_pong.pass_on(W)
     first_block, is_full = visited(C, rows, n)
+    words = dropout_words(C, rows, first_block, C.BLOCK_N, s_layout)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
     s = apply_score_mod(C, s, first_block, rows, numbers, s_layout)
@@ -650,7 +678,7 @@ def attend_tile(
     l = scale_rows(l, alpha) + quad_sums(weights)
     if CUTS_FIRST:
         o = scale_output(C, o, alpha)
-    p = gl.convert_layout(weights.to(dtype), p_layout)
+    p = gl.convert_layout(drop_cells(C, weights.to(dtype), words, rows), p_layout)
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, p, i = attend_uncut(
@@ -675,7 +703,10 @@ def attend_tile(
         o = pv_wait(C, o)
         v.release(i - 1)
     i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
-    o = round_output(C, scale_output(C, o, gl.where(sums > 0, 1 / sums, 0.0)), o_desc.dtype)
+    whole = 1.0
+    if C.HAS_DROPOUT:
+        whole = numbers.keep_scale
+    o = round_output(C, scale_output(C, o, gl.where(sums > 0, whole / sums, 0.0)), o_desc.dtype)
     if C.Q_HOLDS_O and C.D_PARTS > 1:
         PART: gl.constexpr = o_desc.block_type.shape[-1]
         parts = output_parts(C, o, PART)

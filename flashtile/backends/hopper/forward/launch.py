@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
     if has_queue:
-        block_d, block_dv = tile_columns(problem, config.Q_HOLDS_O or config.O_IN_PARTS)
+        block_d, block_dv = tile_columns(problem)
         columns = problem.head_dim
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
@@ -199,6 +199,11 @@ def schedule_of(
     )
 
 
+def numbers_of(problem: Problem) -> Numbers:
+    """The floats of the launch."""
+    return Numbers(**score_numbers(problem))
+
+
 class Outputs:
     """(out, lse) of one signature, made ready: those that are given, or new memory."""
 
@@ -235,12 +240,23 @@ class ForwardLaunch:
     """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
 
     writes_into = True
+    kernel = forward_kernel
 
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
-        self._variant = variant_of(problem, config)
+        self._variant = self._variant_of(problem, config)
         self._allocate = Outputs(problem, problem.out_dtype)
         self._kernels: Kernels | None = None
+
+    _variant_of: Callable[..., ForwardVariant] = staticmethod(variant_of)
+    _numbers_of: Callable[[Problem], Any] = staticmethod(numbers_of)
+
+    def _more_integers(self) -> dict[str, int]:
+        """Those of the kernel with dropout."""
+        return {}
+
+    def _more_tensors(self, extras: Extras) -> tuple:
+        return ()
 
     def __call__(
         self,
@@ -272,20 +288,21 @@ class ForwardLaunch:
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
             lse if sink is None else sink,
+            *self._more_tensors(extras),
         )
         return out, lse
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> Kernels:
         problem, variant = self._problem, self._variant
         schedule = schedule_of(problem, variant, k, alibi_slopes)
-        numbers = Numbers(**score_numbers(problem))
+        scalars = schedule._asdict() | self._more_integers() | self._numbers_of(problem)._asdict()
         attend = KeptKernel(
-            forward_kernel,
+            self.kernel,
             num_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
-            arguments_of(forward_kernel, schedule._asdict() | numbers._asdict()),
+            arguments_of(self.kernel, scalars),
             (variant,),
             None,
-            arguments_of(forward_kernel, views(problem, variant, q, k, v)),
+            arguments_of(self.kernel, views(problem, variant, q, k, v)),
             maxnreg=launch_registers(variant),
         )
         return Kernels(tile_table(problem, variant), attend)

@@ -1,0 +1,57 @@
+"""Configurations of the Hopper kernels with dropout, and what they do not take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.hopper.backward.config import BackwardConfig, BackwardVariant, with_splits
+from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
+
+MOST_COLUMNS = 128
+"""Of a head."""
+
+_FORWARD: dict[tuple[int, int], ForwardConfig] = {
+    (64, 64): ForwardConfig(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
+    (128, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
+    (64, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
+    (128, 64): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
+}
+"""By padded head sizes."""
+_BACKWARD = BackwardConfig(64)
+"""Of every head size: what is kept needs registers that tiles of 128 rows have not."""
+
+
+@dataclass(frozen=True)
+class DropoutForwardVariant(ForwardVariant):
+    """Everything that the forward kernel with dropout is compiled for."""
+
+    HAS_DROPOUT: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class DropoutBackwardVariant(BackwardVariant):
+    """Everything that the backward kernel with dropout is compiled for."""
+
+    HAS_DROPOUT: ClassVar[bool] = True
+
+
+def choose_forward(problem: Problem) -> ForwardConfig:
+    return _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
+
+
+def choose_backward(problem: Problem) -> BackwardConfig:
+    return with_splits(_BACKWARD, problem)
+
+
+def reason_against_dropout(problem: Problem) -> str | None:
+    """Why the kernels do not take a call's dropout; None if they do."""
+    if max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
+        return f"it takes dropout_p for head sizes up to {MOST_COLUMNS}"
+    if problem.partial:
+        return "it takes no dropout_p where results are partial"
+    if problem.mods is not None:
+        return f"it takes no dropout_p beside {problem.mods.given}"
+    return None

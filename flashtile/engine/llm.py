@@ -304,6 +304,11 @@ class LLM:
         self.engine.reset_prefix_cache()
         return True
 
+    def close(self) -> None:
+        """Wait for the device and give its CUDA graphs back, which a process group's end may wait for. It
+        happens by itself at the end of the process; what is asked for later is captured anew."""
+        self.engine.runner.close()
+
     def _run(
         self,
         prompts: list[Prompt],

@@ -280,9 +280,10 @@ class Layer:
         if self.sandwich:
             x = x + self.after_attention(add(self.attention(x, self.before_attention, step, cache, None)))
             return x + self.after_mlp(add(self.mlp(x, self.before_mlp, None)))
-        first = self.ranks.rank == 0  # x enters the sum once
-        x = add(self.attention(x, self.before_attention, step, cache, x if first else None))
-        return add(self.mlp(x, self.before_mlp, x if first else None))
+        within, beside = self.ranks.placed(x)
+        x = add(self.attention(x, self.before_attention, step, cache, within), beside)
+        within, beside = self.ranks.placed(x)
+        return add(self.mlp(x, self.before_mlp, within), beside)
 
 
 class Model:
@@ -332,6 +333,10 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) in the dtype of the weights."""
-        logits = self.ranks.join(self.head(hidden, norm=self.norm))
+        return self.ranks.join(self.own_logits(hidden))
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Those of this process's part of the vocabulary."""
+        logits = self.head(hidden, norm=self.norm)
         cap = self.config.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

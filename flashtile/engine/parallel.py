@@ -12,7 +12,9 @@ import logging
 import os
 import pickle
 import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,14 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ONE_SHOT_BYTES = 2**19
-"""Up to here one kernel that reads all peers' memory is faster than NCCL's ring."""
-ONE_SHOT_DTYPES = torch.float32, torch.bfloat16
-"""What that kernel of torch's adds: it has no float16."""
+ONE_SHOT_BYTES = 2**23
+"""That a rank sends to all together, itself included: up to here one kernel that writes into their memory is
+faster than NCCL."""
 PATIENCE = timedelta(days=365)
 """A server may have nothing to do for long; a process that ends is noticed at once all the same."""
 
 
+SECONDS = 600.0
+"""That a GPU waits for the others within a step: one of them may have kernels to compile."""
 MESSAGE = 1024
 """Bytes that one broadcast tells."""
 
@@ -45,8 +48,12 @@ class Ranks:
 
     rank, world = 0, 1
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Of all processes."""
+    def placed(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(what this process's product adds, what :meth:`sum` adds) of a residual, which enters once."""
+        return residual, None
+
+    def sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Of all processes' x (rows, hidden_size), plus what :meth:`placed` has left to it."""
         return x
 
     def join(self, x: Tensor) -> Tensor:
@@ -91,25 +98,27 @@ class ProcessRanks(Ranks):
                 f"start them with torchrun --nproc-per-node {world}"
             )
         _forbid_multicast()
-        if not dist.is_initialized():
-            dist.init_process_group(_backend(device))
+        self._leaving = None if dist.is_initialized() else _join_group(device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._host = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._device = device
-        self._shared: dict[torch.dtype, Tensor] = {}
+        self._direct = Direct.between(self, device)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def placed(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self._direct is not None and self._direct.serves(residual):
+            return None, residual
+        return (residual if self.rank == 0 else None), None
+
+    def sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._direct is not None and self._direct.serves(x):
+            return self._direct(x, residual)
         x = x.contiguous()
-        fits = x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0
-        if x.is_cuda and fits and x.dtype in ONE_SHOT_DTYPES:
-            group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-            shared = self._symmetric(x.dtype)[: x.numel()].view(x.shape)  # torch 2.11 wants x's shape
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", group)
         dist.all_reduce(x)
         return x
 
     def join(self, x: Tensor) -> Tensor:
         rows, columns = x.shape
+        if self._direct is not None and self._direct.serves(x[:1]) and self._direct.serves(x):
+            return self._direct(x, result="join")
         parts = x.new_empty(self.world * rows, columns)
         # torch 2.13 has a new name for it.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -117,6 +126,8 @@ class ProcessRanks(Ranks):
         return parts.view(self.world, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def agree(self, x: Tensor) -> Tensor:
+        if self._direct is not None and self._direct.serves(x):
+            return self._direct(x, result="first")
         dist.broadcast(x, 0)
         return x
 
@@ -145,20 +156,55 @@ class ProcessRanks(Ranks):
                 data = torch.empty(size, dtype=torch.uint8)
                 dist.broadcast(data, 0, group=self._host)
         except RuntimeError as error:
+            if self._leaving is not None:
+                self._leaving.detach()
             raise EOFError(f"the first process has ended: {error}") from None
         # Only processes of this program are in the group.
         return pickle.loads(data.numpy().tobytes())
 
-    def _symmetric(self, dtype: torch.dtype) -> Tensor:
-        """Memory that every process can read."""
-        if dtype not in self._shared:
-            assert dist.group.WORLD is not None
-            from torch.distributed import _symmetric_memory as symmetric
 
-            found = symmetric.empty(ONE_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=self._device)
-            symmetric.rendezvous(found, dist.group.WORLD)
-            self._shared[dtype] = found
-        return self._shared[dtype]
+class Direct:
+    """Sums by one kernel that writes into the memory of all processes, without NCCL
+    (:mod:`flashtile.backends.portable.all_reduce`).
+
+    Args:
+        rank: this process's number.
+        capacity: words of 32 bits of a sum, at most.
+        memories, kept: as :func:`flashtile.parallel.symmetric.mapped_memory` has them.
+    """
+
+    def __init__(self, rank: int, capacity: int, memories: Tensor, kept: Any):
+        from flashtile.backends.portable.all_reduce import PROGRAMS
+
+        self._rank, self._capacity, self._memories, self._kept = rank, capacity, memories, kept
+        self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=memories.device)
+
+    @classmethod
+    def between(cls, ranks: ProcessRanks, device: torch.device) -> Direct | None:
+        """None if not all of them reach each other's memory."""
+        if device.type != "cuda" or torch.version.hip is not None:
+            return None
+        from flashtile.backends.portable.all_reduce import memory_words
+        from flashtile.parallel.symmetric import mapped_memory
+
+        capacity, found = ONE_SHOT_BYTES // 4 // ranks.world, None
+        try:
+            found = mapped_memory(memory_words(ranks.world, capacity), dist.group.WORLD, device)
+        except (ImportError, RuntimeError) as error:
+            logger.warning("sums take NCCL, because GPUs do not reach each other's memory: %s", error)
+        # Each of them takes the same way.
+        everywhere = ranks.least(int(found is not None))
+        return cls(ranks.rank, capacity, *found) if everywhere and found is not None else None
+
+    def serves(self, x: Tensor) -> bool:
+        return 0 < x.nbytes <= 4 * self._capacity and x.nbytes % 4 == 0 and x.dtype != torch.float64
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, result: str = "sum") -> Tensor:
+        from flashtile.backends.portable.all_reduce import FIRST, JOIN, SUM, all_reduce
+
+        kind = {"sum": SUM, "first": FIRST, "join": JOIN}[result].value
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        return all_reduce(x, residual, self._memories, self._calls, self._rank, self._capacity, SECONDS, kind)
 
 
 def start_others(
@@ -189,7 +235,7 @@ def start_others(
     for process in others:
         threading.Thread(target=watch, args=(process,), daemon=True).start()
     _forbid_multicast()
-    dist.init_process_group(_backend(device))
+    _join_group(device)
     return others, store
 
 
@@ -215,8 +261,17 @@ def dismiss(engine: Any) -> None:
     engine.runner.ranks.tell(None)
 
 
-def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+def _join_group(device: torch.device) -> weakref.finalize[..., Any]:
+    """And leave it at the end of the process, after what was registered later: the end of runners, with their
+    graphs, for which NCCL may wait."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return weakref.finalize(ProcessRanks, _leave_group)
+
+
+def _leave_group() -> None:
+    """Unless an error ended the process: others may be gone, and NCCL would wait for them."""
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def _forbid_multicast() -> None:

@@ -8,6 +8,7 @@ batch size, when they are first needed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
@@ -182,7 +183,9 @@ class Runner:
         self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
         batch = graph_batch(min(rows * self.verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # What all graphs write; each one of its own would take gigabytes.
-        self._logits = model.embedding.new_zeros(batch, config.vocab_size)
+        self._logits = model.embedding.new_zeros(batch, config.vocab_size // ranks.world)
+        # At the end of a process, before it leaves its group: NCCL waits for graphs that it is in.
+        weakref.finalize(self, self.graphs.clear)
         self._turn = 0
         self._draws = Draws(self.device)
         self.drafter: Drafter | None = None
@@ -235,6 +238,11 @@ class Runner:
         """Wait until the device has done all that was launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Wait for the device, and give the graphs back."""
+        self.synchronize()
+        self.graphs.clear()
 
     def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
         """The sizes of a step, and whether a CUDA graph computes it."""
@@ -354,7 +362,7 @@ class Runner:
             assert self.capture is not None
             self.graphs[form] = self.capture(self._step_of(form))
         self.graphs[form]()
-        return self._logits[: form.tokens]
+        return self.ranks.join(self._logits[: form.tokens])
 
     def _step_of(self, form: Form) -> Callable[[], None]:
         """A step that reads its numbers from where :meth:`_send` puts them."""
@@ -366,7 +374,7 @@ class Runner:
 
         def run() -> None:
             hidden = self._compute(self._step(views, form), form)
-            self._logits[: form.tokens] = self.model.logits(hidden)
+            self._logits[: form.tokens] = self.model.own_logits(hidden)
 
         return run
 

@@ -60,25 +60,36 @@ def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) 
     return known[key][0]
 
 
-def _met(ranks: Ranks, capacity: int, head_dim: int, device: torch.device) -> tuple[Shared, Any]:
+def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor, Any]:
+    """(addresses (ranks,) int64, on the device, of so many words of 64 bits of each rank, which are 0; what
+    must live as long). All ranks ask for the same, and meet on the host.
+
+    Raises:
+        ImportError, RuntimeError: torch has no symmetric memory, or these GPUs cannot reach each other's.
+    """
     # A program that fails while it uses multicast can leave the host's GPUs unusable.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch.distributed import _symmetric_memory as symmetric
+
+    memory = symmetric.empty(words, dtype=torch.int64, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)  # a rank may write as soon as all have met
+    handle = symmetric.rendezvous(memory, group)
+    buffers = [handle.get_buffer(rank, memory.shape, memory.dtype) for rank in range(handle.world_size)]
+    addresses = torch.tensor([t.data_ptr() for t in buffers], dtype=torch.int64, device=device)
+    return addresses, (memory, handle, buffers)
+
+
+def _met(ranks: Ranks, capacity: int, head_dim: int, device: torch.device) -> tuple[Shared, Any]:
     from flashtile.backends.portable.exchange import variant_of, words_of
 
     variant = variant_of(ranks.size, capacity, head_dim)
     try:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        memory = symmetric.empty(words_of(variant), dtype=torch.float32, device=device)
-        memory.zero_()
-        calls = torch.zeros(variant.PROGRAMS, dtype=torch.int64, device=device)
-        torch.cuda.synchronize(device)  # a rank may flag as soon as all have met
-        handle = symmetric.rendezvous(memory, ranks.group)
-        buffers = [handle.get_buffer(rank, memory.shape, memory.dtype) for rank in range(ranks.size)]
+        memories, kept = mapped_memory(-(-words_of(variant) // 2), ranks.group, device)
     except (ImportError, RuntimeError) as error:
         raise NotImplementedError(
             "merge='symmetric' needs GPUs that reach each other's memory, and a torch that maps it "
             f"({str(error).splitlines()[0]}): take merge='allgather'"
         ) from error
-    memories = torch.tensor([t.data_ptr() for t in buffers], dtype=torch.int64, device=device)
-    return Shared(memories, calls, ranks.rank, variant), (memory, handle, buffers)
+    calls = torch.zeros(variant.PROGRAMS, dtype=torch.int64, device=device)
+    return Shared(memories, calls, ranks.rank, variant), kept

@@ -10,10 +10,19 @@ from typing import Any
 import torch
 
 from flashtile.attn.problem import Problem
+from flashtile.backends.common import dependent_launch
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
-from flashtile.backends.portable import backward_dbias, backward_dkdv, backward_dq, fits, flash1, forward
+from flashtile.backends.portable import (
+    all_reduce,
+    backward_dbias,
+    backward_dkdv,
+    backward_dq,
+    fits,
+    flash1,
+    forward,
+)
 from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row_for
 from flashtile.backends.portable.launch import variant_of
@@ -112,6 +121,28 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for head_dim in (64, 128):
         for name, causal in (("full", False), ("causal", True)):
             yield _flash1_case(f"flash1 bf16 head_dim {head_dim} {name}", head_dim, causal)
+
+
+    if capability >= dependent_launch.CAPABILITY:
+        for name, words, ending in (("1 row", 2048, all_reduce.SUM), ("join", 2**17, all_reduce.JOIN)):
+            yield _all_reduce_case(f"all-reduce bf16 {name}", words, ending.value)
+
+
+def _all_reduce_case(name: str, words: int, ending: int) -> CompileCase:
+    variant, num_warps = all_reduce.variant_of(2, words, ending, True, ending == all_reduce.SUM.value, True)
+    arguments = all_reduce.all_reduce_kernel.arg_names
+    types = dict.fromkeys(("part", "residual", "out"), "*bf16") | {"memories": "*i64", "calls": "*i64"}
+    types["timeout_ns"] = "i64"
+    constants: dict[str, Any] = {"C": variant} | ({} if variant.RESIDUAL else {"residual": None})
+    return CompileCase(
+        name=name,
+        kernel=all_reduce.all_reduce_kernel,
+        signature={one: types.get(one, "i32") for one in arguments if one not in constants},
+        constants=constants,
+        divisible_by_16=frozenset(),
+        num_warps=num_warps,
+        tensor_cores=False,
+    )
 
 
 def _flash1_case(name: str, head_dim: int, causal: bool) -> CompileCase:

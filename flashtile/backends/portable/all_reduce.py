@@ -1,0 +1,199 @@
+"""Sums over GPUs of one host that reach each other's memory: one kernel, without a barrier.
+
+Every rank writes its part into the memory of all and adds what has arrived in its own. A word of 64 bits is
+32 bits of data and the number of the call. It arrives whole, so it says itself that it is there: there is no
+fence and no flag behind the data, and all takes one way over the link. NCCL calls such a protocol LL, for low
+latency. It doubles the bytes, which small sums do not feel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from flashtile.backends.common.dependent_launch import CAPABILITY, launch_dependents, wait_for_dependencies
+from flashtile.backends.common.device import capability
+from flashtile.backends.common.kernel_cache import kernel
+
+PROGRAMS = 128
+"""They wait for other ranks, so all must run at once."""
+SUM, FIRST, JOIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What comes of the parts: their sum, the first rank's bits, or all of them side by side."""
+WARPS = 4, 16
+"""Of a program, the least and the most. A thread has one word of a block, so that no two have to swap any."""
+
+
+@dataclass(frozen=True)
+class AllReduceVariant:
+    """What the kernel is compiled for. A rank's memory is two slots of ``capacity`` words from each rank."""
+
+    RANKS: int
+    SOURCES: int
+    """The power of two that is at least RANKS."""
+    PROGRAMS: int
+    PAIRS: bool
+    """Whether a word of 32 bits has two numbers of 16."""
+    RESIDUAL: bool
+    RESULT: int
+    BLOCK: int
+    TIMED: bool
+    """Whether it stops with an error after ``timeout_ns``: not in the interpreter."""
+    DEPENDENT: bool
+    """Whether it is launched before the kernel before it has ended."""
+
+
+@triton.jit
+def numbers_in(words, like, C: tl.constexpr):
+    """(first, second) of each word, float32; the second is no number unless PAIRS."""
+    if C.PAIRS:
+        dtype: tl.constexpr = like.dtype.element_ty
+        low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        return low, (words >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        number = words.to(tl.float32, bitcast=True)
+        return number, number
+
+
+@triton.jit
+def words_of(first, second, like, C: tl.constexpr):
+    """The other way round."""
+    if C.PAIRS:
+        dtype: tl.constexpr = like.dtype.element_ty
+        low = first.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return low | (second.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    else:
+        return first.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def arrived(message, inside, number, timeout_ns, C: tl.constexpr):
+    """The data of messages [SOURCES, BLOCK], once all of them are of call ``number``."""
+    if C.TIMED:
+        began = tl.extra.cuda.globaltimer()
+    given = tl.load(message, mask=inside, other=0, volatile=True)
+    while tl.max(tl.max((inside & ((given >> 32).to(tl.uint32) != number)).to(tl.int32), 0), 0) > 0:
+        if C.TIMED:  # noqa: SIM102 (a constant)
+            if tl.extra.cuda.globaltimer() - began > timeout_ns:
+                tl.inline_asm_elementwise(
+                    "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                )
+        given = tl.load(message, mask=inside, other=0, volatile=True)
+    return given.to(tl.uint32)
+
+
+@kernel(do_not_specialize=("rank", "timeout_ns"))
+def all_reduce_kernel(
+    part, residual, out, memories, calls, rank, words, columns, capacity, timeout_ns, C: tl.constexpr
+):
+    """The parts of all ranks, added in one order everywhere, plus ``residual``. Grid: (PROGRAMS,).
+
+    part, residual and out are ``words`` words of 32 bits. To JOIN them, part has rows of ``columns`` words
+    and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks' memories.
+    ``calls`` (PROGRAMS,) int64 counts this memory's calls, in the replays of a graph, too.
+
+    Two slots take turns. A rank writes into a slot for the second time after its call between has ended, thus
+    after the others began theirs, thus after they have read that slot. That holds as long as calls follow one
+    another and each sends something.
+    """
+    pid = tl.program_id(0)
+    source = tl.arange(0, C.SOURCES)[:, None]
+    memory = tl.load(memories + source, mask=source < C.RANKS, other=0).to(tl.pointer_type(tl.uint64))
+    own = tl.load(memories + rank).to(tl.pointer_type(tl.uint64))
+    if C.DEPENDENT:
+        # What follows may come in and ask for its weights while this waits for other GPUs.
+        launch_dependents()
+        wait_for_dependencies()
+    call = tl.load(calls + pid) + 1
+    number = call.to(tl.uint32)
+    half = call % 2 * capacity * C.RANKS
+    parts = part.to(tl.pointer_type(tl.uint32), bitcast=True)
+    results = out.to(tl.pointer_type(tl.uint32), bitcast=True)
+    for first in range(pid * C.BLOCK, words, C.PROGRAMS * C.BLOCK):
+        at = first + tl.arange(0, C.BLOCK)
+        inside = (source < C.RANKS) & (at < words)[None, :]
+        message = tl.load(parts + at, mask=at < words, other=0).to(tl.uint64) | (number.to(tl.uint64) << 32)
+        slot = memory + half + rank * capacity
+        tl.store(slot + at[None, :], message[None, :], mask=inside, cache_modifier=".wt")  # at once
+    for first in range(pid * C.BLOCK, words, C.PROGRAMS * C.BLOCK):
+        at = first + tl.arange(0, C.BLOCK)
+        inside = (source < C.RANKS) & (at < words)[None, :]
+        if C.RESIDUAL:
+            residuals = residual.to(tl.pointer_type(tl.uint32), bitcast=True)
+            added = tl.load(residuals + at, mask=at < words, other=0)
+        given = arrived(own + half + source * capacity + at[None, :], inside, number, timeout_ns, C)
+        if C.RESULT == JOIN:
+            joined = at // columns * (C.RANKS * columns) + at % columns
+            tl.store(results + joined[None, :] + source * columns, given, mask=inside)
+        else:
+            if C.RESULT == FIRST:
+                result = tl.sum(tl.where(source == 0, given, 0), 0)
+            else:
+                low, high = numbers_in(given, part, C)
+                low, high = tl.sum(low, 0), tl.sum(high, 0)
+                if C.RESIDUAL:
+                    low_added, high_added = numbers_in(added, part, C)
+                    low, high = low + low_added, high + high_added
+                result = words_of(low, high, part, C)
+            tl.store(results + at, result, mask=at < words)
+    tl.store(calls + pid, call)
+
+
+def memory_words(ranks: int, capacity: int) -> int:
+    """Of 64 bits, that the memory of a rank has for parts of up to ``capacity`` words of 32."""
+    return 2 * ranks * capacity
+
+
+def variant_of(
+    ranks: int, words: int, result: int, pairs: bool, residual: bool, dependent: bool
+) -> tuple[AllReduceVariant, int]:
+    """And the warps of a program."""
+    least, most = WARPS
+    num_warps = min(max(triton.next_power_of_2(triton.cdiv(words, PROGRAMS * 32)), least), most)
+    variant = AllReduceVariant(
+        RANKS=ranks,
+        SOURCES=triton.next_power_of_2(ranks),
+        PROGRAMS=PROGRAMS,
+        PAIRS=pairs,
+        RESIDUAL=residual,
+        RESULT=result,
+        BLOCK=32 * num_warps,
+        TIMED=not knobs.runtime.interpret,
+        DEPENDENT=dependent,
+    )
+    return variant, num_warps
+
+
+def all_reduce(
+    part: Tensor,
+    residual: Tensor | None,
+    memories: Tensor,
+    calls: Tensor,
+    rank: int,
+    capacity: int,
+    timeout: float,
+    result: int = SUM.value,
+) -> Tensor:
+    """The sum of all ranks' parts, plus ``residual``; or the first rank's part, or (rows, ranks * columns).
+
+    All are contiguous. Numbers that are added have 16 or 32 bits; a row that is joined is a multiple of 4
+    bytes, as any part is.
+    """
+    ranks, words = len(memories), part.nbytes // 4
+    rows = part.shape[0] if result == JOIN.value else 1
+    out = part.new_empty(rows, ranks * part.shape[1]) if result == JOIN.value else torch.empty_like(part)
+    dependent = not knobs.runtime.interpret and capability(part.device) >= CAPABILITY
+    variant, num_warps = variant_of(
+        ranks, words, result, part.element_size() == 2, residual is not None, dependent
+    )
+    options = {"launch_pdl": True} if dependent else {}
+    with torch.cuda.device_of(part):
+        all_reduce_kernel[(PROGRAMS,)](
+            part, residual, out, memories, calls, rank, words, words // rows, capacity,
+            int(min(timeout, 1e9) * 1e9), C=variant, num_warps=num_warps, **options,
+        )  # fmt: skip
+    return out

@@ -27,6 +27,8 @@ from flashtile.linear.problem import (
     E4M3,
     SCALE_BLOCK,
     SWIGLU,
+    BeforeNormOptions,
+    BeforeNormTensors,
     LinearOptions,
     LinearTensors,
     QkvOptions,
@@ -56,6 +58,18 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
         columns //= 2
     shape = (x.shape[0], columns)
     check_floats("residual", tensors.residual, (shape,), "that of the result,", x, (x.dtype,))
+
+
+def check_before_norm(
+    x: Tensor, weight: Tensor, tensors: BeforeNormTensors, options: BeforeNormOptions
+) -> None:
+    """Raise for a product before a norm that no backend could compute; errors as :func:`check_linear`."""
+    _check_product(x, weight, tensors, options)
+    N = weight.shape[0]
+    check_floats("residual", tensors.residual, ((x.shape[0], N),), "that of the result,", x, (x.dtype,))
+    check_dense("next_norm_weight", tensors.next_norm_weight)
+    check_floats("next_norm_weight", tensors.next_norm_weight, ((N,),), "(N,)", x, (x.dtype,))
+    _check_eps("next_norm_eps", options.next_norm_eps)
 
 
 def check_qkv(
@@ -161,6 +175,13 @@ def _check_product(x: Any, weight: Any, tensors: Any, options: Any) -> None:
             raise ValueError(f"weight_scale must be None: weight is {weight.dtype}, only {E4M3} is scaled")
     check_floats("bias", tensors.bias, ((N,),), "(N,)", x, (x.dtype,))
     check_floats("norm_weight", tensors.norm_weight, ((K,),), "(K,)", x, (x.dtype,))
-    if not 0 <= options.norm_eps < math.inf:
-        raise ValueError(f"norm_eps must be finite and at least 0, got {options.norm_eps}")
+    check_floats("x_scale", tensors.x_scale, ((x.shape[0],),), "(rows of x,)", x)
+    if tensors.x_scale is not None and tensors.norm_weight is not None:
+        raise ValueError("x_scale must be None beside norm_weight, which has factors of its own")
+    _check_eps("norm_eps", options.norm_eps)
     check_backend(options.backend)
+
+
+def _check_eps(name: str, eps: float) -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0, got {eps}")

@@ -6,6 +6,7 @@ values of all earlier ones. Chunks of prompts and single tokens go through the s
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import Shard, Weights, quantized
-from flashtile.linear import linear, linear_qkv
+from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
 
 SWIGLU = "silu_and_mul"
-IN_PLACE_ROWS = 64
-"""From where on no flat product adds a residual."""
+FEW_ROWS = 64
+"""Up to which flat products add residuals and prepare their results for the norm that follows."""
+Hidden = Tensor | BeforeNorm
+"""Between layers: (total_new, hidden_size), or with it what the next norm takes."""
 
 
 class StepInput(NamedTuple):
@@ -73,27 +76,32 @@ class Matrix:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Hidden,
         bias: Tensor | None = None,
         *,
         norm: Norm | None = None,
         activation: str | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Of the normalised x (tokens, K), with bias, activation and residual, in one call.
+        residual: Hidden | None = None,
+        following: Norm | None = None,
+    ) -> Any:
+        """Of the normalised x (tokens, K), with bias, activation and residual, in one call. With
+        ``following`` the result is prepared for that norm.
 
         The residual's memory may be the result's: of many tokens the library adds to it in place, where
         :func:`linear` would copy it first.
         """
-        if norm is not None and not norm.fused:
-            x, norm = norm(x), None
-        if residual is not None and len(x) > IN_PLACE_ROWS and bias is norm is self.scale is None:
-            return residual.addmm_(x, self.weight.t())
-        return linear(
-            x, self.weight, bias, weight_scale=self.scale, norm_weight=None if norm is None else norm.weight,
-            norm_eps=1e-6 if norm is None else norm.eps, activation=activation, residual=residual,
-            prefetch=True,
-        )  # fmt: skip
+        normed: dict[str, Any] = {}
+        if norm is not None:
+            x, normed = operand(x, norm)
+        assert isinstance(x, Tensor)
+        added = residual.y if isinstance(residual, BeforeNorm) else residual
+        given: dict[str, Any] = {"weight_scale": self.scale, "residual": added, "prefetch": True, **normed}
+        if following is not None:
+            weight, eps = following.weight, following.eps
+            return linear_before_norm(x, self.weight, weight, bias, next_norm_eps=eps, **given)
+        if added is not None and len(x) > FEW_ROWS and not normed and bias is self.scale is None:
+            return added.addmm_(x, self.weight.t())
+        return linear(x, self.weight, bias, activation=activation, **given)
 
 
 class Norm:
@@ -105,6 +113,13 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
+    """x as a product takes it, and what is left to the product of the norm before it."""
+    if isinstance(x, BeforeNorm):
+        return x.scaled, {"x_scale": x.factor}
+    return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -135,27 +150,30 @@ class Attention:
             self.sink = weights(f"{name}.sinks").float()
 
     def __call__(
-        self, x: Tensor, norm: Norm, step: StepInput, cache: Cache, residual: Tensor | None
-    ) -> Tensor:
-        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        self, x: Hidden, norm: Norm, step: StepInput, cache: Cache, residual: Hidden | None,
+        following: Norm | None = None,
+    ) -> Any:  # fmt: skip
+        """Of the normalised x (total_new, hidden_size), plus ``residual``, prepared for ``following``."""
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
             out = self._attend(x, norm, step, cache)
-        out = out.reshape(len(x), -1)
-        return self.o(out, self.o_bias, residual=residual)
+        out = out.reshape(len(step.tokens), -1)
+        return self.o(out, self.o_bias, residual=residual, following=following)
 
-    def _attend_to_few(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
+    def _attend_to_few(self, x: Hidden, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
         """Where each sequence has few new tokens and the product's kernel can rotate them and write them into
         the cache; else None."""
-        if step.seqused_k is None or self.q_norm is not None or not norm.fused or cache.k.dtype != x.dtype:
+        if step.seqused_k is None or self.q_norm is not None or not norm.fused:
+            return None
+        x, normed = operand(x, norm)
+        if cache.k.dtype != x.dtype:
             return None
         one, placed = step.cu_seqlens_q is None, step.slots is not None
         q = linear_qkv(
             x, self.qkv.weight, cache.k, cache.v, self.qkv_bias,
             positions=step.positions if placed else step.cache_seqlens,
             block_table=None if placed else step.block_table, slot_mapping=step.slots,
-            rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale,
-            norm_weight=norm.weight, norm_eps=norm.eps, prefetch=True,
+            rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale, prefetch=True, **normed,
         )  # fmt: skip
         return flash_attn_with_kvcache(
             q.unsqueeze(1) if one else q, cache.k, cache.v, cache_seqlens=step.seqused_k,
@@ -169,7 +187,7 @@ class Attention:
             return {"tree_mask": step.tree_mask}
         return {"causal": True, "window_size": (self.window, -1)}
 
-    def _attend(self, x: Tensor, norm: Norm, step: StepInput, cache: Cache) -> Tensor:
+    def _attend(self, x: Hidden, norm: Norm, step: StepInput, cache: Cache) -> Tensor:
         heads = (self.heads, self.kv_heads, self.kv_heads)
         qkv = self.qkv(x, self.qkv_bias, norm=norm).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
@@ -211,14 +229,16 @@ class MLP:
             self.gate_up_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in ("gate", "up")])
             self.down_bias = weights(f"{name}.down_proj.bias") if ranks.rank == 0 else None
 
-    def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
-        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+    def __call__(
+        self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None
+    ) -> Any:
+        """Of the normalised x (total_new, hidden_size), plus ``residual``, prepared for ``following``."""
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)
         else:
             gate, up = self.gate_up(x, self.gate_up_bias, norm=norm).chunk(2, dim=-1)
             inner = F.gelu(gate, approximate="tanh") * up
-        return self.down(inner, self.down_bias, residual=residual)
+        return self.down(inner, self.down_bias, residual=residual, following=following)
 
 
 class Experts:
@@ -271,12 +291,19 @@ class Layer:
             self.mlp = MLP(config, weights, layer, ranks, fp8)
         self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
         self.sandwich, self.ranks = config.family.sandwich_norm, ranks
+        self.following: Norm | None = None  # of the next layer
+        # What others add to, or another norm takes, is not the next norm's x yet.
+        self.prepares = ranks.world == 1 and self.before_mlp.fused and not self.sandwich
         if self.sandwich:
             self.after_attention = self.before_mlp
             self.before_mlp, self.after_mlp = norm("pre_feedforward"), norm("post_feedforward")
 
-    def __call__(self, x: Tensor, step: StepInput, cache: Cache) -> Tensor:
+    def __call__(self, x: Hidden, step: StepInput, cache: Cache) -> Any:
         add = self.ranks.sum
+        if self.prepares and isinstance(self.mlp, MLP) and len(step.tokens) <= FEW_ROWS:
+            x = self.attention(x, self.before_attention, step, cache, x, self.before_mlp)
+            return self.mlp(x, self.before_mlp, x, self.following)
+        assert isinstance(x, Tensor)
         if self.sandwich:
             x = x + self.after_attention(add(self.attention(x, self.before_attention, step, cache, None)))
             return x + self.after_mlp(add(self.mlp(x, self.before_mlp, None)))
@@ -308,6 +335,8 @@ class Model:
         self.config, self.kv_heads, self.ranks = config, config.num_kv_heads // ranks.world, ranks
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]
+        for layer, following in pairwise(self.layers):
+            layer.following = following.before_attention
         self.norm = Norm(config, weights("model.norm.weight"))
         if config.tie_word_embeddings:
             head = self.embedding[Shard(ranks.rank, ranks.world).slice(config.vocab_size)]

@@ -3,6 +3,6 @@ arXiv:2311.01282, sections 4 and 5), and what stands around them in a transforme
 """
 
 from flashtile.linear.explain import Explanation, explain
-from flashtile.linear.functional import linear, linear_qkv
+from flashtile.linear.functional import BeforeNorm, linear, linear_before_norm, linear_qkv
 
-__all__ = ["Explanation", "explain", "linear", "linear_qkv"]
+__all__ = ["BeforeNorm", "Explanation", "explain", "linear", "linear_before_norm", "linear_qkv"]

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flashtile.arguments import apply_autocast, check_flag
 from flashtile.checks.arguments import check_dense
-from flashtile.linear.operators import LINEAR, LINEAR_QKV, NO_GRADIENT
-from flashtile.linear.problem import LinearOptions, LinearTensors, QkvOptions, QkvTensors
+from flashtile.linear.operators import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV, NO_GRADIENT
+from flashtile.linear.problem import (
+    BeforeNormOptions,
+    BeforeNormTensors,
+    LinearOptions,
+    LinearTensors,
+    QkvOptions,
+    QkvTensors,
+)
+
+
+class BeforeNorm(NamedTuple):
+    """What :func:`linear_before_norm` returns.
+
+    Attributes:
+        y: (..., N), the result itself.
+        scaled: (..., N), ``y * next_norm_weight``.
+        factor: (rows,) float32, ``rsqrt(mean(y**2) + next_norm_eps)`` of each row.
+    """
+
+    y: Tensor
+    scaled: Tensor
+    factor: Tensor
 
 
 def linear(
@@ -19,6 +42,7 @@ def linear(
     weight_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    x_scale: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     prefetch: bool = False,
@@ -29,7 +53,7 @@ def linear(
     Where few rows meet a large weight, the time is that of reading the weight. FlashDecoding++ (Hong et al.
     2023, arXiv:2311.01282) chooses between a product on the CUDA cores (GEMV), a flat one on the tensor cores
     and the library's by the number of rows; :func:`explain` says which one a call gets. In order:
-    ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``, ``bias``,
+    ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``, ``x_scale``, ``bias``,
     ``activation``, ``residual``. Sums are float32, rounded once at the end, in the same order in every run.
     Forward only.
 
@@ -42,6 +66,7 @@ def linear(
             rounded up, for its blocks.
         norm_weight: (K,) in the dtype of x: RMSNorm of x. Its factor is applied behind the product.
         norm_eps: of RMSNorm.
+        x_scale: (rows of x,) float32, a factor of each. With ``norm_weight`` it must be None.
         activation: "silu_and_mul" is SwiGLU: silu of the first half of the columns times the second half,
             N / 2 columns in all.
         residual: added to the result, in its shape and dtype.
@@ -67,14 +92,63 @@ def linear(
     x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
     check_flag("prefetch", prefetch)
     rows = _rows(x)
-    if residual is not None and isinstance(residual, Tensor) and residual.dim() != 2:
-        check_dense("residual", residual)
-        residual = residual.reshape(-1, residual.shape[-1]) if residual.dim() == x.dim() else residual
+    residual = _residual_rows(residual, x)
     tensors = LINEAR.nothing
-    if not (bias is weight_scale is norm_weight is residual is None):
-        tensors = LinearTensors(bias, weight_scale, norm_weight, residual)
+    if not (bias is weight_scale is norm_weight is x_scale is residual is None):
+        tensors = LinearTensors(bias, weight_scale, norm_weight, x_scale, residual)
     out = LINEAR((rows, weight), tensors, LinearOptions(activation, float(norm_eps), prefetch, backend))
     return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def linear_before_norm(
+    x: Tensor,
+    weight: Tensor,
+    next_norm_weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    next_norm_eps: float = 1e-6,
+    weight_scale: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    x_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> BeforeNorm:
+    """:func:`linear`, and what RMSNorm of the result takes, in the same kernel.
+
+    A product that normalises its x multiplies every element by the norm's weight in every program that reads
+    it. Here the product before has done so once: ``linear(found.scaled, w, x_scale=found.factor)`` is
+    ``linear(found.y, w, norm_weight=next_norm_weight)``.
+
+    Args:
+        next_norm_weight: (N,) in the dtype of x.
+        next_norm_eps: of that norm.
+        x, weight, bias, weight_scale, norm_weight, norm_eps, x_scale, residual, prefetch, backend: as for
+            :func:`linear`. With ``prefetch`` the kernel before may not write ``next_norm_weight`` either.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> x, out, up, norm = torch.randn(3, 64), torch.randn(32, 64), torch.randn(48, 32), torch.rand(32)
+        >>> found = flashtile.linear.linear_before_norm(x, out, norm, residual=torch.randn(3, 32))
+        >>> y = flashtile.linear.linear(found.scaled, up, x_scale=found.factor)
+        >>> torch.allclose(y, flashtile.linear.linear(found.y, up, norm_weight=norm), atol=1e-3)
+        True
+    """
+    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    check_flag("prefetch", prefetch)
+    rows = _rows(x)
+    tensors = BeforeNormTensors(
+        bias, weight_scale, norm_weight, x_scale, _residual_rows(residual, x), next_norm_weight
+    )
+    options = BeforeNormOptions(float(norm_eps), float(next_norm_eps), prefetch, backend)
+    y, scaled, factor = LINEAR_BEFORE_NORM((rows, weight), tensors, options)
+    if rows is not x:
+        shape = (*x.shape[:-1], y.shape[-1])
+        y, scaled = y.view(shape), scaled.view(shape)
+    return BeforeNorm(y, scaled, factor)
 
 
 def linear_qkv(
@@ -93,6 +167,7 @@ def linear_qkv(
     weight_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    x_scale: Tensor | None = None,
     prefetch: bool = False,
     backend: str | None = None,
 ) -> Tensor:
@@ -112,7 +187,7 @@ def linear_qkv(
         rotary_cos, rotary_sin: (rows, rotary_dim / 2), float32 or the dtype of x; a position without a row is
             not turned.
         rotary_interleaved: pairs are neighbours (GPT-J) instead of half a rotary_dim apart (Llama).
-        bias, weight_scale, norm_weight, norm_eps, prefetch, backend: as for :func:`linear`.
+        bias, weight_scale, norm_weight, norm_eps, x_scale, prefetch, backend: as for :func:`linear`.
 
     Returns:
         The queries, (tokens, heads_q, head_dim), or (batch, 1, heads_q, head_dim).
@@ -134,7 +209,7 @@ def linear_qkv(
     check_flag("rotary_interleaved", rotary_interleaved)
     rows = _rows(x)
     tensors = QkvTensors(
-        bias, weight_scale, norm_weight, positions, slot_mapping, block_table, rotary_cos, rotary_sin
+        bias, weight_scale, norm_weight, x_scale, positions, slot_mapping, block_table, rotary_cos, rotary_sin
     )
     given = (rows, weight, k_cache, v_cache)
     options = QkvOptions(rotary_interleaved, float(norm_eps), prefetch, backend)
@@ -154,3 +229,11 @@ def _rows(x: Tensor) -> Tensor:
     if x.dim() == 0:
         raise ValueError("x must have shape (..., K), got shape ()")
     return x.reshape(-1, x.shape[-1])
+
+
+def _residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """(M, N) of a residual with the leading dimensions of x."""
+    if not isinstance(residual, Tensor) or residual.dim() == 2:
+        return residual
+    check_dense("residual", residual)
+    return residual.reshape(-1, residual.shape[-1]) if residual.dim() == x.dim() else residual

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.checks.decode import check_own_memory
-from flashtile.checks.linear import check_linear, check_qkv
+from flashtile.checks.linear import check_before_norm, check_linear, check_qkv
 from flashtile.linear.problem import (
+    BeforeNormOptions,
+    BeforeNormTensors,
     LinearOptions,
     LinearProblem,
     LinearTensors,
@@ -26,6 +29,13 @@ NO_GRADIENT = (
 def _fake_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions) -> Tensor:
     columns = weight.shape[0] if options.activation is None else weight.shape[0] // 2
     return x.new_empty((x.shape[0], columns))
+
+
+def _fake_before_norm(
+    x: Tensor, weight: Tensor, tensors: BeforeNormTensors, options: BeforeNormOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    return y, torch.empty_like(y), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def _fake_qkv(
@@ -56,6 +66,20 @@ LINEAR = Operation(
     check=check_linear,
     describe=LinearProblem.from_linear,
     fake=_fake_linear,
+    no_gradient=NO_GRADIENT,
+    flops=_flops,
+)
+LINEAR_BEFORE_NORM = Operation(
+    "linear",
+    suffix="_before_norm",
+    part="linear",
+    tensors=("x", "weight"),
+    beside=BeforeNormTensors(),
+    options=BeforeNormOptions,
+    results=3,
+    check=check_before_norm,
+    describe=LinearProblem.from_before_norm,
+    fake=_fake_before_norm,
     no_gradient=NO_GRADIENT,
     flops=_flops,
 )

@@ -27,6 +27,7 @@ class LinearTensors(NamedTuple):
     bias: Tensor | None = None
     weight_scale: Tensor | None = None
     norm_weight: Tensor | None = None
+    x_scale: Tensor | None = None
     residual: Tensor | None = None
 
 
@@ -39,12 +40,33 @@ class LinearOptions(NamedTuple):
     backend: str | None = None
 
 
+class BeforeNormTensors(NamedTuple):
+    """What may come beside x and the weight, and the weight of the norm behind them."""
+
+    bias: Tensor | None = None
+    weight_scale: Tensor | None = None
+    norm_weight: Tensor | None = None
+    x_scale: Tensor | None = None
+    residual: Tensor | None = None
+    next_norm_weight: Tensor | None = None
+
+
+class BeforeNormOptions(NamedTuple):
+    """The arguments that are not tensors."""
+
+    norm_eps: float = 1e-6
+    next_norm_eps: float = 1e-6
+    prefetch: bool = False
+    backend: str | None = None
+
+
 class QkvTensors(NamedTuple):
     """What may come beside x, the weight and the caches; None for each that does not."""
 
     bias: Tensor | None = None
     weight_scale: Tensor | None = None
     norm_weight: Tensor | None = None
+    x_scale: Tensor | None = None
     positions: Tensor | None = None
     slot_mapping: Tensor | None = None
     block_table: Tensor | None = None
@@ -80,10 +102,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """y = end(norm(x) W^T + bias), with x (M, K) and W (N, K).
+    """y = end(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
 
-    ``end`` is PLAIN, SWIGLU (the first half of y's columns is the gate, the second what it multiplies) or
-    QKV, of which queries are the result and keys and values go to a paged cache.
+    With ``next_norm`` come y times the weight of a norm and the norm's factors, too. ``end`` is PLAIN, SWIGLU
+    (the first half of y's columns is the gate, the second what it multiplies) or QKV, of which queries are
+    the result and keys and values go to a paged cache.
     """
 
     M: int
@@ -97,6 +120,9 @@ class LinearProblem:
     norm_eps: float = 1e-6
     bias: bool = False
     residual: bool = False
+    x_scale: bool = False
+    next_norm: bool = False
+    next_norm_eps: float = 1e-6
     scales: str = "none"
     """Of the weight: "none", "channel" (its rows) or "block"."""
     prefetch: bool = False
@@ -123,7 +149,8 @@ class LinearProblem:
     @property
     def is_plain(self) -> bool:
         """Whether nothing follows or precedes the product."""
-        return self.end == PLAIN and not (self.norm or self.residual or self.scales != "none")
+        fused = self.norm or self.residual or self.x_scale or self.next_norm or self.scales != "none"
+        return self.end == PLAIN and not fused
 
     @classmethod
     def from_linear(
@@ -133,6 +160,18 @@ class LinearProblem:
         return cls(
             end=options.activation or PLAIN,
             residual=tensors.residual is not None,
+            **_product(x, weight, tensors, options),
+        )
+
+    @classmethod
+    def from_before_norm(
+        cls, x: Tensor, weight: Tensor, tensors: BeforeNormTensors, options: BeforeNormOptions
+    ) -> LinearProblem:
+        """Describe a call that :func:`flashtile.checks.linear.check_before_norm` has passed."""
+        return cls(
+            residual=tensors.residual is not None,
+            next_norm=True,
+            next_norm_eps=options.next_norm_eps,
             **_product(x, weight, tensors, options),
         )
 
@@ -172,6 +211,7 @@ def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str,
         "norm": tensors.norm_weight is not None,
         "norm_eps": options.norm_eps,
         "bias": tensors.bias is not None,
+        "x_scale": tensors.x_scale is not None,
         "scales": "none" if scale is None else "channel" if scale.dim() == 1 else "block",
         "prefetch": options.prefetch,
         "aligned": all(_aligned(t) for t in rows),

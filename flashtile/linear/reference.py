@@ -40,10 +40,13 @@ def product(
     bias: Tensor | None,
     weight_scale: Tensor | None,
     norm_weight: Tensor | None,
+    x_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """(M, N): the sums in ``dtype``, before what follows them."""
     y = rms_norm(x.to(dtype), norm_weight, problem.norm_eps) @ scaled_weight(weight, weight_scale, dtype).T
+    if x_scale is not None:
+        y = y * x_scale.to(dtype)[:, None]
     return y if bias is None else y + bias.to(dtype)
 
 
@@ -52,6 +55,13 @@ def end(problem: LinearProblem, y: Tensor, residual: Tensor | None) -> Tensor:
     if problem.end == SWIGLU:
         y = silu_and_mul(y)
     return y if residual is None else y + residual.to(y.dtype)
+
+
+def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, y times the weight of the norm that follows, the norm's factor of each row in float32)."""
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    factor = torch.rsqrt(wide.square().mean(-1) + problem.next_norm_eps)
+    return y, (wide * next_norm_weight.to(wide.dtype)).to(y.dtype), factor.float()
 
 
 def turn(

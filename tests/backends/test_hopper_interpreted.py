@@ -359,7 +359,8 @@ PRODUCTS = (
     Call(3, 128, 1032, norm=True, residual=True),
     Call(16, 100, 520, "silu_and_mul", bias=True),
     Call(1, 96, 272, scales="channel"),
-    Call(5, 128, 72, "qkv", bias=True, rotary_dim=8),
+    Call(5, 128, 72, "qkv", bias=True, rotary_dim=8, x_scale=True),
+    Call(9, 300, 264, residual=True, next_norm=True),
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from engine_models import MODELS, folder, greedy, load, prompts, transformers_model
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
-from flashtile.engine.model import IN_PLACE_ROWS, Matrix
+from flashtile.engine.model import FEW_ROWS, Matrix
 
 LENGTH = 14
 WAYS = {
@@ -168,10 +168,10 @@ def test_fp8_caches_and_weights_are_near(options):
 
 def test_a_residual_of_many_tokens_is_added_in_its_own_memory():
     """Of few it stays as it is, and so does one beside a bias."""
-    x, weight, bias = torch.randn(IN_PLACE_ROWS + 1, 6), torch.randn(4, 6), torch.randn(4)
+    x, weight, bias = torch.randn(FEW_ROWS + 1, 6), torch.randn(4, 6), torch.randn(4)
     for rows, b, in_place in (
-        (IN_PLACE_ROWS + 1, None, True),
-        (IN_PLACE_ROWS + 1, bias, False),
+        (FEW_ROWS + 1, None, True),
+        (FEW_ROWS + 1, bias, False),
         (3, None, False),
     ):
         residual = torch.randn(rows, 4)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "linear"))
 from linear_calls import CALLS, Call, check, describe, make_inputs
 
 from flashtile.backends.hopper import linear as ring
-from flashtile.linear import linear, linear_qkv
+from flashtile.linear import linear, linear_before_norm, linear_qkv
 from flashtile.linear.problem import E4M3, LinearTensors
 from targets import CUDA
 
@@ -24,6 +24,7 @@ REPLAYS, CHECKED_EVERY = 10_000, 500
 RING_CALLS = (
     *(call for call in CALLS if call.M <= 16 and call.scales != "block"),
     Call(1, 4096, 1032, norm=True, residual=True),
+    Call(8, 4096, 1032, x_scale=True, residual=True, next_norm=True),
     Call(16, 1000, 2048, "silu_and_mul", norm=True, bias=True),
     Call(9, 640, 4104),
     Call(3, 12 * 128, 520, "qkv", norm=True, head_dim=128, rotary_dim=128),
@@ -109,8 +110,10 @@ def test_a_chain_replayed_ten_thousand_times_equals_eager(rows):
             hidden, qkv, *caches, positions=positions, slot_mapping=slots, rotary_cos=angles[0],
             rotary_sin=angles[1], norm_weight=norm, prefetch=prefetch,
         )  # fmt: skip
-        hidden = linear(q.flatten(1), out, residual=hidden, prefetch=prefetch)
-        gated = linear(hidden, gate_up, norm_weight=norm, activation="silu_and_mul", prefetch=prefetch)
+        found = linear_before_norm(q.flatten(1), out, norm, residual=hidden, prefetch=prefetch)
+        given = {"activation": "silu_and_mul", "prefetch": prefetch}
+        gated = linear(found.scaled, gate_up, x_scale=found.factor, **given)
+        gated = gated + linear(found.y, gate_up, norm_weight=norm, **given)
         return linear(gated, down, residual=start, prefetch=prefetch)
 
     def caches():

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.linear import linear, linear_qkv
+from flashtile.linear import linear, linear_before_norm, linear_qkv
 from flashtile.linear.problem import (
     E4M3,
     QKV,
     SWIGLU,
+    BeforeNormOptions,
+    BeforeNormTensors,
     LinearOptions,
     LinearProblem,
     LinearTensors,
     QkvOptions,
     QkvTensors,
 )
-from flashtile.linear.reference import end, product, slots_of, turn
+from flashtile.linear.reference import before_norm, end, product, slots_of, turn
 from flashtile.testing import compare, poisoned_memory, random_tensor
 
 PAGES, PAGE_SIZE, HEADS_KV = 12, 4, 2
@@ -38,6 +40,8 @@ class Call:
     bias: bool = False
     norm: bool = False
     residual: bool = False
+    x_scale: bool = False
+    next_norm: bool = False
     scales: str = "none"
     head_dim: int = 16
     rotary_dim: int = 0
@@ -46,7 +50,8 @@ class Call:
 
     @property
     def name(self) -> str:
-        words = [word for word in ("bias", "norm", "residual", "interleaved", "slots") if getattr(self, word)]
+        flags = ("bias", "norm", "residual", "x_scale", "next_norm", "interleaved", "slots")
+        words = [word for word in flags if getattr(self, word)]
         words += [self.scales] * (self.scales != "none") + [f"rotary{self.rotary_dim}"] * (
             self.rotary_dim > 0
         )
@@ -65,6 +70,11 @@ CALLS = (
     Call(1, 40, 260, scales="channel", bias=True),
     Call(9, 130, 260, scales="block", norm=True),
     Call(2, 130, 140, "silu_and_mul", scales="block"),
+    Call(3, 40, 136, x_scale=True, residual=True, next_norm=True),
+    Call(1, 300, 72, residual=True, next_norm=True),
+    Call(70, 36, 24, bias=True, norm=True, next_norm=True),
+    Call(18, 72, 40, "silu_and_mul", x_scale=True, scales="channel"),
+    Call(65, 128, 40, "qkv", rotary_dim=16, x_scale=True, slots=True),
     Call(1, 128, 64, "qkv", norm=True, rotary_dim=16),
     Call(5, 128, 72, "qkv", bias=True, rotary_dim=8),
     Call(4, 128, 40, "qkv", rotary_dim=8, interleaved=True, slots=True),
@@ -102,6 +112,10 @@ def make_inputs(call: Call, dtype: torch.dtype, device: str, aligned: bool = Fal
         given["bias"] = vector(N, 3)
     if call.norm:
         given["norm_weight"] = vector(K, 4)
+    if call.x_scale:
+        given["x_scale"] = random_tensor((M,), torch.float32, device, seed=9)
+    if call.next_norm:
+        given["next_norm_weight"] = vector(N, 10)
     if call.residual:
         given["residual"] = matrix(M, N if call.end == "plain" else N // 2, 5)
     caches: tuple[Tensor, ...] = ()
@@ -128,9 +142,11 @@ def make_inputs(call: Call, dtype: torch.dtype, device: str, aligned: bool = Fal
     return Inputs(matrix(M, K, 0), weight, given, caches)
 
 
-def run(call: Call, inputs: Inputs, **options: Any) -> Tensor:
+def run(call: Call, inputs: Inputs, **options: Any) -> Any:
     if call.end == QKV:
         return linear_qkv(inputs.x, inputs.weight, *inputs.caches, **inputs.given, **options)
+    if call.next_norm:
+        return linear_before_norm(inputs.x, inputs.weight, **inputs.given, **options)
     activation = SWIGLU if call.end == SWIGLU else None
     return linear(inputs.x, inputs.weight, activation=activation, **inputs.given, **options)
 
@@ -140,6 +156,9 @@ def describe(call: Call, inputs: Inputs) -> LinearProblem:
     if call.end == QKV:
         options = QkvOptions(rotary_interleaved=call.interleaved)
         return LinearProblem.from_qkv(inputs.x, inputs.weight, *inputs.caches, QkvTensors(**given), options)
+    if call.next_norm:
+        tensors = BeforeNormTensors(**given)
+        return LinearProblem.from_before_norm(inputs.x, inputs.weight, tensors, BeforeNormOptions())
     options = LinearOptions(None if call.end == "plain" else call.end)
     return LinearProblem.from_linear(inputs.x, inputs.weight, LinearTensors(**given), options)
 
@@ -148,7 +167,7 @@ def expected(call: Call, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
     """The result and the caches, computed in ``dtype``."""
     problem = describe(call, inputs)
     given = inputs.given
-    parts = (given.get(name) for name in ("bias", "weight_scale", "norm_weight"))
+    parts = (given.get(name) for name in ("bias", "weight_scale", "norm_weight", "x_scale"))
     y = product(problem, inputs.x, inputs.weight, *parts, dtype)
     if call.end != QKV:
         return [end(problem, y, given.get("residual"))]
@@ -171,6 +190,11 @@ def check(call: Call, dtype: torch.dtype, device: str, aligned: bool = False, **
     exact, plain = expected(call, inputs, torch.float64), expected(call, inputs, dtype)
     with poisoned_memory():
         y = run(call, inputs, **options)
+    if call.next_norm:
+        y, *following = y
+        _, scaled, factor = before_norm(describe(call, inputs), y, inputs.given["next_norm_weight"])
+        assert torch.equal(following[0], scaled)
+        torch.testing.assert_close(following[1], factor, rtol=1e-6, atol=0)
     assert y.dtype == dtype
     for name, actual, right, torchs in zip(("y", "k", "v"), (y, *inputs.caches), exact, plain, strict=False):
         comparison = compare(name, actual, right, torchs.to(dtype))

@@ -7,7 +7,7 @@ import torch
 from linear_calls import CALLS, Call, check, make_inputs, run
 
 import flashtile
-from flashtile.linear import linear, linear_qkv
+from flashtile.linear import linear, linear_before_norm, linear_qkv
 from targets import INTERPRETING, Target
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -103,6 +103,10 @@ def test_compiled_calls_are_the_same():
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
             assert torch.equal(compiled(call, inputs), run(call, again))
+            if call.end != "qkv":
+                call = Call(2, 24, 40, norm=True, next_norm=True)
+                inputs = make_inputs(call, torch.float32, "cpu")
+                assert all(map(torch.equal, compiled(call, inputs), run(call, inputs)))
         assert all(map(torch.equal, inputs.caches, again.caches))
 
 
@@ -148,6 +152,13 @@ BAD = {
     ),
     "norm": (ValueError, r"norm_weight must have shape \(K,\)", dict(norm_weight=torch.ones(48))),
     "eps": (ValueError, "norm_eps must be finite", dict(norm_eps=float("nan"))),
+    "factors": (ValueError, r"x_scale must have shape \(rows of x,\) = \(3,\)", dict(x_scale=torch.ones(4))),
+    "factors of x": (TypeError, "x_scale must be float32", dict(x_scale=torch.ones(3).half())),
+    "two norms": (
+        ValueError,
+        "x_scale must be None beside norm_weight",
+        dict(x_scale=torch.ones(3), norm_weight=torch.ones(32)),
+    ),
     "flag": (TypeError, "prefetch must be True or False", dict(prefetch=1)),
     "backend": (ValueError, "backend must be None or one of", dict(backend="cublas")),
     "number": (ValueError, r"x must have shape \(\.\.\., K\), got shape \(\)", dict(x=torch.zeros(()))),
@@ -179,6 +190,21 @@ def test_bad_input_is_named(name):
     error, text, change = BAD[name]
     with pytest.raises(error, match=text):
         linear(**{"x": X, "weight": W} | change)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+@pytest.mark.parametrize(
+    ("error", "text", "change"),
+    [
+        (TypeError, "next_norm_weight must be a torch.Tensor, got NoneType", dict(next_norm_weight=None)),
+        (ValueError, r"next_norm_weight must have shape \(N,\) = \(48,\)", dict(next_norm_weight=X[0])),
+        (ValueError, "next_norm_eps must be finite", dict(next_norm_eps=-1.0)),
+        (ValueError, r"residual must have shape .*\(3, 48\)", dict(residual=X)),
+    ],
+)
+def test_bad_input_before_a_norm_is_named(error, text, change):
+    with pytest.raises(error, match=text):
+        linear_before_norm(**{"x": X, "weight": W, "next_norm_weight": W[:, 0].contiguous()} | change)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")

@@ -142,7 +142,7 @@ def test_no_kernel_follows_the_librarys_product_that_has_no_end(given):
     x, weight, norm = torch.randn(96, 24), torch.randn(10, 24), torch.rand(24)
     bias = torch.randn(10) if "bias" in given else None
     residual = torch.randn(96, 10) if "residual" in given else None
-    tensors = LinearTensors(bias, None, norm, residual)
+    tensors = LinearTensors(bias, norm_weight=norm, residual=residual)
     described = LinearProblem.from_linear(x, weight, tensors, LinearOptions())
     y = prepare(described, LinearConfig(LIBRARY))(x, weight, tensors)
     expected = torch.nn.functional.linear(torch.nn.functional.rms_norm(x, (24,), norm, 1e-6), weight, bias)

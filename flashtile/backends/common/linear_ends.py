@@ -32,6 +32,9 @@ class EndVariant:
     PAGE_SIZE: int = 0
     HAS_SLOTS: bool = False
     """Whether places in the cache come from slots, else from a block table."""
+    X_SCALES: bool = False
+    NEXT_NORM: bool = False
+    """Whether the result is prepared for a norm; END is PLAIN."""
 
 
 class EndPointers(NamedTuple):
@@ -48,6 +51,13 @@ class EndPointers(NamedTuple):
     block_table: Any
     k_cache: Any
     v_cache: Any
+    x_scale: Any
+    next_norm_weight: Any
+    scaled: Any
+    """y times that weight, in the layout of y."""
+    squares: Any
+    """float32 (parts, rows of a tile): sums of squares of y that each program leaves."""
+    next_factor: Any
 
 
 class EndSizes(NamedTuple):
@@ -73,6 +83,7 @@ class EndSizes(NamedTuple):
     v_block: Any
     v_token: Any
     v_head: Any
+    next_eps: Any
 
 
 @triton.jit
@@ -108,7 +119,7 @@ def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
     """Sums times the factors of their rows of W and of x, plus bias."""
     if E.CHANNEL_SCALES:
         sums = sums * tl.load(pointers.scales + row, mask=inside, other=0.0)
-    if E.NORM:
+    if E.NORM or E.X_SCALES:
         sums = sums * factor
     if E.BIAS:
         sums = sums + tl.load(pointers.bias + row, mask=inside, other=0.0).to(tl.float32)
@@ -120,18 +131,45 @@ def store_sums(sums, place, m, factor, pointers, sizes, E: tl.constexpr):
     """End of a product whose places are rows of W. place [n, 1], m [1, rows], factor [1, rows]."""
     inside = place < sizes.places
     sums = scaled(sums, place, inside, factor, pointers, E)
-    store_places(sums, place, m, pointers, sizes, E)
+    return store_places(sums, place, m, pointers, sizes, E)
+
+
+@triton.jit
+def store_scaled(y, place, m, pointers, sizes):
+    """y, as it was stored, times the weight of the norm that follows; its squares."""
+    inside = (place < sizes.places) & (m < sizes.M)
+    wide = y.to(tl.float32)
+    weight = tl.load(pointers.next_norm_weight + place, mask=place < sizes.places, other=0.0)
+    at = m.to(tl.int64) * sizes.y_stride + place
+    tl.store(pointers.scaled + at, (wide * weight.to(tl.float32)).to(y.dtype), mask=inside)
+    return tl.where(inside, wide * wide, 0.0)
+
+
+@triton.jit
+def load_squares(part, m, first, parts, rows, squares):
+    """Those of parts ``first + part`` [n, 1]; m [1, rows] counts within the tile."""
+    at = (first + part) * rows + m
+    return tl.load(squares + at, mask=first + part < parts, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def store_factor(square, m, pointers, sizes):
+    """The factor of the norm that follows, by the sums of squares [rows] of all parts."""
+    factor = tl.rsqrt(square / sizes.places + sizes.next_eps)
+    tl.store(pointers.next_factor + m, factor, mask=m < sizes.M)
 
 
 @triton.jit
 def store_places(out, place, m, pointers, sizes, E: tl.constexpr):
-    """What was computed, plus the residual, to the output."""
+    """What was computed, plus the residual, to the output; it is returned as it was stored."""
     inside = (place < sizes.places) & (m < sizes.M)
     if E.RESIDUAL:
         at = m.to(tl.int64) * sizes.residual_stride + place
         out = out + tl.load(pointers.residual + at, mask=inside, other=0.0).to(tl.float32)
     at = m.to(tl.int64) * sizes.y_stride + place
-    tl.store(pointers.y + at, out.to(pointers.y.dtype.element_ty), mask=inside)
+    y = out.to(pointers.y.dtype.element_ty)
+    tl.store(pointers.y + at, y, mask=inside)
+    return y
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flashtile.backends.common.linear_ends import PLAIN, ROTARY, SWIGLU, EndPointers, EndSizes, EndVariant
@@ -31,12 +32,35 @@ def end_variant(problem: LinearProblem, norm: bool | None = None) -> EndVariant:
         BIAS=problem.bias,
         RESIDUAL=problem.residual,
         CHANNEL_SCALES=problem.scales == "channel",
+        X_SCALES=problem.x_scale,
+        NEXT_NORM=problem.next_norm,
         **fields,
     )
 
 
-def end_pointers(y: Any, given: Any, caches: tuple[Tensor, ...]) -> EndPointers:
-    """The ends' tensors, of ``LinearTensors`` or ``QkvTensors``."""
+class NextNorm(NamedTuple):
+    """What a product leaves for the norm that follows."""
+
+    scaled: Tensor | None = None
+    squares: Tensor | None = None
+    factor: Tensor | None = None
+
+
+NOTHING = NextNorm()
+
+
+def new_next_norm(problem: LinearProblem, y: Tensor, parts: int) -> NextNorm:
+    """With room for the sums of squares of ``parts`` tiles' rows."""
+    if not problem.next_norm:
+        return NOTHING
+    squares, factor = (y.new_empty(size, dtype=torch.float32) for size in (parts, problem.M))
+    return NextNorm(torch.empty_like(y), squares, factor)
+
+
+def end_pointers(
+    y: Any, given: Any, caches: tuple[Tensor, ...], following: NextNorm = NOTHING
+) -> EndPointers:
+    """The ends' tensors, of ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``."""
     k_cache, v_cache = caches or (None, None)
     return EndPointers(
         y,
@@ -50,6 +74,9 @@ def end_pointers(y: Any, given: Any, caches: tuple[Tensor, ...]) -> EndPointers:
         getattr(given, "block_table", None),
         k_cache,
         v_cache,
+        given.x_scale,
+        getattr(given, "next_norm_weight", None),
+        *following,
     )
 
 
@@ -67,7 +94,7 @@ def end_sizes(problem: LinearProblem, given: Any, caches: tuple[Tensor, ...]) ->
         0 if heads is None else heads.rotary_rows,
         0 if heads is None else heads.num_blocks,
         0 if heads is None else heads.table_width,
-        *strides,
+        *(*strides, problem.next_norm_eps),
     )
 
 

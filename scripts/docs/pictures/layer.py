@@ -31,7 +31,8 @@ COLUMN, WIDTH, HEIGHT, STEP = 350, 310, 56, 76
 
 
 PARTS = {
-    "norm_weight": "RMSNorm", "rotary_cos": "RoPE", "activation": "SwiGLU", "residual": "residual",
+    "norm_weight": "RMSNorm", "x_scale": "factor", "rotary_cos": "RoPE", "activation": "SwiGLU",
+    "residual": "residual", "next_norm_weight": "next",
 }  # fmt: skip
 """What a call also does if it has the argument."""
 
@@ -118,7 +119,11 @@ def column(
         say("Q, K, V projection", "Q、K、V 投影"), say("O projection", "O 投影"),
         say("gate and up projection", "gate、up 投影"), say("down projection", "down 投影"),
     ]  # fmt: skip
-    parts = {"append": say("append to pages", "追加到分页缓存"), "residual": say("residual", "残差")}
+    parts = {
+        "append": say("append to pages", "追加到分页缓存"), "residual": say("residual", "残差"),
+        "factor": say("factor of RMSNorm", "RMSNorm 的因子"),
+        "next": say("weight of the next RMSNorm", "下一个 RMSNorm 的权重"),
+    }  # fmt: skip
     kernels = {
         FLAT: say("flat product", "flat GEMM"),
         LIBRARY: say("library product", "库的 GEMM"),

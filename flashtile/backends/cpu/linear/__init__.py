@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.linear.problem import LinearProblem, LinearTensors, QkvTensors
-from flashtile.linear.reference import end, product, slots_of, turn
+from flashtile.linear.problem import LinearProblem, QkvTensors
+from flashtile.linear.reference import before_norm, end, product, slots_of, turn
 
 
 def reason_against(problem: LinearProblem, explicit: bool) -> str | None:
@@ -32,12 +32,14 @@ def _sums_dtype(problem: LinearProblem) -> torch.dtype:
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
 
 
-def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: LinearTensors) -> Tensor:
+def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> Any:
+    """``given``: LinearTensors, or BeforeNormTensors."""
     if problem.is_plain:
         return torch.nn.functional.linear(x.detach(), weight.detach(), given.bias)
-    bias, weight_scale, norm_weight, residual = given
-    y = product(problem, x.detach(), weight.detach(), bias, weight_scale, norm_weight, _sums_dtype(problem))
-    return end(problem, y, residual).to(problem.dtype)
+    factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale
+    y = product(problem, x.detach(), weight.detach(), *factors, _sums_dtype(problem))
+    y = end(problem, y, given.residual).to(problem.dtype)
+    return before_norm(problem, y, given.next_norm_weight) if problem.next_norm else y
 
 
 @torch.inference_mode()  # so that caches made under it can be written outside of it, too
@@ -56,7 +58,8 @@ def _linear_qkv(
 ) -> Tensor:
     heads = problem.heads
     assert heads is not None
-    y = product(problem, x, weight, given.bias, given.weight_scale, given.norm_weight, _sums_dtype(problem))
+    factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale
+    y = product(problem, x, weight, *factors, _sums_dtype(problem))
     q, k, v = y.view(len(x), -1, heads.head_dim).split(
         [heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv], 1
     )

@@ -24,14 +24,19 @@ from flashtile.backends.common.linear_ends import (
     PLAIN,
     EndPointers,
     EndSizes,
+    load_squares,
     row_of,
+    store_factor,
     store_pairs,
+    store_scaled,
     store_sums,
 )
 from flashtile.backends.hopper.compat import partition_barrier
 
 COPY_BYTES = gl.constexpr(16)
 """Of an asynchronous copy."""
+PARTS_AT_ONCE = gl.constexpr(2048)
+"""Sums of squares, of a program and a row of x each, that are added at a time."""
 BANK_BYTES = gl.constexpr(128)
 """Of all banks of shared memory."""
 
@@ -185,46 +190,81 @@ def as_numbers(w, dtype: gl.constexpr):
         return w.to(dtype)
 
 
+@gluon.constexpr_function
+def pairs_layout(C):
+    """Of a tile's sums [places, BLOCK_M, 2]: neighbouring places to neighbouring threads."""
+    lanes = min(C.BLOCK_N // C.HALVES, 32)
+    return gl.BlockedLayout([1, 1, 2], [lanes, 32 // lanes, 1], [1, C.WARPS, 1], [2, 0, 1])
+
+
 @gluon.jit
-def finish(sums, factor, tiles, t, pointers, sizes, C: gl.constexpr, E: gl.constexpr):
-    """The end of tile ``t``. sums [BLOCK_N, BLOCK_M], factor [BLOCK_M]."""
+def finish(sums, factor, square, tiles, t, pointers, sizes, C: gl.constexpr, E: gl.constexpr):
+    """The end of tile ``t``. sums [BLOCK_N, BLOCK_M], factor [BLOCK_M].
+
+    ``square`` [BLOCK_M] comes back, with NEXT_NORM plus the sums of this tile's squares.
+    """
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
-    # Neighbouring places to neighbouring threads.
-    lanes: gl.constexpr = min(STEP, 32)
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [lanes, 32 // lanes, 1], [1, C.WARPS, 1], [2, 0, 1])
+    pairs: gl.constexpr = pairs_layout(C)
     layout: gl.constexpr = gl.SliceLayout(2, pairs)
     place = edge_of(tiles, t) + gl.arange(0, STEP, gl.SliceLayout(1, layout))
     place = gl.where(place < edge_of(tiles, t + 1), place, sizes.places)[:, None]
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, layout))[None, :]
     factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
     if E.END == PLAIN:
-        store_sums(gl.convert_layout(sums, layout), place, m, factor, pointers, sizes, E)
+        y = store_sums(gl.convert_layout(sums, layout), place, m, factor, pointers, sizes, E)
+        if E.NEXT_NORM:
+            square += gl.sum(store_scaled(y, place, m, pointers, sizes), 0)
     else:
         both = sums.reshape([2, STEP, C.BLOCK_M]).permute((1, 2, 0))
         first, second = gl.split(gl.convert_layout(both, pairs))
         store_pairs(first, second, place, m, factor, pointers, sizes, E)
+    return square
+
+
+@gluon.jit
+def leave_factor(square, arrived, pointers, sizes, C: gl.constexpr):
+    """Leave the sums of squares of a program's places; the last program to arrive adds up all, in their
+    order."""
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    PARTS: gl.constexpr = PARTS_AT_ONCE // BLOCK_M
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [C.WARPS, 1], [1, 0])
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    square = gl.convert_layout(square, gl.SliceLayout(0, layout))
+    gl.store(pointers.squares + gl.program_id(0) * BLOCK_M + m, square)
+    partition_barrier()
+    if gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        gl.store(arrived, 0)
+        part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))[:, None]
+        total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, layout))
+        for first in range(0, gl.num_programs(0), PARTS):
+            parts = load_squares(part, m[None, :], first, gl.num_programs(0), BLOCK_M, pointers.squares)
+            total += gl.sum(parts, 0)
+        store_factor(total, m, pointers, sizes)
 
 
 @gluon_kernel(do_not_specialize=("M", "places", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))
 def flat_kernel(
-    x, w, y, norm_weight,
+    x, w, y, norm_weight, arrived,
     bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache,
+    x_scale, next_norm_weight, scaled, squares, next_factor,
     K, x_stride, w_stride, eps,
     M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width,
-    k_block, k_token, k_head, v_block, v_token, v_head, C: gl.constexpr, E: gl.constexpr,
+    k_block, k_token, k_head, v_block, v_token, v_head, next_eps, C: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
-    """Grid: as many programs as run at a time, but no more than there are places."""
+    """Grid: as many programs as run at a time, but no more than there are places. ``arrived`` is 0 before
+    and after."""
     operands = Operands(x, w, norm_weight)
     # Copies are of whole vectors (``LinearProblem.aligned``), which the compiler can see so.
     of_x: gl.constexpr = vector_of(x.dtype.element_ty)
     of_w: gl.constexpr = vector_of(w.dtype.element_ty)
     depth = Depth(K // of_w * of_w, x_stride // of_x * of_x, w_stride // of_w * of_w)
     pointers = EndPointers(
-        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache
-    )
+        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
+        next_norm_weight, scaled, squares, next_factor,
+    )  # fmt: skip
     sizes = EndSizes(
         M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width, k_block,
-        k_token, k_head, v_block, v_token, v_head,
+        k_token, k_head, v_block, v_token, v_head, next_eps,
     )  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS
@@ -270,8 +310,13 @@ def flat_kernel(
     w_operand: gl.constexpr = gl.DotOperandLayout(0, mma, C.K_WIDTH)
     x_operand: gl.constexpr = gl.DotOperandLayout(1, mma, C.K_WIDTH)
     of_sums: gl.constexpr = gl.SliceLayout(0, mma)
-    squares = gl.zeros([WARPS, BLOCK_K, BLOCK_M], gl.float32, x_operand)
+    x_squares = gl.zeros([WARPS, BLOCK_K, BLOCK_M], gl.float32, x_operand)
     factor = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(0, of_sums))
+    if E.X_SCALES:
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_sums))
+        factor = gl.load(x_scale + m, mask=m < M, other=0.0)
+    of_stored: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs_layout(C)))
+    square = gl.zeros([BLOCK_M], gl.float32, of_stored)  # of what is stored
     i = 0
     for t in range(tiles.count):
         acc = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, mma)
@@ -294,12 +339,14 @@ def flat_kernel(
             if E.NORM:
                 if t == 0:  # x is the same for every tile
                     wide = x_tile.to(gl.float32)
-                    squares += wide * wide
+                    x_squares += wide * wide
                 weight = ring.norm_weight.index(slot).permute((0, 2, 1)).load(x_operand)
                 x_tile = x_tile * weight
             acc = mma_v2(as_numbers(w_tile, x_tile.dtype), x_tile, acc)
             i += 1
         if E.NORM and t == 0:
-            square = gl.convert_layout(gl.sum(gl.sum(squares, 1), 0), gl.SliceLayout(0, of_sums))
-            factor = gl.rsqrt(square / K + eps)
-        finish(gl.sum(acc, 0), factor, tiles, t, pointers, sizes, C, E)
+            of_x_rows = gl.convert_layout(gl.sum(gl.sum(x_squares, 1), 0), gl.SliceLayout(0, of_sums))
+            factor = gl.rsqrt(of_x_rows / K + eps)
+        square = finish(gl.sum(acc, 0), factor, square, tiles, t, pointers, sizes, C, E)
+    if E.NEXT_NORM:
+        leave_factor(square, arrived, pointers, sizes, C)

@@ -6,9 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
+from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
+from flashtile.backends.common.linear_launch import (
+    end_pointers,
+    end_sizes,
+    end_variant,
+    new_next_norm,
+    new_output,
+)
 from flashtile.backends.hopper.linear.config import FlatConfig
 from flashtile.backends.hopper.linear.kernel import Variant, flat_kernel
 from flashtile.linear.problem import E4M3, LinearProblem
@@ -29,26 +36,30 @@ def variant_of(problem: LinearProblem, config: FlatConfig) -> Variant:
 
 
 class FlatLaunch:
-    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
+    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature; before a norm
+    ``(y, scaled, factor)``."""
 
     def __init__(self, problem: LinearProblem, config: FlatConfig) -> None:
         self._problem, self._config = problem, config
+        self._programs = min(config.programs_per_sm * multiprocessors(problem.device), problem.places)
         self._kernel: KeptKernel | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Any:
         *caches, given = others
         y = new_output(self._problem, x)
+        following = new_next_norm(self._problem, y, self._programs * self._config.BLOCK_M)
         if self._kernel is None:
             self._kernel = self._prepare(x, weight, tuple(caches), given)
-        self._kernel(x.device, x, weight, y, given.norm_weight, *end_pointers(y, given, tuple(caches))[1:])
-        return y
+        pointers = end_pointers(y, given, tuple(caches), following)
+        arrived = zeroed_counters(x.device, 1) if self._problem.next_norm else None
+        self._kernel(x.device, x, weight, y, given.norm_weight, arrived, *pointers[1:])
+        return (y, following.scaled, following.factor) if self._problem.next_norm else y
 
     def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
         problem, config = self._problem, self._config
-        programs = min(config.programs_per_sm * multiprocessors(x.device), problem.places)
         return KeptKernel(
             flat_kernel,
-            programs,
+            self._programs,
             (problem.K, x.stride(0), weight.stride(0), problem.norm_eps, *end_sizes(problem, given, caches)),
             (variant_of(problem, config), end_variant(problem)),
             None,

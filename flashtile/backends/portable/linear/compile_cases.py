@@ -26,9 +26,15 @@ from flashtile.linear.problem import E4M3, QKV, SWIGLU, Heads, LinearProblem
 from flashtile.linear.table import FLAT, GEMV
 
 _HEADS = Heads(32, 8, 128, 128, False, 4096, 16, 1024, 0)
-FLOATS = ("scales", "block_scale", "partial", "cos", "sin", "eps")
+FLOATS = (
+    "scales", "block_scale", "partial", "cos", "sin", "eps", "x_scale", "squares", "next_factor",
+    "next_eps",
+)  # fmt: skip
 INTEGERS = {"arrived": "*i32", "positions": "*i32", "block_table": "*i32", "slots": "*i64"}
-HALF_POINTERS = ("x", "w", "y", "norm_weight", "bias", "residual", "k_cache", "v_cache", "sums")
+HALF_POINTERS = (
+    "x", "w", "y", "norm_weight", "bias", "residual", "k_cache", "v_cache", "sums", "next_norm_weight",
+    "scaled",
+)  # fmt: skip
 
 
 def plain_problem(rows: int, capability: tuple[int, int]) -> LinearProblem:
@@ -42,6 +48,7 @@ def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
     return {
         "norm swiglu": replace(problem, end=SWIGLU, norm=True, bias=True, residual=True),
         "norm qkv": replace(problem, end=QKV, norm=True, heads=_HEADS),
+        "before norm": replace(problem, x_scale=True, residual=True, next_norm=True),
         "e4m3": replace(problem, weight_dtype=E4M3, scales="channel"),
     }
 
@@ -49,7 +56,7 @@ def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
 def types_of(kernel: Any, problem: LinearProblem, native: bool) -> dict[str, str]:
     """Triton's type of each argument of a kernel with these ends; constants are left out."""
     types = dict.fromkeys(HALF_POINTERS, "*bf16") | INTEGERS
-    types |= {name: "fp32" if name == "eps" else "*fp32" for name in FLOATS}
+    types |= {name: "fp32" if name.endswith("eps") else "*fp32" for name in FLOATS}
     if problem.weight_dtype == E4M3:
         types["w"] = "*fp8e4nv" if native else "*u8"
     return {name: types.get(name, "i32") for name in kernel.arg_names if name not in ("C", "E")}
@@ -65,7 +72,9 @@ def absent(problem: LinearProblem, split: bool) -> dict[str, None]:
         "scales": problem.scales == "channel",
         "block_scale": problem.scales == "block",
         "partial": split,
-        "arrived": split,
+        "arrived": split or problem.next_norm,
+        "x_scale": problem.x_scale,
+        **dict.fromkeys(("next_norm_weight", "scaled", "squares", "next_factor"), problem.next_norm),
         "slots": heads is not None and heads.table_width == 0,
         "block_table": heads is not None and heads.table_width > 0,
         **dict.fromkeys(("cos", "sin", "positions", "k_cache", "v_cache"), heads is not None),

@@ -24,6 +24,8 @@ MOST_FLAT_ROWS = 64
 KERNEL_US = 2.5
 """Of one kernel more around the library's product, less what a fused end costs the flat one: measured on
 H200 for O with a residual at 64 rows of Llama-3-8B, and for gate and up at 32 and 64."""
+KERNELS_BEFORE_NORM = 6
+"""That torch takes to prepare a result for a norm."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -93,13 +95,14 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
 
 def needs_end(problem: LinearProblem) -> bool:
     """Whether a kernel follows the library's product, which adds a bias or a residual itself."""
-    return problem.end != PLAIN or problem.scales != "none" or (problem.residual and problem.bias)
+    behind = problem.end != PLAIN or problem.x_scale or problem.scales != "none"
+    return behind or (problem.residual and problem.bias)
 
 
 def kernels_around(problem: LinearProblem) -> int:
     """Kernels that the library's product needs beside itself, for what a flat one has fused. A residual that
     it adds itself is copied before."""
-    return problem.norm + (needs_end(problem) or problem.residual)
+    return problem.norm + (needs_end(problem) or problem.residual) + KERNELS_BEFORE_NORM * problem.next_norm
 
 
 def choose(problem: LinearProblem) -> LinearConfig:

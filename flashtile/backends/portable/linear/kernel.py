@@ -20,8 +20,11 @@ from flashtile.backends.common.linear_ends import (
     PLAIN,
     EndPointers,
     EndSizes,
+    load_squares,
     row_of,
+    store_factor,
     store_pairs,
+    store_scaled,
     store_sums,
 )
 from flashtile.backends.portable.decode.e4m3 import decode_bits
@@ -167,18 +170,44 @@ def edge_of(tile, tiles, places):
 
 
 @triton.jit
-def finish(sums, square, start, stop, m, pointers, sizes, K, eps, C: tl.constexpr, E: tl.constexpr):
-    """The end of a tile."""
+def finish(
+    sums, square, start, stop, m, tile, tiles, arrived, pointers, sizes, K, eps, C: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """The end of a tile. ``arrived`` counts the tiles of each block of rows of x."""
     STEP: tl.constexpr = C.BLOCK_N // C.HALVES
     BLOCK_M: tl.constexpr = C.BLOCK_M
     factor = tl.rsqrt(square / K + eps)[None, :]
+    if E.X_SCALES:
+        factor = tl.load(pointers.x_scale + m, mask=m < sizes.M, other=0.0)[None, :]
     place = start + tl.arange(0, STEP)
     place = tl.where(place < stop, place, sizes.places)[:, None]
     if E.END == PLAIN:
-        store_sums(sums, place, m[None, :], factor, pointers, sizes, E)
+        y = store_sums(sums, place, m[None, :], factor, pointers, sizes, E)
+        if E.NEXT_NORM:
+            square = tl.sum(store_scaled(y, place, m[None, :], pointers, sizes), 0)
+            leave_factor(square, m, tile, tiles, arrived, pointers, sizes, BLOCK_M)
     else:
         first, second = tl.split(sums.reshape([2, STEP, BLOCK_M]).permute((1, 2, 0)))
         store_pairs(first, second, place, m[None, :], factor, pointers, sizes, E)
+
+
+@triton.jit
+def leave_factor(square, m, tile, tiles, arrived, pointers, sizes, BLOCK_M: tl.constexpr):
+    """Leave the sums of squares of a tile's places; the last tile of these rows of x to arrive adds up all,
+    in their order."""
+    PARTS: tl.constexpr = 4096 // BLOCK_M
+    index = tl.arange(0, BLOCK_M)
+    squares = pointers.squares + tile // tiles * tiles * BLOCK_M
+    tl.store(squares + tile % tiles * BLOCK_M + index, square)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + tile // tiles, 1, sem="acq_rel", scope="gpu") == tiles - 1:
+        tl.store(arrived + tile // tiles, 0)
+        part = tl.arange(0, PARTS)[:, None]
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(0, tiles, PARTS):
+            total += tl.sum(load_squares(part, index[None, :], first, tiles, BLOCK_M, squares), 0)
+        store_factor(total, m, pointers, sizes)
 
 
 @kernel(
@@ -197,14 +226,15 @@ def finish(sums, square, start, stop, m, pointers, sizes, K, eps, C: tl.constexp
 def product_kernel(
     x, w, y, norm_weight, block_scale, partial, arrived,
     bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache,
+    x_scale, next_norm_weight, scaled, squares, next_factor,
     K, x_stride, w_stride, scale_stride, splits, tiles, eps,
     M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width,
-    k_block, k_token, k_head, v_block, v_token, v_head, C: tl.constexpr, E: tl.constexpr,
+    k_block, k_token, k_head, v_block, v_token, v_head, next_eps, C: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of places * blocks of BLOCK_M rows of x * splits of K,), splits fastest.
 
-    ``partial`` has room for the sums of every split of every tile; ``arrived`` is a 0 for every tile before
-    and after.
+    ``partial`` has room for the sums of every split of every tile; ``arrived`` is a 0 for every tile, and
+    behind them for every block of rows, before and after.
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -212,11 +242,12 @@ def product_kernel(
     operands = Operands(x, w, norm_weight, block_scale)
     depth = Depth(K, x_stride, w_stride, scale_stride, splits, tiles)
     pointers = EndPointers(
-        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache
-    )
+        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
+        next_norm_weight, scaled, squares, next_factor,
+    )  # fmt: skip
     sizes = EndSizes(
         M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width, k_block,
-        k_token, k_head, v_block, v_token, v_head,
+        k_token, k_head, v_block, v_token, v_head, next_eps,
     )  # fmt: skip
     part = tl.program_id(0)
     split = part % splits
@@ -244,8 +275,13 @@ def product_kernel(
         sums, square = multiply_flat(row, mine, m, first, last, operands, depth, M, C, E)
     else:
         sums, square = multiply_gemv(row, mine, m, first, last, operands, depth, M, C, E)
+    blocks_arrived = arrived
+    if E.NEXT_NORM:
+        blocks_arrived += tl.num_programs(0) // splits
     if not C.SPLIT:
-        finish(sums, square, start, stop, m, pointers, sizes, K, eps, C, E)
+        finish(
+            sums, square, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, K, eps, C, E
+        )  # fmt: skip
     else:
         PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
         at = i[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -260,16 +296,19 @@ def product_kernel(
             square = tl.zeros([BLOCK_M], tl.float32)
             for p in range(splits):
                 sums += tl.load(parts + p * PART + at, cache_modifier=".cg")
-                squares = parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
-                square += tl.load(squares, cache_modifier=".cg")
-            finish(sums, square, start, stop, m, pointers, sizes, K, eps, C, E)
+                its_square = parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
+                square += tl.load(its_square, cache_modifier=".cg")
+            finish(
+                sums, square, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, K, eps, C, E
+            )  # fmt: skip
 
 
 @kernel(do_not_specialize=("M", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))
 def end_kernel(
-    sums, y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, sums_stride,
+    sums, y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
+    next_norm_weight, scaled, squares, next_factor, sums_stride,
     M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width,
-    k_block, k_token, k_head, v_block, v_token, v_head,
+    k_block, k_token, k_head, v_block, v_token, v_head, next_eps,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The end alone, behind the library's product. Grid: (blocks of places * blocks of rows,).
@@ -278,11 +317,12 @@ def end_kernel(
     time, since their eight elements must share a mask.
     """
     pointers = EndPointers(
-        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache
-    )
+        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
+        next_norm_weight, scaled, squares, next_factor,
+    )  # fmt: skip
     sizes = EndSizes(
         M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width, k_block,
-        k_token, k_head, v_block, v_token, v_head,
+        k_token, k_head, v_block, v_token, v_head, next_eps,
     )  # fmt: skip
     blocks = tl.cdiv(places, BLOCK_P)
     place = (tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
@@ -290,8 +330,11 @@ def end_kernel(
     inside = (place < places) & (m < M)
     rows = sums + m.to(tl.int64) * sums_stride
     first = tl.load(rows + row_of(place, 0, sizes, E), mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0
+    if E.X_SCALES:
+        factor = tl.load(x_scale + m, mask=m < M, other=0.0)
     if E.END == PLAIN:
-        store_sums(first, place, m, 1.0, pointers, sizes, E)
+        store_sums(first, place, m, factor, pointers, sizes, E)
     else:
         second = tl.load(rows + row_of(place, 1, sizes, E), mask=inside, other=0.0).to(tl.float32)
-        store_pairs(first, second, place, m, 1.0, pointers, sizes, E)
+        store_pairs(first, second, place, m, factor, pointers, sizes, E)

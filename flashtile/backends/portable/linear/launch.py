@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,18 @@ from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import capability
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.linear_launch import end_pointers, end_sizes, end_variant, new_output
+from flashtile.backends.common.linear_launch import (
+    end_pointers,
+    end_sizes,
+    end_variant,
+    new_next_norm,
+    new_output,
+)
 from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
 from flashtile.backends.portable.linear.kernel import Variant, end_kernel, product_kernel
 from flashtile.linear.problem import E4M3, LinearProblem
-from flashtile.linear.reference import scaled_weight
+from flashtile.linear.reference import before_norm, scaled_weight
 from flashtile.linear.table import GEMV, LIBRARY
 
 END_PLACES, END_ROWS = 128, 8
@@ -55,15 +62,21 @@ class ProductLaunch:
         self._problem, self._config = problem, config
         self._variant = variant_of(problem, config)
         self._tiles = tiles_of(problem, config)
-        self._blocks = self._tiles * triton.cdiv(problem.M, config.BLOCK_M)
+        row_blocks = triton.cdiv(problem.M, config.BLOCK_M)
+        self._blocks = self._tiles * row_blocks
+        self._counters = 0
+        if config.splits > 1 or problem.next_norm:
+            self._counters = self._blocks + row_blocks
         self._part = (config.BLOCK_N + 1) * config.BLOCK_M if config.splits > 1 else 0
         self._kernel: KeptKernel | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Any:
         *caches, given = others
         y = new_output(self._problem, x)
+        following = new_next_norm(self._problem, y, self._blocks * self._config.BLOCK_M)
+        results = (y, following.scaled, following.factor) if self._problem.next_norm else y
         if self._problem.M == 0:
-            return y
+            return results
         if self._kernel is None:
             self._kernel = self._prepare(x, weight, tuple(caches), given)
         if self._variant.E4M3_BITS:
@@ -71,11 +84,12 @@ class ProductLaunch:
         partial = arrived = None
         if self._part:
             partial = x.new_empty(self._blocks * self._config.splits * self._part, dtype=torch.float32)
-            arrived = zeroed_counters(x.device, self._blocks)
-        pointers = end_pointers(y, given, tuple(caches))
+        if self._counters:
+            arrived = zeroed_counters(x.device, self._counters)
+        pointers = end_pointers(y, given, tuple(caches), following)
         block_scale = given.weight_scale if self._variant.BLOCK_SCALES else None
         self._kernel(x.device, x, weight, y, given.norm_weight, block_scale, partial, arrived, *pointers[1:])
-        return y
+        return results
 
     def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
         problem, config = self._problem, self._config
@@ -101,7 +115,11 @@ class LibraryLaunch:
         self._problem, self._has_end = problem, needs_end(problem)
         self._kernel: KeptKernel | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Any:
+        y = self._product(x, weight, *others)
+        return before_norm(self._problem, y, others[-1].next_norm_weight) if self._problem.next_norm else y
+
+    def _product(self, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
         *caches, given = others
         problem = self._problem
         with torch.no_grad():
@@ -131,6 +149,6 @@ class LibraryLaunch:
             end_kernel,
             programs,
             (sums.stride(0), *end_sizes(problem, given, caches)),
-            (END_ROWS, END_PLACES, end_variant(problem, norm=False)),
+            (END_ROWS, END_PLACES, replace(end_variant(problem, norm=False), NEXT_NORM=False)),
             None,
         )

@@ -101,6 +101,7 @@ class ForwardVariant:
     PIN_WAIT: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    KEY_SCALES: ClassVar[bool] = False
 
 
 F = ForwardConfig

@@ -154,8 +154,11 @@ class Tree(NamedTuple):
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
     """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units.
 
-    Without HAS_SCORE_MOD products stay as they are, and the softmax scales them.
+    Without HAS_SCORE_MOD products stay as they are, and the softmax scales them. With KEY_SCALES each key has
+    a scale of its own, in shared memory.
     """
+    if C.KEY_SCALES:
+        s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
     if C.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities of the exponential
         s = numbers.softcap_log2 * (1 - 2 / (1 + gl.exp2(s * numbers.softcap_rate)))
     elif C.HAS_SCORE_MOD:

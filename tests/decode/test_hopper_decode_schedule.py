@@ -19,7 +19,13 @@ from flashtile.backends.hopper.decode.combine import (
     combine_noted_kernel,
     write_note,
 )
-from flashtile.backends.hopper.decode.work import CHUNK, balanced_tile, queued_tile, table_kernel
+from flashtile.backends.hopper.decode.work import (
+    CHUNK,
+    balanced_tile,
+    place_in_queue,
+    queued_tile,
+    table_kernel,
+)
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.results import Splits
@@ -150,6 +156,13 @@ def _queued_kernel(
             tl.atomic_add(covered + (work.m_block * num_heads_kv + work.head_kv) * 32 + n, slot + 1)
 
 
+@triton.jit
+def _places_kernel(places, num_few, num_many):
+    index = tl.arange(0, 128)
+    tl.store(places + index, place_in_queue(index, num_few >= 0, num_few, num_many))
+    tl.store(places + 128 + index, place_in_queue(index, num_few < 0, num_few, num_many))
+
+
 def expected_cover():
     covered = torch.zeros(len(LENGTHS) * M_BLOCKS, HEADS, 32, dtype=torch.int32)
     for m_block in range(len(LENGTHS) * M_BLOCKS):
@@ -205,8 +218,11 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
         table, *given, len(LENGTHS), *lengths(), C=VARIANT, WIDTH=TABLE_WIDTH.value, CHUNK=CHUNK
     )
     rows = table[1 : 1 + table[0, 0]]
-    order = [LENGTHS[row[0] // M_BLOCKS] for row in rows.tolist()]
-    assert order == sorted(order, reverse=True)
+    order = [row[0] // M_BLOCKS for row in rows.tolist()]
+    many = [LENGTHS[b] for b in order if QUERIES[b] * PACK > BLOCK_M]
+    assert many == sorted(many, reverse=True)
+    few = [LENGTHS[b] for b in order if QUERIES[b] * PACK <= BLOCK_M]
+    assert few == sorted(few, reverse=True)
     covered = torch.zeros_like(expected_cover())
     variant = replace(VARIANT, SPLIT=num_splits > 1)
     _queued_kernel[(1,)](table, covered, *lengths(), num_splits, C=variant)
@@ -216,3 +232,18 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
         split = n // -(-n_blocks_of(m_block) // num_splits)
         slot = ((b * HEADS + head_kv) * num_splits + split) * M_BLOCKS + M_BLOCKS - 1 - m
         assert covered[m_block, head_kv, n] == slot + 1
+
+
+@pytest.mark.parametrize("few", [0, 1, 2, 3, 64, 101])
+@pytest.mark.parametrize("many", [0, 1, 2, 7, 64])
+def test_work_tiles_of_few_rows_are_spread_among_the_others(few, many):
+    places = torch.zeros(2, 128, dtype=torch.int32)
+    _places_kernel[(1,)](places, few, many)
+    of_few, of_many = places[0, :few].tolist(), places[1, :many].tolist()
+    assert sorted(of_few + of_many) == list(range(few + many))
+    assert of_few == sorted(of_few)
+    assert of_many == sorted(of_many)
+    if many:
+        assert sum(place > of_many[-1] for place in of_few) >= few // 2
+    for i, position in enumerate(of_many):  # as evenly as whole numbers are
+        assert position - i == i * (few // 2) // many

@@ -83,6 +83,8 @@ class Variant(Layout):
     """Of the cache: the consumer converts its tiles."""
     DESCALE: str
     """Scales of an FP8 cache: "none", "head" or "block"."""
+    KEY_SCALES: bool
+    """Those are of blocks, so that the keys of a tile have several."""
     BALANCED: bool
     """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
     SPLIT: bool
@@ -105,10 +107,6 @@ class Variant(Layout):
     CONSUMER_REGISTERS: int
     LOADER_REGISTERS: int
     Q_IN_REGISTERS: ClassVar[int] = 0
-
-    @property
-    def KEY_SCALES(self) -> bool:
-        return self.DESCALE == "block"
 
 
 MOST_LOADERS = 2
@@ -154,8 +152,8 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     ),
 }
 
-# The same for FP8 caches, whatever the rows: one warpgroup, and where they fit two programs on a multiprocessor,
-# of which one converts a tile while the other multiplies.
+# The same for FP8 caches, whatever the rows: one warpgroup, and where they fit, two programs on a
+# multiprocessor, of which one converts a tile while the other multiplies. Not timed.
 _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
     (64, 64): row(1, 128, 4, programs_per_sm=2),
     (64, 128): row(1, 64, 4, programs_per_sm=2),
@@ -173,18 +171,18 @@ def gathers(problem: DecodeProblem) -> bool:
     return problem.leftpad or problem.page_size % COPY_ROWS != 0
 
 
-def for_rows(head_dim: int, head_dim_v: int, rows: int) -> HopperDecodeConfig:
-    """For so many query rows of a key head, over a cache of 16 bits."""
-    few, many = _TABLE[padded(head_dim), padded(head_dim_v)]
+def for_rows(head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int) -> HopperDecodeConfig:
+    """For so many query rows of a key head."""
+    sizes = padded(head_dim), padded(head_dim_v)
+    if cache_element_bytes == 1:
+        return _FP8_TABLE[sizes]
+    few, many = _TABLE[sizes]
     return few if rows <= WARPGROUP_ROWS else many
 
 
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
-    if problem.cache_dtype == FP8:
-        config = _FP8_TABLE[padded(problem.head_dim), padded(problem.head_dim_v)]
-    else:
-        rows = problem.seqlen_q * problem.group_size
-        config = for_rows(problem.head_dim, problem.head_dim_v, rows)
+    rows = problem.seqlen_q * problem.group_size
+    config = for_rows(problem.head_dim, problem.head_dim_v, rows, problem.cache_dtype.itemsize)
     if gathers(problem) and config.programs_per_sm > 1:  # each needs room for addresses, too
         config = replace(config, STAGES=config.STAGES - 1)
     return config

@@ -1,7 +1,7 @@
 """FP8 caches: tiles of e4m3 as tensor cores multiply them, converted by the warpgroup that does so.
 
-Tensor cores take keys and values from shared memory, and e4m3 only with e4m3 on the other side, transposed for
-V. Loaders therefore bring tiles as the cache has them, which is half of the bytes, and the consumer writes them
+Tensor cores take keys and values from shared memory, and e4m3 only with e4m3 on the other side, transposed
+for V. Loaders therefore bring tiles as the cache has them, half of the bytes, and the consumer writes them
 anew. e4m3 is exact in float16, and one instruction converts two numbers, so that queries and P are float16,
 too. Of queries in bfloat16 each row is divided by a power of two, which its scores get back.
 
@@ -142,7 +142,7 @@ def make_scales(C: gl.constexpr):
 
 @gluon.jit
 def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
-    """The channel ``raw`` of k, or of v, as the consumer takes it: as it is, or converted to ``dtype``."""
+    """The channel ``raw`` of k or v as the consumer takes it: converted to ``dtype``, or as it is."""
     if C.E4M3:
         WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
         layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
@@ -157,8 +157,8 @@ def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constex
 
 @gluon.jit
 def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
-    """[BLOCK_N]: the scale of each key of n_block ``n``, that of its page or its row of a dense cache, 0 where
-    no row sees it. ``entry`` as in ``loads.first_entry``."""
+    """[BLOCK_N]: the scale of each key of n_block ``n``, by its page or its row of a dense cache; 0 where no
+    row sees it. ``entry`` as in ``loads.first_entry``."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0])
     position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=line)
     seen = is_seen(C, position, keys)
@@ -182,8 +182,8 @@ def scales_of_head(C: gl.constexpr, pointers, head_kv):
 
 @gluon.jit
 def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
-    """(the rows ``q`` [64, BLOCK_D] in shared memory as products with the tiles of ``k`` take them, the numbers
-    of their scores, by row)."""
+    """(the rows ``q`` [64, BLOCK_D] in shared memory as products with the tiles of ``k`` take them, the
+    numbers of their scores, by row)."""
     ROWS: gl.constexpr = q.shape[0]
     dtype: gl.constexpr = k.tiles.dtype
     scale = gl.full([ROWS], 1.0, gl.float32, row_layout)

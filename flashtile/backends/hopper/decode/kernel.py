@@ -507,7 +507,7 @@ def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
 
 @gluon.jit
 def make_memory(C: gl.constexpr, source):
-    """(where a loader finds its rows, shared memory for their offsets) to GATHER; shared memory for scales."""
+    """(where a loader finds its rows, shared memory for their offsets) to GATHER; scales."""
     scales = make_scales(C)
     if C.GATHER:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -516,7 +516,10 @@ def make_memory(C: gl.constexpr, source):
         return 0, 0, scales
 
 
-RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, *(f"{name}_stride" for name in ("alibi", "tree", "k_descale", "v_descale")))
+RUNTIME_INTEGERS = (
+    *Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride", "tree_stride", "k_descale_stride",
+    "v_descale_stride",
+)  # fmt: skip
 
 
 @gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)

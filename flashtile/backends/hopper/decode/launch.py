@@ -129,6 +129,7 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         HAS_SCORE_MOD=scaled,
         E4M3=e4m3,
         DESCALE=problem.descale,
+        KEY_SCALES=problem.descale == "block",
         BALANCED=balanced,
         SPLIT=balanced or num_splits_of(problem, config)[0] > 1,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),

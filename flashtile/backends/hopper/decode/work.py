@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.hopper import config
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.schedule import (
     Lengths,
@@ -21,6 +22,8 @@ from flashtile.backends.portable.decode.schedule import (
 
 CHUNK = 256
 """Sequences that a program compares its own with at a time."""
+FEW_ROWS = tl.constexpr(config.WARPGROUP_ROWS)
+"""Up to so many of a sequence, its work tiles wait for memory; with more, they multiply."""
 
 
 @triton.jit
@@ -83,6 +86,29 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
     return (sequence.len_q * lengths.group_size + C.BLOCK_M - 1) // C.BLOCK_M
 
 
+@triton.jit
+def has_few_rows(sequence, lengths):
+    return sequence.len_q * lengths.group_size <= FEW_ROWS
+
+
+@triton.jit
+def place_in_queue(index, few, num_few, num_many):
+    """Where the m_block stands that is number ``index`` of ``num_few`` of sequences with ``few`` rows, or of
+    ``num_many`` of the others.
+
+    Memory is idle while all programs multiply, and the tensor cores while all of them read. So the first half
+    of the former is spread evenly among the latter. The second half ends the queue, for it is what fills up
+    the time in which the last long work tiles end.
+    """
+    spread = (num_few // 2).to(tl.int64)
+    if few:
+        before = ((index + 1) * num_many.to(tl.int64) + spread - 1) // tl.maximum(spread, 1)
+        before = tl.where(index < spread, tl.minimum(before, num_many), num_many)
+    else:
+        before = index * spread // tl.maximum(num_many, 1)
+    return index + before.to(tl.int32)
+
+
 @kernel(do_not_specialize=("batch", *Lengths._fields))
 def table_kernel(
     table, cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
@@ -93,7 +119,7 @@ def table_kernel(
     such rows there are, and 0 for those that were taken from the queue.
 
     One program for each of ``batch`` sequences. Those with more keys come first, each from its last m_block,
-    which may see the most keys, to its first.
+    which may see the most keys, to its first; :func:`place_in_queue` merges those of few rows and the others.
     """
     sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
     lengths = Lengths(
@@ -102,24 +128,28 @@ def table_kernel(
     )  # fmt: skip
     b = tl.program_id(0)
     mine = load_sequence(b, True, sequences, lengths, C)
+    few = has_few_rows(mine, lengths)
     rank = 0
     total = 0
+    num_few = 0
     for first in range(0, batch, CHUNK):
         others = first + tl.arange(0, CHUNK)
         sequence = load_sequence(others, others < batch, sequences, lengths, C)
         counts = count_m_blocks(sequence, lengths, C)
+        are_few = has_few_rows(sequence, lengths)
         before = (sequence.len_k > mine.len_k) | ((sequence.len_k == mine.len_k) & (others < b))
-        rank += tl.sum(tl.where(before, counts, 0))
+        rank += tl.sum(tl.where(before & (are_few == few), counts, 0))
         total += tl.sum(counts)
+        num_few += tl.sum(tl.where(are_few, counts, 0))
     if b == 0:
         tl.store(table, total)
         tl.store(table + 1, 0)
     count = count_m_blocks(mine, lengths, C)
     for first in range(0, count, CHUNK):
-        place = first + tl.arange(0, CHUNK)
-        row = table + (1 + rank + place) * WIDTH
-        inside = place < count
-        tl.store(row, b * m_blocks_per_sequence + count - 1 - place, mask=inside)
+        nth = first + tl.arange(0, CHUNK)
+        row = table + (1 + place_in_queue(rank + nth, few, num_few, total - num_few)) * WIDTH
+        inside = nth < count
+        tl.store(row, b * m_blocks_per_sequence + count - 1 - nth, mask=inside)
         tl.store(row + 1, mine.start_q, mask=inside)
         tl.store(row + 2, mine.len_q, mask=inside)
         tl.store(row + 3, mine.len_k, mask=inside)

@@ -170,9 +170,9 @@ def expected_cover():
     return covered
 
 
-@pytest.mark.parametrize("programs", [7, 3 * TILES])
-def test_balanced_programs_and_what_joins_their_parts(programs):
-    """With fewer programs than work tiles, and with more."""
+@pytest.mark.parametrize(("programs", "row_blocks"), [(7, 3), (3 * TILES, BLOCK_M // 16)])
+def test_balanced_programs_and_what_joins_their_parts(programs, row_blocks):
+    """With fewer programs than work tiles, and fewer row blocks than rows; and with more."""
     variant = replace(VARIANT, BY_WORK_TILE=programs > TILES)
     places = TILES if variant.BY_WORK_TILE else programs
     slots = 2 * programs
@@ -188,7 +188,6 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     partial[:floats] = torch.cat([values.flatten(), lse.flatten()])
     out = torch.full((sum(QUERIES), HEADS * PACK, D), torch.nan)
     out_lse = torch.full((HEADS * PACK, sum(QUERIES)), torch.nan)
-    row_blocks = BLOCK_M // VARIANT.ROWS
     combine_noted_kernel[(places * row_blocks,)](
         partial, out, out_lse, None, given[0], None, given[1], None, *lengths(), BLOCK_M, slots, 1, 0,
         row_blocks, C=variant,

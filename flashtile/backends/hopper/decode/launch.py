@@ -55,6 +55,8 @@ FAR = 2**30
 COMBINE_TILES = {4: 2048, 8: 8192}
 """Elements of partial results that a combining program loads at a time, by its warps. Where work tiles have
 few parts there are many programs, and the more of them fit a multiprocessor the better."""
+COMBINING_PROGRAMS = 6
+"""Of a multiprocessor, where there is one for each attention program: as many as are at work at a time."""
 MANY_PARTS = 16
 LEAST_SPLITS = 4
 """Parts that it loads at a time at least."""
@@ -249,6 +251,9 @@ class HopperDecodeLaunch(DecodeLaunch):
         self._partials = round_up(floats + places * NOTE_WIDTH.value, 64)
         combining, num_warps = noted_variant(self._problem, config, variant)
         row_blocks = triton.cdiv(rows, combining.ROWS)
+        if not variant.BY_WORK_TILE:  # most places have nothing to combine
+            at_work = COMBINING_PROGRAMS * multiprocessors(self._device)
+            row_blocks = min(row_blocks, triton.cdiv(at_work, places))
         combine = KeptKernel(
             combine_noted_kernel,
             places * row_blocks,

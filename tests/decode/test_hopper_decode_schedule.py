@@ -25,6 +25,7 @@ from flashtile.backends.hopper.decode.work import (
     place_in_queue,
     queued_tile,
     table_kernel,
+    tiles_in_queue,
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombineVariant
@@ -144,14 +145,15 @@ def _balanced_kernel(
 @triton.jit
 def _queued_kernel(
     table, covered, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q,
-    capacity, window_left, window_right, num_splits, C: tl.constexpr,
+    capacity, window_left, window_right, num_splits, split_n_blocks, C: tl.constexpr,
 ):  # fmt: skip
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
         window_left, window_right,
     )  # fmt: skip
-    for index in range(tl.load(table) * num_heads_kv * num_splits):
-        work, n_begin, n_end, slot, _ = queued_tile(C, index, table, lengths, Splits(0, 0, num_splits, 0))
+    splits = Splits(0, 0, num_splits, split_n_blocks)
+    for index in range(tiles_in_queue(C, table, lengths, splits)):
+        work, n_begin, n_end, slot, _ = queued_tile(C, index, table, lengths, splits)
         for n in range(n_begin, n_end):
             tl.atomic_add(covered + (work.m_block * num_heads_kv + work.head_kv) * 32 + n, slot + 1)
 
@@ -209,13 +211,15 @@ def test_balanced_programs_and_what_joins_their_parts(programs, row_blocks):
     assert torch.equal(~out_lse.isnan().mT, written)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
+@pytest.mark.parametrize(("num_splits", "size"), [(1, 0), (3, 0), (100, 4)])
+def test_the_queue_has_each_split_once_long_sequences_first(num_splits, size):
+    """Splits by their number, and of so many n_blocks each, for which capacity has far more room."""
     table = torch.full((1 + len(LENGTHS) * M_BLOCKS, TABLE_WIDTH.value), -1, dtype=torch.int32)
-    given = int32(*LENGTHS), None, offsets(), None
+    given, splits = (int32(*LENGTHS), None, offsets(), None), (num_splits, size)
     table_kernel[(len(LENGTHS),)](
-        table, *given, len(LENGTHS), *lengths(), C=VARIANT, WIDTH=TABLE_WIDTH.value, CHUNK=CHUNK
+        table, *given, len(LENGTHS), *lengths(), *splits, C=VARIANT, WIDTH=TABLE_WIDTH.value, CHUNK=CHUNK
     )
+    assert table[0, 2] == (-(-max(LENGTHS) // (BLOCK_N * size)) if size else num_splits)
     rows = table[1 : 1 + table[0, 0]]
     order = [row[0] // M_BLOCKS for row in rows.tolist()]
     many = [LENGTHS[b] for b in order if QUERIES[b] * PACK > BLOCK_M]
@@ -224,11 +228,11 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
     assert few == sorted(few, reverse=True)
     covered = torch.zeros_like(expected_cover())
     variant = replace(VARIANT, SPLIT=num_splits > 1)
-    _queued_kernel[(1,)](table, covered, *lengths(), num_splits, C=variant)
+    _queued_kernel[(1,)](table, covered, *lengths(), *splits, C=variant)
     assert torch.equal(covered > 0, expected_cover() > 0)
     for m_block, head_kv, n in (covered > 0).nonzero().tolist():  # slots as the portable kernel has them
         b, m = divmod(m_block, M_BLOCKS)
-        split = n // -(-n_blocks_of(m_block) // num_splits)
+        split = n // (size or -(-n_blocks_of(m_block) // num_splits))
         slot = ((b * HEADS + head_kv) * num_splits + split) * M_BLOCKS + M_BLOCKS - 1 - m
         assert covered[m_block, head_kv, n] == slot + 1
 

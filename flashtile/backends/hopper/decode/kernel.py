@@ -41,7 +41,12 @@ from flashtile.backends.hopper.decode.loads import (
     load_n_block,
     load_pages,
 )
-from flashtile.backends.hopper.decode.work import balanced_tile, queued_tile, start_dependents
+from flashtile.backends.hopper.decode.work import (
+    balanced_tile,
+    queued_tile,
+    start_dependents,
+    tiles_in_queue,
+)
 from flashtile.backends.hopper.forward.kernel import (
     LN_2,
     Rows,
@@ -421,7 +426,7 @@ def consumer(
                         )
                         write_note(call.pointers.partial, note, call.lengths, call.splits, C)
     else:
-        num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
+        num_tiles = tiles_in_queue(C, call.pointers.table, call.lengths, call.splits)
         t = 0
         tile_index = work_queue.take(queue, t, 4)
         while tile_index < num_tiles:
@@ -460,7 +465,7 @@ def loader(
     else:
         FIRST: gl.constexpr = not V and PART == 0
         program, programs = gl.program_id(0), gl.num_programs(0)
-        num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
+        num_tiles = tiles_in_queue(C, call.pointers.table, call.lengths, call.splits)
         t = 0
         tile_index = program
         if FIRST:

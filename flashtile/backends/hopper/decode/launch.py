@@ -239,7 +239,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         )
         table = None
         if not variant.BALANCED:
-            table = WorkTable(problem, lengths, variant)
+            table = WorkTable(problem, lengths, splits, variant)
         attend = Attend(kernel, table, variant.GATHER)
         if not variant.SPLIT:
             return attend, None
@@ -300,10 +300,13 @@ class Combine:
 class WorkTable:
     """Allocates and fills the table of the work queue."""
 
-    def __init__(self, problem: DecodeProblem, lengths: Lengths, variant: Variant) -> None:
+    def __init__(
+        self, problem: DecodeProblem, lengths: Lengths, splits: Splits, variant: Variant
+    ) -> None:
         self._rows = 1 + lengths.m_blocks
         constants = (variant, TABLE_WIDTH.value, CHUNK)
-        self._fill = KeptKernel(table_kernel, problem.batch, (problem.batch, *lengths), constants, None)
+        scalars = (problem.batch, *lengths, splits.num_splits, splits.split_n_blocks)
+        self._fill = KeptKernel(table_kernel, problem.batch, scalars, constants, None)
 
     def __call__(self, q: Tensor, tensors: CacheTensors) -> Tensor:
         """(1 + m_blocks, TABLE_WIDTH), int32."""

@@ -55,12 +55,28 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, sequ
 
 
 @triton.jit
+def splits_in_queue(C: tl.constexpr, table, splits):
+    """Splits of each m_block that stand in the queue: of splits of a given size, no more than the longest
+    sequence has, for a table of blocks may be far longer."""
+    if C.SPLIT:
+        return tl.load(table + 2)
+    else:
+        return splits.num_splits
+
+
+@triton.jit
+def tiles_in_queue(C: tl.constexpr, table, lengths, splits):
+    return tl.load(table) * lengths.num_heads_kv * splits_in_queue(C, table, splits)
+
+
+@triton.jit
 def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits):
     """(work tile, its n_blocks [n_begin, n_end), slot, whether these are all) of the queue's ``tile_index``:
     heads side by side, split by split, m_block by m_block in the order of the table."""
     head_kv = tile_index % lengths.num_heads_kv
-    split = tile_index // lengths.num_heads_kv % splits.num_splits
-    row = table + (1 + tile_index // lengths.num_heads_kv // splits.num_splits) * TABLE_WIDTH
+    in_queue = splits_in_queue(C, table, splits)
+    split = tile_index // lengths.num_heads_kv % in_queue
+    row = table + (1 + tile_index // lengths.num_heads_kv // in_queue) * TABLE_WIDTH
     m_block = tl.load(row)
     sequence = Sequence(
         tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
@@ -109,14 +125,15 @@ def place_in_queue(index, few, num_few, num_many):
     return index + before.to(tl.int32)
 
 
-@kernel(do_not_specialize=("batch", *Lengths._fields))
+@kernel(do_not_specialize=("batch", *Lengths._fields, "num_splits", "split_n_blocks"))
 def table_kernel(
     table, cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-    window_left, window_right, C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    window_left, window_right, num_splits, split_n_blocks, C: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Row 1 + rank of ``table``: an m_block and the :class:`schedule.Sequence` that it is of. Row 0: how many
-    such rows there are, and 0 for those that were taken from the queue.
+    such rows there are, 0 for those that were taken from the queue, and the splits of each row.
 
     One program for each of ``batch`` sequences. Those with more keys come first, each from its last m_block,
     which may see the most keys, to its first; :func:`place_in_queue` merges those of few rows and the others.
@@ -132,6 +149,7 @@ def table_kernel(
     rank = 0
     total = 0
     num_few = 0
+    longest = 0
     for first in range(0, batch, CHUNK):
         others = first + tl.arange(0, CHUNK)
         sequence = load_sequence(others, others < batch, sequences, lengths, C)
@@ -141,9 +159,14 @@ def table_kernel(
         rank += tl.sum(tl.where(before & (are_few == few), counts, 0))
         total += tl.sum(counts)
         num_few += tl.sum(tl.where(are_few, counts, 0))
+        longest = max(longest, tl.max(tl.where(counts > 0, sequence.len_k, 0)))
     if b == 0:
         tl.store(table, total)
         tl.store(table + 1, 0)
+        if split_n_blocks > 0:
+            n_blocks = (longest + C.BLOCK_N - 1) // C.BLOCK_N
+            num_splits = max(1, min(num_splits, (n_blocks + split_n_blocks - 1) // split_n_blocks))
+        tl.store(table + 2, num_splits)
     count = count_m_blocks(mine, lengths, C)
     for first in range(0, count, CHUNK):
         nth = first + tl.arange(0, CHUNK)

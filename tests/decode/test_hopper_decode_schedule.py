@@ -49,6 +49,7 @@ TILES = len(LENGTHS) * M_BLOCKS * HEADS
 @dataclass(frozen=True)
 class Variant(CombineVariant):
     SPLIT: bool
+    SIZED_SPLITS: bool
 
 
 VARIANT = Variant(
@@ -76,6 +77,7 @@ VARIANT = Variant(
     ROWS=16,
     SPLITS=2,
     SPLIT=True,
+    SIZED_SPLITS=False,
 )
 
 
@@ -227,7 +229,7 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits, size):
     few = [LENGTHS[b] for b in order if QUERIES[b] * PACK <= BLOCK_M]
     assert few == sorted(few, reverse=True)
     covered = torch.zeros_like(expected_cover())
-    variant = replace(VARIANT, SPLIT=num_splits > 1)
+    variant = replace(VARIANT, SPLIT=num_splits > 1, SIZED_SPLITS=size > 0)
     _queued_kernel[(1,)](table, covered, *lengths(), *splits, C=variant)
     assert torch.equal(covered > 0, expected_cover() > 0)
     for m_block, head_kv, n in (covered > 0).nonzero().tolist():  # slots as the portable kernel has them

@@ -89,6 +89,8 @@ class Variant(Layout):
     """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
     SPLIT: bool
     """A work tile may have several splits: always, if balanced."""
+    SIZED_SPLITS: bool
+    """The call says how many keys a split has, not how many splits there are."""
     BY_WORK_TILE: bool
     """Combining what balanced programs leave has a program for each work tile, not for each of them."""
     PACK: int

@@ -134,6 +134,7 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         KEY_SCALES=problem.descale == "block",
         BALANCED=balanced,
         SPLIT=balanced or num_splits_of(problem, config)[0] > 1,
+        SIZED_SPLITS=problem.split_size > 0,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
         PACK=pack,
         KV_GROUP=problem.group_size // pack,

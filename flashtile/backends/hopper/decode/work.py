@@ -58,7 +58,7 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, sequ
 def splits_in_queue(C: tl.constexpr, table, splits):
     """Splits of each m_block that stand in the queue: of splits of a given size, no more than the longest
     sequence has, for a table of blocks may be far longer."""
-    if C.SPLIT:
+    if C.SIZED_SPLITS:
         return tl.load(table + 2)
     else:
         return splits.num_splits

@@ -19,7 +19,14 @@ from flashtile.backends.hopper.decode.combine import (
     combine_noted_kernel,
     write_note,
 )
-from flashtile.backends.hopper.decode.work import CHUNK, balanced_tile, queued_tile, table_kernel
+from flashtile.backends.hopper.decode.work import (
+    CHUNK,
+    balanced_tile,
+    place_in_queue,
+    queued_tile,
+    table_kernel,
+    tiles_in_queue,
+)
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.results import Splits
@@ -42,6 +49,7 @@ TILES = len(LENGTHS) * M_BLOCKS * HEADS
 @dataclass(frozen=True)
 class Variant(CombineVariant):
     SPLIT: bool
+    SIZED_SPLITS: bool
 
 
 VARIANT = Variant(
@@ -69,6 +77,7 @@ VARIANT = Variant(
     ROWS=16,
     SPLITS=2,
     SPLIT=True,
+    SIZED_SPLITS=False,
 )
 
 
@@ -138,16 +147,24 @@ def _balanced_kernel(
 @triton.jit
 def _queued_kernel(
     table, covered, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q,
-    capacity, window_left, window_right, num_splits, C: tl.constexpr,
+    capacity, window_left, window_right, num_splits, split_n_blocks, C: tl.constexpr,
 ):  # fmt: skip
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
         window_left, window_right,
     )  # fmt: skip
-    for index in range(tl.load(table) * num_heads_kv * num_splits):
-        work, n_begin, n_end, slot, _ = queued_tile(C, index, table, lengths, Splits(0, 0, num_splits, 0))
+    splits = Splits(0, 0, num_splits, split_n_blocks)
+    for index in range(tiles_in_queue(C, table, lengths, splits)):
+        work, n_begin, n_end, slot, _ = queued_tile(C, index, table, lengths, splits)
         for n in range(n_begin, n_end):
             tl.atomic_add(covered + (work.m_block * num_heads_kv + work.head_kv) * 32 + n, slot + 1)
+
+
+@triton.jit
+def _places_kernel(places, num_few, num_many):
+    index = tl.arange(0, 128)
+    tl.store(places + index, place_in_queue(index, num_few >= 0, num_few, num_many))
+    tl.store(places + 128 + index, place_in_queue(index, num_few < 0, num_few, num_many))
 
 
 def expected_cover():
@@ -157,9 +174,9 @@ def expected_cover():
     return covered
 
 
-@pytest.mark.parametrize("programs", [7, 3 * TILES])
-def test_balanced_programs_and_what_joins_their_parts(programs):
-    """With fewer programs than work tiles, and with more."""
+@pytest.mark.parametrize(("programs", "row_blocks"), [(7, 3), (3 * TILES, BLOCK_M // 16)])
+def test_balanced_programs_and_what_joins_their_parts(programs, row_blocks):
+    """With fewer programs than work tiles, and fewer row blocks than rows; and with more."""
     variant = replace(VARIANT, BY_WORK_TILE=programs > TILES)
     places = TILES if variant.BY_WORK_TILE else programs
     slots = 2 * programs
@@ -175,7 +192,6 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     partial[:floats] = torch.cat([values.flatten(), lse.flatten()])
     out = torch.full((sum(QUERIES), HEADS * PACK, D), torch.nan)
     out_lse = torch.full((HEADS * PACK, sum(QUERIES)), torch.nan)
-    row_blocks = BLOCK_M // VARIANT.ROWS
     combine_noted_kernel[(places * row_blocks,)](
         partial, out, out_lse, None, given[0], None, given[1], None, *lengths(), BLOCK_M, slots, 1, 0,
         row_blocks, C=variant,
@@ -197,22 +213,42 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     assert torch.equal(~out_lse.isnan().mT, written)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
+@pytest.mark.parametrize(("num_splits", "size"), [(1, 0), (3, 0), (100, 4)])
+def test_the_queue_has_each_split_once_long_sequences_first(num_splits, size):
+    """Splits by their number, and of so many n_blocks each, for which capacity has far more room."""
     table = torch.full((1 + len(LENGTHS) * M_BLOCKS, TABLE_WIDTH.value), -1, dtype=torch.int32)
-    given = int32(*LENGTHS), None, offsets(), None
+    given, splits = (int32(*LENGTHS), None, offsets(), None), (num_splits, size)
     table_kernel[(len(LENGTHS),)](
-        table, *given, len(LENGTHS), *lengths(), C=VARIANT, WIDTH=TABLE_WIDTH.value, CHUNK=CHUNK
+        table, *given, len(LENGTHS), *lengths(), *splits, C=VARIANT, WIDTH=TABLE_WIDTH.value, CHUNK=CHUNK
     )
+    assert table[0, 2] == (-(-max(LENGTHS) // (BLOCK_N * size)) if size else num_splits)
     rows = table[1 : 1 + table[0, 0]]
-    order = [LENGTHS[row[0] // M_BLOCKS] for row in rows.tolist()]
-    assert order == sorted(order, reverse=True)
+    order = [row[0] // M_BLOCKS for row in rows.tolist()]
+    many = [LENGTHS[b] for b in order if QUERIES[b] * PACK > BLOCK_M]
+    assert many == sorted(many, reverse=True)
+    few = [LENGTHS[b] for b in order if QUERIES[b] * PACK <= BLOCK_M]
+    assert few == sorted(few, reverse=True)
     covered = torch.zeros_like(expected_cover())
-    variant = replace(VARIANT, SPLIT=num_splits > 1)
-    _queued_kernel[(1,)](table, covered, *lengths(), num_splits, C=variant)
+    variant = replace(VARIANT, SPLIT=num_splits > 1, SIZED_SPLITS=size > 0)
+    _queued_kernel[(1,)](table, covered, *lengths(), *splits, C=variant)
     assert torch.equal(covered > 0, expected_cover() > 0)
     for m_block, head_kv, n in (covered > 0).nonzero().tolist():  # slots as the portable kernel has them
         b, m = divmod(m_block, M_BLOCKS)
-        split = n // -(-n_blocks_of(m_block) // num_splits)
+        split = n // (size or -(-n_blocks_of(m_block) // num_splits))
         slot = ((b * HEADS + head_kv) * num_splits + split) * M_BLOCKS + M_BLOCKS - 1 - m
         assert covered[m_block, head_kv, n] == slot + 1
+
+
+@pytest.mark.parametrize("few", [0, 1, 2, 3, 64, 101])
+@pytest.mark.parametrize("many", [0, 1, 2, 7, 64])
+def test_work_tiles_of_few_rows_are_spread_among_the_others(few, many):
+    places = torch.zeros(2, 128, dtype=torch.int32)
+    _places_kernel[(1,)](places, few, many)
+    of_few, of_many = places[0, :few].tolist(), places[1, :many].tolist()
+    assert sorted(of_few + of_many) == list(range(few + many))
+    assert of_few == sorted(of_few)
+    assert of_many == sorted(of_many)
+    if many:
+        assert sum(place > of_many[-1] for place in of_few) >= few // 2
+    for i, position in enumerate(of_many):  # as evenly as whole numbers are
+        assert position - i == i * (few // 2) // many

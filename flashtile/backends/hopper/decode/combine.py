@@ -67,7 +67,8 @@ def combine_noted_kernel(
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
     window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, row_blocks, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row blocks * places of notes,). A row block is ROWS rows of a work tile."""
+    """Grid: (row blocks * places of notes,). A row block is ROWS rows of a work tile; with fewer
+    ``row_blocks`` than rows, unless BY_WORK_TILE, each goes on behind the last one."""
     lengths = Lengths(
         m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
         window_left, window_right,
@@ -97,7 +98,15 @@ def combine_noted_kernel(
     if first_row < num_rows:  # noqa: SIM102 - what a place without rows holds is not looked at
         if splits > 1:
             # The first part is in its program's second slot, the others are in their programs' first.
-            combine_rows(
-                partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, start_q, num_rows,
-                first_row, splits, 2 * first_program, 2, 1, lengths, partial, C,
-            )  # fmt: skip
+            slot = 2 * first_program
+            if C.BY_WORK_TILE:
+                combine_rows(
+                    partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, start_q, num_rows,
+                    first_row, splits, slot, 2, 1, lengths, partial, C,
+                )  # fmt: skip
+            else:
+                for row in range(first_row, num_rows, row_blocks * C.ROWS):
+                    combine_rows(
+                        partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, start_q, num_rows,
+                        row, splits, slot, 2, 1, lengths, partial, C,
+                    )  # fmt: skip

@@ -46,7 +46,7 @@ from flashtile.backends.portable.decode.launch import (
 from flashtile.backends.portable.decode.launch import is_balanced as shares_blocks
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
-from flashtile.decode.problem import CacheTensors, DecodeProblem
+from flashtile.decode.problem import FP8, CacheTensors, DecodeProblem
 from flashtile.problem import UNLIMITED
 
 STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
@@ -55,6 +55,8 @@ FAR = 2**30
 COMBINE_TILES = {4: 2048, 8: 8192}
 """Elements of partial results that a combining program loads at a time, by its warps. Where work tiles have
 few parts there are many programs, and the more of them fit a multiprocessor the better."""
+COMBINING_PROGRAMS = 6
+"""Of a multiprocessor, where there is one for each attention program: as many as are at work at a time."""
 MANY_PARTS = 16
 LEAST_SPLITS = 4
 """Parts that it loads at a time at least."""
@@ -110,6 +112,9 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     loaders = min(copies, MOST_LOADERS)
     fields = layout(packed(problem), config)
     fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
+    e4m3 = problem.cache_dtype == FP8
+    # Each row of an FP8 call has a scale of its own, so it is not folded into the exponent.
+    scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3
     return Variant(
         **fields,
         PAGE_SIZE=problem.page_size,
@@ -123,9 +128,13 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         ALIBI=problem.alibi,
         SINK=problem.sink,
         HAS_TREE=problem.tree,
-        HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0,
+        HAS_SCORE_MOD=scaled,
+        E4M3=e4m3,
+        DESCALE=problem.descale,
+        KEY_SCALES=problem.descale == "block",
         BALANCED=balanced,
         SPLIT=balanced or num_splits_of(problem, config)[0] > 1,
+        SIZED_SPLITS=problem.split_size > 0,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
@@ -167,13 +176,16 @@ def views(problem: DecodeProblem, variant: Variant, q: Tensor, k: Tensor, v: Ten
     rows = variant.COPY_ROWS
     return {
         "q_desc": packed_view(shape, strides, variant.PACK, WARPGROUP_ROWS, variant.BLOCK_D, problem.dtype),
-        "k_desc": ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.dtype),
-        "v_desc": ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.dtype),
+        "k_desc": ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.cache_dtype),
+        "v_desc": ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.cache_dtype),
     }
 
 
 class HopperDecodeLaunch(DecodeLaunch):
     """The portable launch with another kernel in front of the one that combines."""
+
+    def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        return k_cache, v_cache
 
     def _prepare(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors) -> tuple[Any, Any]:
         problem, config = packed(self._problem), self._config
@@ -215,6 +227,8 @@ class HopperDecodeLaunch(DecodeLaunch):
         scalars["alibi_stride"] = stride_of_two(tensors.alibi_slopes)
         tree = tensors.tree_mask
         scalars["tree_stride"] = 0 if tree is None or tree.shape[0] == 1 else tree.stride(0)
+        scalars["k_descale_stride"] = stride_of_two(tensors.k_descale)
+        scalars["v_descale_stride"] = stride_of_two(tensors.v_descale)
         kernel = KeptKernel(
             attend_kernel,
             programs,
@@ -226,7 +240,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         )
         table = None
         if not variant.BALANCED:
-            table = WorkTable(problem, lengths, variant)
+            table = WorkTable(problem, lengths, splits, variant)
         attend = Attend(kernel, table, variant.GATHER)
         if not variant.SPLIT:
             return attend, None
@@ -238,6 +252,9 @@ class HopperDecodeLaunch(DecodeLaunch):
         self._partials = round_up(floats + places * NOTE_WIDTH.value, 64)
         combining, num_warps = noted_variant(self._problem, config, variant)
         row_blocks = triton.cdiv(rows, combining.ROWS)
+        if not variant.BY_WORK_TILE:  # most places have nothing to combine
+            at_work = COMBINING_PROGRAMS * multiprocessors(self._device)
+            row_blocks = min(row_blocks, triton.cdiv(at_work, places))
         combine = KeptKernel(
             combine_noted_kernel,
             places * row_blocks,
@@ -284,10 +301,13 @@ class Combine:
 class WorkTable:
     """Allocates and fills the table of the work queue."""
 
-    def __init__(self, problem: DecodeProblem, lengths: Lengths, variant: Variant) -> None:
+    def __init__(
+        self, problem: DecodeProblem, lengths: Lengths, splits: Splits, variant: Variant
+    ) -> None:
         self._rows = 1 + lengths.m_blocks
         constants = (variant, TABLE_WIDTH.value, CHUNK)
-        self._fill = KeptKernel(table_kernel, problem.batch, (problem.batch, *lengths), constants, None)
+        scalars = (problem.batch, *lengths, splits.num_splits, splits.split_n_blocks)
+        self._fill = KeptKernel(table_kernel, problem.batch, scalars, constants, None)
 
     def __call__(self, q: Tensor, tensors: CacheTensors) -> Tensor:
         """(1 + m_blocks, TABLE_WIDTH), int32."""
@@ -321,5 +341,5 @@ class Attend:
         self._kernel(
             device, q, k, v, *gathered, out, lse, partial, table, given.cache_seqlens, given.cache_leftpad,
             given.cache_batch_idx, given.block_table, given.cu_seqlens_q, given.cu_seqlens_k_new,
-            given.alibi_slopes, given.sink, given.tree_mask,
+            given.alibi_slopes, given.sink, given.tree_mask, given.k_descale, given.v_descale,
         )  # fmt: skip

@@ -108,6 +108,7 @@ class ForwardVariant(WithoutFunctions):
     PIN_WAIT: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    KEY_SCALES: ClassVar[bool] = False
 
 
 F = ForwardConfig

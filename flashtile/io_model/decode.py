@@ -81,12 +81,12 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
 def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
     """The configuration that the call gets on the card, and the query heads that share a tile."""
     rows, width = call.seqlen_q * call.group_size, padded(max(call.head_dim, call.width_v))
-    if card.capability == (9, 0) and rows > NARROW and call.cache_element_bytes == call.element_bytes == 2:
+    if card.capability == (9, 0) and rows > NARROW and call.element_bytes == 2:
         from flashtile.backends.hopper.decode import config as hopper
 
         if hopper.serves_heads(call.head_dim, call.width_v):
             pack = hopper.heads_together(call.group_size)
-            return hopper.for_rows(call.head_dim, call.width_v, rows), pack
+            return hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes), pack
     family = family_of_capability(*card.capability)
     element_bytes = 4 if call.element_bytes == 4 else call.cache_element_bytes
     blocks = row_blocks(family, element_bytes, width)

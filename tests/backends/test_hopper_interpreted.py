@@ -283,13 +283,12 @@ DECODE = {
     case.name: case
     for case in decode_cases.CASES
     if not (
-        case.cache_dtype or case.rotary_dim or case.new is not None or case.head_dim % 8
-        or (case.head_dim_v or 8) % 8
+        case.rotary_dim or case.new is not None or case.head_dim % 8 or (case.head_dim_v or 8) % 8
     )
 }  # fmt: skip
 TELLING_DECODE = (
     "page-size-1", "window-left", "leftpad-paged", "batch-idx", "ragged-queries", "tree-by-batch",
-    "more-splits-than-keys",
+    "more-splits-than-keys", "fp8-by-head",
 )  # fmt: skip
 
 
@@ -314,6 +313,31 @@ def test_decode(name: str) -> None:
 def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[str, int]) -> None:
     tensors, arguments = paged([300, 5, 700], (8, 2), page_size=page_size, seqlen_q=seqlen_q, device="cpu")
     check_decode(tensors, arguments, causal=True, **splits)
+
+
+@pytest.mark.parametrize(
+    "descale", ["block", *(pytest.param(kind, marks=exhaustive) for kind in (None, "head"))]
+)
+@pytest.mark.parametrize(
+    ("page_size", "head_dim"), [(16, 128), *(pytest.param(size, 64, marks=exhaustive) for size in (0, 1, 64)),
+                                pytest.param(16, 256, marks=exhaustive)],
+)  # fmt: skip
+def test_decode_over_fp8(page_size: int, head_dim: int, descale: str | None) -> None:
+    tensors, arguments = paged(
+        [200, 5, 130], (8, 2), head_dim, page_size=page_size, seqlen_q=9, cache_dtype=E4M3, device="cpu"
+    )
+    tensors[0][1] *= 1e30  # in float16 by a scale of each row
+    if descale is not None:
+        blocks, _, heads, _ = tensors[1].shape
+        scales = 0.25 + torch.rand(2, *([heads] if descale == "head" else [blocks, heads]))
+        arguments |= dict(zip(("k_descale", "v_descale"), scales, strict=True))
+    check_decode(tensors, arguments, causal=True)
+
+
+@exhaustive
+def test_decoding_rows_among_a_chunk() -> None:
+    tensors, arguments = paged([300, 700, 5, 90], (8, 2), seqlen_q=(1, 600, 1, 2), device="cpu")
+    check_decode(tensors, arguments, causal=True, num_splits=1)
 
 
 FP8: Variants = {

@@ -153,6 +153,23 @@ def test_results_do_not_depend_on_the_batch(splits: dict[str, int], seqlen_q: in
         assert_same_bits(attend((q[b : b + 1], k_cache, v_cache), alone | splits), expected)
 
 
+@pytest.mark.parametrize("seqlen_q", [8, 80])
+def test_splits_of_a_size_under_a_block_table_of_far_more(seqlen_q: int) -> None:
+    tensors, arguments = paged([5000, 0, 77], seqlen_q=seqlen_q)
+    expected = attend(tensors, arguments | {"split_size": 512})
+    more = torch.full((3, 4000), 2**31 - 1, dtype=torch.int32, device="cuda")
+    arguments["block_table"] = torch.cat([arguments["block_table"], more], 1)
+    assert_same_bits(attend(tensors, arguments | {"split_size": 512}), expected)
+
+
+def test_decoding_rows_among_chunks_of_prompts() -> None:
+    """The queue of whole work tiles, in which rows of few tokens are spread among the others."""
+    lengths = (1, 900, 1, 1, 2, 1, 600, 1)
+    tensors, arguments = paged([4000, 900, 300, 5, 33, 4097, 2000, 1], (32, 8), seqlen_q=lengths)
+    check(tensors, arguments, causal=True)
+    check(tensors, arguments, causal=True, num_splits=1)
+
+
 @pytest.mark.parametrize("seqlen_q", [8, 700])
 def test_repeats_are_bitwise_equal(seqlen_q: int) -> None:
     tensors, arguments = paged([8192, 800, 4000], seqlen_q=seqlen_q)

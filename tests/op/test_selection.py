@@ -314,7 +314,8 @@ def test_explain_on_the_gpu():
     [
         (8, {}, "hopper", None),
         (4, {}, "portable", "16 query rows of a key head fit"),
-        (8, {"fp8": True}, "portable", "caches in the dtype of q"),
+        (8, {"fp8": True}, "hopper", None),
+        (8, {"fp8": True, "head_dim": 72}, "portable", "head_dim must be a multiple of 16"),
         (8, {"head_dim": 72}, "hopper", None),
         (8, {"head_dim": 20}, "portable", "head_dim must be a multiple of 8"),
         (8, {"head_dim": 320}, "portable", "no tile for head sizes"),

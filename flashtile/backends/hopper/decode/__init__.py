@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from flashtile.backends import hopper
-from flashtile.decode.problem import DecodeProblem
+from flashtile.decode.problem import FP8, DecodeProblem
 
 PORTABLE_ROWS = 16
 """As many rows as the portable kernel's smallest tile has, which reads a cache as fast as memory allows."""
@@ -25,8 +25,8 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return reason
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
-    if problem.cache_dtype != problem.dtype:
-        return f"its kernel takes caches in the dtype of q, not {problem.cache_dtype}"
+    if problem.cache_dtype not in (problem.dtype, FP8):
+        return f"its kernel takes caches in the dtype of q or e4m3, not {problem.cache_dtype}"
     if problem.qv:
         return "its kernel takes no qv"
     if problem.prior:
@@ -35,9 +35,10 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
     if unified and explicit:
         return "its kernel takes no softmax_max: it finds the maximum of each row"
     sizes = problem.head_dim, problem.head_dim_v
+    multiple = 16 // problem.cache_dtype.itemsize
     for name, size in zip(("head_dim", "head_dim_v"), sizes, strict=True):
-        if size % 8:
-            return f"{name} must be a multiple of 8 for its loads, it is {size}"
+        if size % multiple:
+            return f"{name} must be a multiple of {multiple} for its loads, it is {size}"
     if not serves_heads(*sizes):
         return f"it has no tile for head sizes of {sizes[0]} and {sizes[1]}"
     if problem.tma_obstacle is not None:

@@ -25,7 +25,7 @@ from flashtile.backends.hopper.decode.launch import (
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.compile_report import CompileCase
-from flashtile.decode.problem import DecodeProblem
+from flashtile.decode.problem import FP8, DecodeProblem
 
 _PAGED = DecodeProblem(
     batch=8,
@@ -63,14 +63,17 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0, "batch_idx": True},
     "tree": {"window_right": -1, "tree": True},
+    "e4m3 by head": {"descale": "head"},
+    "e4m3 by block, page 1": {"descale": "block", "page_size": 1},
 }
+_E4M3 = ("e4m3 by head", "e4m3 by block, page 1")
 _FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
 """Those that are compiled with at most 64 rows of a sequence, and with more."""
 _INT32 = (
     "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",
     "cu_seqlens_k_new",
 )  # fmt: skip
-_FLOAT_POINTERS = ("lse", "partial", "alibi_slopes", "sink")
+_FLOAT_POINTERS = ("lse", "partial", "alibi_slopes", "sink", "k_descale", "v_descale")
 _FLOATS = ("scale_log2", "softcap_rate", "softcap_log2")
 
 
@@ -79,15 +82,18 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     128."""
     if arch != HOPPER:
         return
-    for block_d, block_dv, config in every_row():
-        problem = replace(_PAGED, head_dim=block_d, head_dim_v=block_dv)
+    for block_d, block_dv, cache_dtype, config in every_row():
+        problem = replace(_PAGED, head_dim=block_d, head_dim_v=block_dv, cache_dtype=cache_dtype)
         if choose(problem) is not config:
             problem = replace(problem, **_CHUNK)
+        fp8 = cache_dtype == FP8
+        features = _FEATURES | ({"descale": "block"} if fp8 else {})
         if block_d == block_dv:
-            yield _case(problem, config, "page 16")
-        yield _case(replace(problem, **_FEATURES), config, "features")
+            yield _case(problem, config, "e4m3" if fp8 else "page 16")
+        yield _case(replace(problem, **features), config, "e4m3 features" if fp8 else "features")
         if block_d == block_dv == 128:
-            for name in _FEW if problem.seqlen_q == _PAGED.seqlen_q else _MANY:
+            few = _FEW if problem.seqlen_q == _PAGED.seqlen_q else _MANY
+            for name in _E4M3 if fp8 else few:
                 varied = replace(problem, **_VARIANTS[name])
                 yield _case(varied, choose(varied), name)
     for problem in (_PAGED, replace(_PAGED, batch=40, total_q=320)):
@@ -127,8 +133,8 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
     shape = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
     rows = (problem.num_blocks, problem.page_size or problem.capacity, problem.num_heads_kv)
     q = torch.empty(*shape, problem.num_heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
-    k = torch.empty(*rows, problem.head_dim, dtype=problem.dtype, device="meta")
-    v = torch.empty(*rows, problem.head_dim_v, dtype=problem.dtype, device="meta")
+    k = torch.empty(*rows, problem.head_dim, dtype=problem.cache_dtype, device="meta")
+    v = torch.empty(*rows, problem.head_dim_v, dtype=problem.cache_dtype, device="meta")
     present = {
         "k_cache": variant.GATHER,
         "v_cache": variant.GATHER,
@@ -141,9 +147,12 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
         "alibi_slopes": problem.alibi,
         "sink": problem.sink,
         "tree_mask": problem.tree,
+        "k_descale": problem.descale != "none",
+        "v_descale": problem.descale != "none",
     }
     constants: dict[str, Any] = {"C": variant} | {name: None for name, there in present.items() if not there}
-    elements = dict.fromkeys(("out", "k_cache", "v_cache"), "*bf16") | {"tree_mask": "*i1"}
+    cache = "*fp8e4nv" if variant.E4M3 else "*bf16"
+    elements = {"out": "*bf16", "k_cache": cache, "v_cache": cache, "tree_mask": "*i1"}
     types = elements | {name: view.type_name for name, view in views(problem, variant, q, k, v).items()}
     more = words({"balanced": variant.BALANCED, "queue": not variant.BALANCED})
     head = f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV} {variant.BLOCK_M}x{variant.BLOCK_N}"
@@ -154,7 +163,8 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
         constants=constants,
         divisible_by_16=frozenset(STRIDES),
         options={"maxnreg": config.registers[-1]},
-        spill_budget=config.tile.features_spill_budget if name == "features" else config.tile.spill_budget,
+        spill_budget=config.tile.features_spill_budget if "features" in name else config.tile.spill_budget,
+        exhaustive=variant.E4M3 and (variant.HEAD_DIM != 128 or name not in ("e4m3", "e4m3 features")),
     )
 
 

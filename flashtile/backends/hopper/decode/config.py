@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
-from flashtile.decode.problem import DecodeProblem
+from flashtile.decode.problem import FP8, DecodeProblem
 
 COPY_ROWS = 16
 """The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of
@@ -81,6 +83,12 @@ class Variant(Layout, WithoutFunctions):
     SINK: bool
     HAS_TREE: bool
     HAS_SCORE_MOD: bool
+    E4M3: bool
+    """Of the cache: the consumer converts its tiles."""
+    DESCALE: str
+    """Scales of an FP8 cache: "none", "head" or "block"."""
+    KEY_SCALES: bool
+    """Those are of blocks, so that the keys of a tile have several."""
     BALANCED: bool
     """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
     DIVIDES: bool
@@ -158,6 +166,18 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     ),
 }
 
+# The same for FP8 caches, whatever the rows: one warpgroup, and where they fit, two programs on a
+# multiprocessor, of which one converts a tile while the other multiplies. Not timed.
+_FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
+    (64, 64): row(1, 128, 4, programs_per_sm=2, spill_budgets=(80, 36)),
+    (64, 128): row(1, 64, 4, programs_per_sm=2),
+    (128, 64): row(1, 64, 4, programs_per_sm=2),
+    (128, 128): row(1, 64, 3, programs_per_sm=2, spill_budgets=(76, 8)),
+    (256, 128): row(1, 64, 4),
+    (128, 256): row(1, 64, 4, spill_budgets=(0, 20)),
+    (256, 256): row(1, 64, 3, spill_budgets=(476, 188)),
+}
+
 
 def gathers(problem: DecodeProblem) -> bool:
     """Whether keys come one by one: TMA takes pages of a multiple of COPY_ROWS, and no padding on the left,
@@ -165,14 +185,18 @@ def gathers(problem: DecodeProblem) -> bool:
     return problem.leftpad or problem.page_size % COPY_ROWS != 0
 
 
-def for_rows(head_dim: int, head_dim_v: int, rows: int) -> HopperDecodeConfig:
+def for_rows(head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int) -> HopperDecodeConfig:
     """For so many query rows of a key head."""
-    few, many = _TABLE[padded(head_dim), padded(head_dim_v)]
+    sizes = padded(head_dim), padded(head_dim_v)
+    if cache_element_bytes == 1:
+        return _FP8_TABLE[sizes]
+    few, many = _TABLE[sizes]
     return few if rows <= WARPGROUP_ROWS else many
 
 
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
-    config = for_rows(problem.head_dim, problem.head_dim_v, problem.seqlen_q * problem.group_size)
+    rows = problem.seqlen_q * problem.group_size
+    config = for_rows(problem.head_dim, problem.head_dim_v, rows, problem.cache_dtype.itemsize)
     if gathers(problem) and config.programs_per_sm > 1:  # each needs room for addresses, too
         config = replace(config, STAGES=config.STAGES - 1)
     return config
@@ -188,8 +212,10 @@ def serves_heads(head_dim: int, head_dim_v: int) -> bool:
     return max(head_dim, head_dim_v) <= 256 and (padded(head_dim), padded(head_dim_v)) in _TABLE
 
 
-def every_row() -> Iterator[tuple[int, int, HopperDecodeConfig]]:
-    """(padded head_dim, padded head_dim_v, config) of the whole table."""
+def every_row() -> Iterator[tuple[int, int, torch.dtype, HopperDecodeConfig]]:
+    """(padded head_dim, padded head_dim_v, dtype of the cache, config) of both tables."""
     for (block_d, block_dv), row in _TABLE.items():
         for config in row:
-            yield block_d, block_dv, config
+            yield block_d, block_dv, torch.bfloat16, config
+    for (block_d, block_dv), config in _FP8_TABLE.items():
+        yield block_d, block_dv, FP8, config

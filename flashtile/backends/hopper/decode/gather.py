@@ -72,14 +72,15 @@ def gather_n_block(
     row = in_cache(pages, cache.num_blocks).to(gl.int64) * source.page + within.to(gl.int64) * source.token
     offsets.store(gl.where(is_seen(C, position, keys), row, -1))
 
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
+    COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements of 16 bytes
+    wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [2, 1], [1, 0])
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
-    base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, 8)
+    base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, COPY)
     rows_of_tile = tile.reshape([BLOCK_N, WIDTH])
     for part in gl.static_range(BLOCK_N // ROWS):
         row = offsets.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, wide))
         inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
-        addresses = base + gl.multiple_of(row, 8)[:, None] + columns[None, :]
+        addresses = base + gl.multiple_of(row, COPY)[:, None] + columns[None, :]
         async_copy.async_copy_global_to_shared(
             rows_of_tile.slice(part * ROWS, ROWS, dim=0), addresses, mask=inside
         )

@@ -19,8 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
-from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.compat import async_load, partition_barrier
 from flashtile.backends.hopper.decode.combine import Note, write_note
+from flashtile.backends.hopper.decode.convert import (
+    load_scales,
+    make_reader,
+    make_scales,
+    query_operand,
+    scales_of_head,
+)
 from flashtile.backends.hopper.decode.gather import (
     Source,
     faults_of_keys,
@@ -83,6 +90,8 @@ class Pointers(NamedTuple):
     alibi_slopes: Any
     sink: Any
     tree_mask: Any
+    k_descale: Any
+    v_descale: Any
 
 
 class Call(NamedTuple):
@@ -95,6 +104,8 @@ class Call(NamedTuple):
     cache: Any
     alibi_stride: Any
     tree_stride: Any
+    k_descale_stride: Any
+    v_descale_stride: Any
 
 
 class Start(NamedTuple):
@@ -264,6 +275,10 @@ def attend_part(
 
     i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
     q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
+    v_scale = 1.0
+    if C.E4M3:
+        k_scale, v_scale = scales_of_head(C, call.pointers, work.head_kv)
+        q_tile, numbers = query_operand(C, q_tile, k, k_scale, numbers, row_layout)
     n = my_end - 1
     if C.HAS_RIGHT or C.HAS_TREE:
         n = min(max(full_end, my_begin), my_end - 1)
@@ -313,6 +328,8 @@ def attend_part(
         sums = gl.where(whole, with_sink, sums)
         factor = gl.where(whole, gl.exp2(m - shift), factor)
         m = gl.where(whole, top, m)
+    if C.DESCALE == "head":
+        factor = factor * v_scale
     empty = sums == 0.0
     total = gl.where(empty, 1.0, sums)
     lse = gl.where(empty, float("-inf"), m + gl.log2(total))
@@ -350,12 +367,14 @@ def load_part(
     ``i``. The first loader of k brings queries and finds faults, too."""
     FIRST: gl.constexpr = not V and PART == 0
     cache = call.cache
-    source, offsets = memory
+    source, offsets, scales = memory
     b, _ = sequence_of(work.m_block, call.lengths, C)
     entry, fault = first_entry(C, b, call.pointers, cache)
     head = work.head_kv // C.KV_GROUP
     page_rows = cache.v_rows if V else cache.k_rows
     outside = fault
+    descale = call.pointers.v_descale if V else call.pointers.k_descale
+    descale_stride = call.v_descale_stride if V else call.k_descale_stride
     if FIRST and C.PAGE_SIZE != 0:
         if C.GATHER:
             outside = faults_of_keys(load_key_pages(C, entry, n_end - 1, work.keys), cache)
@@ -375,8 +394,14 @@ def load_part(
                 outside = outside | faults_of_keys(pages, cache)
             else:
                 outside = outside | faults_of(C, entry, n, work.keys, cache)
+        scale = 0.0
+        if PART == 0 and C.KEY_SCALES:
+            scale = load_scales(C, descale, descale_stride, entry, n, work.keys, head, cache)
         slot = keys.acquire(i)
         barrier, tile = keys.full.index(slot), keys.tiles.index(slot)
+        if PART == 0 and C.KEY_SCALES:
+            scales.arrived.index(slot).store(scale)
+            partition_barrier()  # one thread says for all of them that it is there
         if C.GATHER:
             WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
             HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if V else C.HEAD_DIM
@@ -512,25 +537,30 @@ def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
 
 @gluon.jit
 def make_memory(C: gl.constexpr, source):
-    """(where a loader finds its rows, shared memory for their offsets) to GATHER."""
+    """(where a loader finds its rows, shared memory for their offsets) to GATHER; scales."""
+    scales = make_scales(C)
     if C.GATHER:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        return source, gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout)
+        return source, gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout), scales
     else:
-        return 0, 0
+        return 0, 0, scales
 
 
-RUNTIME_INTEGERS = (*Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride", "tree_stride")
+RUNTIME_INTEGERS = (
+    *Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride", "tree_stride", "k_descale_stride",
+    "v_descale_stride",
+)  # fmt: skip
 
 
 @gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)
 def attend_kernel(
     q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, cache_seqlens, cache_leftpad,
     cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
-    k_page, k_token, k_head, v_page, v_token, v_head,
+    k_descale, v_descale, k_page, k_token, k_head, v_page, v_token, v_head,
     m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
     window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, num_blocks, k_rows, v_rows,
-    table_stride, alibi_stride, tree_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    table_stride, alibi_stride, tree_stride, scale_log2, softcap_rate, softcap_log2,
+    k_descale_stride, v_descale_stride, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most. Heads are those of the schedule: PACK query heads
     each."""
@@ -552,22 +582,29 @@ def attend_kernel(
     splits = Splits(partial_rows, slots, num_splits, split_n_blocks)
     table = behind_partials(partial, splits, C)
     call = Call(
-        Pointers(out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink, tree_mask),
+        Pointers(
+            out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink, tree_mask, k_descale,
+            v_descale,
+        ),
         sequences,
         lengths,
         splits,
         CacheRows(num_blocks, k_rows, v_rows, table_stride),
         alibi_stride,
         tree_stride,
+        k_descale_stride,
+        v_descale_stride,
     )
     numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype  # of P
+    k_read = make_reader(C, False, k, k_memory[2], gl.float16)
+    v_read = make_reader(C, True, v, v_memory[2], dtype)
     if C.PDL:
         wait_for_table()
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
@@ -577,7 +614,7 @@ def attend_kernel(
     elif C.WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
@@ -589,8 +626,8 @@ def attend_kernel(
     elif C.LOADERS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 1, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
@@ -600,8 +637,8 @@ def attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k, v, faults, start, call, numbers)),
-                (consumer, (C, 1, dtype, queue, q, k, v, faults, start, call, numbers)),
+                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 1, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),

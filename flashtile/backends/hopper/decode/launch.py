@@ -51,7 +51,7 @@ from flashtile.backends.portable.decode.launch import (
 from flashtile.backends.portable.decode.launch import is_balanced as shares_blocks
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
-from flashtile.decode.problem import CacheTensors, DecodeProblem
+from flashtile.decode.problem import FP8, CacheTensors, DecodeProblem
 from flashtile.problem import UNLIMITED
 
 STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
@@ -127,6 +127,9 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     loaders = min(copies, MOST_LOADERS)
     fields = layout(packed(problem), config)
     fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
+    e4m3 = problem.cache_dtype == FP8
+    # Each row of an FP8 call has a scale of its own, so it is not folded into the exponent.
+    scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3
     return Variant(
         **fields,
         PAGE_SIZE=problem.page_size,
@@ -140,7 +143,10 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         ALIBI=problem.alibi,
         SINK=problem.sink,
         HAS_TREE=problem.tree,
-        HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0,
+        HAS_SCORE_MOD=scaled,
+        E4M3=e4m3,
+        DESCALE=problem.descale,
+        KEY_SCALES=problem.descale == "block",
         BALANCED=balanced,
         DIVIDES=divided,
         SPLIT=balanced or divided or num_splits_of(problem, config)[0] > 1,
@@ -194,13 +200,16 @@ def views(problem: DecodeProblem, variant: Variant, q: Tensor, k: Tensor, v: Ten
     rows = variant.COPY_ROWS
     return {
         "q_desc": packed_view(shape, strides, variant.PACK, WARPGROUP_ROWS, variant.BLOCK_D, problem.dtype),
-        "k_desc": ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.dtype),
-        "v_desc": ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.dtype),
+        "k_desc": ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.cache_dtype),
+        "v_desc": ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.cache_dtype),
     }
 
 
 class HopperDecodeLaunch(DecodeLaunch):
     """The portable launch with another kernel in front of the one that combines."""
+
+    def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        return k_cache, v_cache
 
     def _prepare(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors) -> tuple[Any, Any]:
         problem, config = packed(self._problem), self._config
@@ -246,6 +255,8 @@ class HopperDecodeLaunch(DecodeLaunch):
         scalars["alibi_stride"] = stride_of_two(tensors.alibi_slopes)
         tree = tensors.tree_mask
         scalars["tree_stride"] = 0 if tree is None or tree.shape[0] == 1 else tree.stride(0)
+        scalars["k_descale_stride"] = stride_of_two(tensors.k_descale)
+        scalars["v_descale_stride"] = stride_of_two(tensors.v_descale)
         kernel = KeptKernel(
             attend_kernel,
             programs,
@@ -367,5 +378,5 @@ class Attend:
         self._kernel(
             device, q, k, v, *gathered, out, lse, partial, given.cache_seqlens, given.cache_leftpad,
             given.cache_batch_idx, given.block_table, given.cu_seqlens_q, given.cu_seqlens_k_new,
-            given.alibi_slopes, given.sink, given.tree_mask,
+            given.alibi_slopes, given.sink, given.tree_mask, given.k_descale, given.v_descale,
         )  # fmt: skip

@@ -117,6 +117,7 @@ class ForwardVariant(WithoutFunctions):
     PROGRAMS: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    KEY_SCALES: ClassVar[bool] = False
 
 
 F = ForwardConfig

@@ -327,7 +327,10 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
     """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units.
 
     Without HAS_SCORE_MOD products, or the tanh of a soft-cap, stay as they are, and the softmax scales them.
+    With KEY_SCALES each key has a scale of its own, in shared memory.
     """
+    if C.KEY_SCALES:
+        s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
     if C.SOFTCAP:
         s = tanh_of(s, numbers.softcap_rate, C.TANH_APPROX)
         if C.HAS_SCORE_MOD:

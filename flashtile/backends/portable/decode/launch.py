@@ -288,7 +288,7 @@ class DecodeLaunch:
         attend, combine, device = self._attend, self._combine, self._device
         return_lse = self._return_lse
         if attend is None:
-            k_cache, v_cache = as_operands(k_cache, v_cache, self._config)
+            k_cache, v_cache = self._operands(k_cache, v_cache)
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
             return_lse = True  # the first call compiles, for which Triton needs tensors
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
@@ -315,6 +315,9 @@ class DecodeLaunch:
         if self._attend is None and attend.takes_addresses:
             self._attend, self._combine = attend, combine
         return out, lse
+
+    def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        return as_operands(k_cache, v_cache, self._config)
 
     def _cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse) for tokens that no program writes, of no sequence or without keys to look at."""

@@ -1,0 +1,215 @@
+"""FP8 caches: tiles of e4m3 as tensor cores multiply them, converted by the warpgroup that does so.
+
+Tensor cores take keys and values from shared memory, and e4m3 only with e4m3 on the other side, transposed
+for V. Loaders therefore bring tiles as the cache has them, half of the bytes, and the consumer writes them
+anew. e4m3 is exact in float16, and one instruction converts two numbers, so that queries and P are float16,
+too. Of queries in bfloat16 each row is divided by a power of two, which its scores get back.
+
+Where blocks have scales, the products of a key are multiplied by its own. Values are multiplied by theirs and
+rounded to the dtype of q, which P then has as well.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flashtile.backends.hopper.channels import Channel
+from flashtile.backends.hopper.compat import aggregate, partition_barrier, reinterpret
+from flashtile.backends.hopper.decode.gather import is_seen
+from flashtile.backends.hopper.forward.schedule import Numbers
+from flashtile.backends.hopper.inline_asm import to_16_bit
+from flashtile.backends.portable.decode.steps import in_cache
+
+ELEMENTS = gl.constexpr(8192)
+"""Of a tile that are converted at a time, 64 by each thread; more would not fit its registers."""
+COLUMNS = gl.constexpr(64)
+"""Of queries, likewise."""
+EXPONENT = gl.constexpr(0x7F800000)
+LARGEST = gl.constexpr(253 << 23)
+"""The bits of 2 ** 126: its inverse is a normal number, too."""
+ONE = gl.constexpr(127 << 23)
+INVERSE = gl.constexpr(254 << 23)
+"""From this the bits of a power of two are subtracted."""
+
+
+@gluon.constexpr_function
+def by_rows(width):
+    """[rows, width] by 128 threads: 8 bytes of e4m3 each, 16 of float16, without bank conflicts."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def operand_layout(rows, width, dtype):
+    """Shared memory that wgmma reads."""
+    return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
+
+
+class KeyNumbers(NamedTuple):
+    """``forward.schedule.Numbers`` by row, and the scales of the keys of the tile in use."""
+
+    scale_log2: Any
+    softcap_rate: Any
+    softcap_log2: Any
+    key_scales: Any
+
+
+class Scales(NamedTuple):
+    """Scales of keys in shared memory, where blocks have them."""
+
+    arrived: Any
+    """[STAGES, BLOCK_N] of fp32: of the keys in each slot."""
+    in_use: Any
+    """[BLOCK_N]: of those in the converted tile of k."""
+
+
+@gluon.jit
+def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
+    """Use ``i`` of a channel of e4m3 in place of the last ``tile``; its slot is free."""
+    N: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    PARTS: gl.constexpr = max(1, N * WIDTH // ELEMENTS)
+    ROWS: gl.constexpr = N // PARTS
+    layout: gl.constexpr = by_rows(WIDTH)
+    slot = raw.wait(i)
+    rows = raw.tiles.index(slot).reshape([N, WIDTH])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if C.KEY_SCALES and not V:
+        key_scales = arrived.index(slot).load(line)
+    for part in gl.static_range(PARTS):
+        x = rows.slice(part * ROWS, ROWS, dim=0).load(layout).to(gl.float16)
+        if C.KEY_SCALES and V:
+            scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
+            x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
+        # All warps meet before the first of them writes: by itself, none knows whether the others are through
+        # with their rows of the last product, which read all of the tile. A release is a meeting, too. The
+        # fence keeps the copy that follows it behind these reads: TMA does not wait for what threads have
+        # asked for.
+        if part == PARTS - 1:
+            fence_async_shared()
+            raw.release(i)
+        elif part == 0:
+            partition_barrier()
+        tile.slice(part * ROWS, ROWS, dim=0).store(x)
+    if C.KEY_SCALES and not V:
+        in_use.store(key_scales)
+    fence_async_shared()
+    partition_barrier()
+
+
+@aggregate
+class ConvertedChannel:
+    """A channel of e4m3 tiles as its only reader, a warpgroup, multiplies them: in ``tiles``, of which there
+    is one. It is written when it is waited for, so all products with the last one have to be over.
+
+    ``arrived`` and ``in_use`` as in :class:`Scales`; where there are none, any memory.
+    """
+
+    raw: Channel
+    tiles: gl.shared_memory_descriptor
+    arrived: gl.shared_memory_descriptor
+    in_use: gl.shared_memory_descriptor
+    C: gl.constexpr
+    V: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, raw, tiles, arrived, in_use, C, V):
+        self.raw = raw
+        self.tiles = tiles
+        self.arrived = arrived
+        self.in_use = in_use
+        self.C = gl.constexpr(C)
+        self.V = gl.constexpr(V)
+
+    @gluon.jit
+    def wait(self, i):
+        """Wait for use ``i`` and convert it; returns its place in ``tiles``."""
+        replace_tile(self.C, self.V, self.raw, i, self.tiles.index(0), self.arrived, self.in_use)
+        return 0
+
+    @gluon.jit
+    def release(self, i):
+        """The slot that use ``i`` came in is free already."""
+
+
+@gluon.jit
+def make_scales(C: gl.constexpr):
+    if C.KEY_SCALES:
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        arrived = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BLOCK_N], layout)
+        return Scales(arrived, gl.allocate_shared_memory(gl.float32, [C.BLOCK_N], layout))
+    else:
+        return Scales(0, 0)
+
+
+@gluon.jit
+def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
+    """The channel ``raw`` of k or v as the consumer takes it: converted to ``dtype``, or as it is."""
+    if C.E4M3:
+        WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
+        layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
+        tiles = gl.allocate_shared_memory(dtype, [1, C.BLOCK_N, WIDTH], layout)
+        if C.KEY_SCALES:
+            return ConvertedChannel(raw, tiles, scales.arrived, scales.in_use, C, V)
+        else:
+            return ConvertedChannel(raw, tiles, tiles, tiles, C, V)
+    else:
+        return raw
+
+
+@gluon.jit
+def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
+    """[BLOCK_N]: the scale of each key of n_block ``n``, by its page or its row of a dense cache; 0 where no
+    row sees it. ``entry`` as in ``loads.first_entry``."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0])
+    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=line)
+    seen = is_seen(C, position, keys)
+    if C.PAGE_SIZE == 0:
+        page = position * 0 + entry
+    else:
+        page = gl.load(entry + position // C.PAGE_SIZE, mask=seen, other=0)
+    page = in_cache(page, cache.num_blocks).to(gl.int64)
+    return gl.load(descale + page * stride + head, mask=seen, other=0.0)
+
+
+@gluon.jit
+def scales_of_head(C: gl.constexpr, pointers, head_kv):
+    """What scores and outputs of a key head are multiplied by."""
+    if C.DESCALE == "head":
+        head = head_kv // C.KV_GROUP
+        return gl.load(pointers.k_descale + head), gl.load(pointers.v_descale + head)
+    else:
+        return 1.0, 1.0
+
+
+@gluon.jit
+def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
+    """(the rows ``q`` [64, BLOCK_D] in shared memory as products with the tiles of ``k`` take them, the
+    numbers of their scores, by row)."""
+    ROWS: gl.constexpr = q.shape[0]
+    dtype: gl.constexpr = k.tiles.dtype
+    scale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    if q.dtype != dtype:
+        layout: gl.constexpr = by_rows(COLUMNS)
+        largest = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, layout))
+        for part in gl.static_range(C.BLOCK_D // COLUMNS):
+            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout)
+            largest = gl.maximum(largest, gl.max(gl.abs(x.to(gl.float32)), 1))
+        # The power of two at or below it: the exponent alone.
+        power = gl.minimum(largest.to(gl.int32, bitcast=True) & EXPONENT, LARGEST)
+        power = gl.where(power == 0, ONE, power)
+        inverse = (INVERSE - power).to(gl.float32, bitcast=True)
+        scale = gl.convert_layout(power.to(gl.float32, bitcast=True), row_layout)
+        converted = reinterpret(q, dtype, [ROWS, C.BLOCK_D], operand_layout(ROWS, C.BLOCK_D, dtype))
+        for part in gl.static_range(C.BLOCK_D // COLUMNS):  # each thread writes what it has read
+            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout).to(gl.float32)
+            converted.slice(part * COLUMNS, COLUMNS, dim=1).store((x * inverse[:, None]).to(dtype))
+        fence_async_shared()
+        q = converted
+    scale = (scale * k_scale)[:, None]
+    log2, rate = numbers.scale_log2 * scale, numbers.softcap_rate * scale
+    if C.KEY_SCALES:
+        return q, KeyNumbers(log2, rate, numbers.softcap_log2, k.in_use)
+    else:
+        return q, Numbers(log2, rate, numbers.softcap_log2)

@@ -22,7 +22,7 @@ from flashtile.backends.hopper.mods.forward import Numbers, forward_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.mods import functions
 from flashtile.backends.portable.mods.arguments import SIZES
-from flashtile.backends.portable.mods.launch import KV_LISTS, Q_LISTS, captured_of, lists_of
+from flashtile.backends.portable.mods.launch import captured_of, kv_lists_of, q_lists_of
 from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.problem import LOG2_E
 
@@ -95,10 +95,9 @@ def backward_numbers_of(problem: Problem) -> plain_backward.Numbers:
     return numbers
 
 
-def function_tensors(extras: Any, lists: tuple[str, ...], missing: Tensor) -> tuple[Tensor, ...]:
+def function_tensors(extras: Any, lists: tuple[Tensor | None, ...], missing: Tensor) -> list[Tensor]:
     """Captured tensors and lists as the kernels take them, ``missing`` for those that a call has not."""
-    given = *captured_of(extras), *lists_of(extras, lists)
-    return tuple(missing if tensor is None else tensor for tensor in given)
+    return [missing if tensor is None else tensor for tensor in (*captured_of(extras), *lists)]
 
 
 class ForwardLaunch:
@@ -118,7 +117,7 @@ class ForwardLaunch:
         slopes, sink = extras.alibi_slopes, extras.sink
         self._kernel(
             q.device, q, k, v, out, lse, table, lse if slopes is None else slopes,
-            lse if sink is None else sink, *function_tensors(extras, KV_LISTS, lse),
+            lse if sink is None else sink, *function_tensors(extras, kv_lists_of(extras), lse),
         )  # fmt: skip
         return out, lse
 
@@ -152,4 +151,4 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
         return integers_of(self._problem, extras)
 
     def _more_tensors(self, extras: Any, lse: Tensor) -> tuple:
-        return function_tensors(extras, Q_LISTS, lse)
+        return tuple(function_tensors(extras, q_lists_of(extras), lse))

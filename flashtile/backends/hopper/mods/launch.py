@@ -27,12 +27,12 @@ from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.problem import LOG2_E
 
 
-def function_fields(mods: Mods) -> dict[str, Any]:
-    """Fields of both variants."""
-    mask, listed = functions.mask_function(mods, gluon=True), mods.block_size is not None
+def function_fields(mods: Mods, fixed: bool) -> dict[str, Any]:
+    """Fields of both variants. With ``fixed`` numbers the functions take no registers for them."""
+    mask, listed = functions.mask_function(mods, True, fixed), mods.block_size is not None
     return {
         "HAS_CUTS": mask is not None or listed,
-        "SCORE_MOD": functions.score_function(mods, gluon=True),
+        "SCORE_MOD": functions.score_function(mods, True, fixed),
         "MASK_MOD": mask,
         "LISTED": listed,
     }
@@ -43,7 +43,7 @@ def variant_of(problem: Problem, config: ForwardConfig) -> ModifiedForwardVarian
     mods = problem.mods
     assert mods is not None
     fields = vars(plain_variant_of(problem, config))
-    more = function_fields(mods)
+    more = function_fields(mods, fixed=False)
     size_q, size_kv = mods.block_size or (config.BLOCK_M, config.BLOCK_N)
     if more["LISTED"]:  # blocks of rows cost what the block mask leaves them
         fields |= {"EVEN_N": problem.seqlen_k % size_kv == 0, "QUEUED": True, "PAIRED": False}
@@ -62,15 +62,14 @@ def numbers_of(problem: Problem) -> Numbers:
 
 
 def integers_of(problem: Problem, extras: Any) -> dict[str, int]:
-    """The kernels' integers that say how captured tensors and lists lie."""
+    """The kernels' integers that say how captured tensors and lists lie, and numbers of the programs."""
     mods = problem.mods
     assert mods is not None
-    sizes = [size for i in range(len(mods.ranks)) for size in getattr(extras, f"captured_{i}").shape]
     batch, heads = (1, 1) if mods.block_size is None else extras.kv_num_blocks.shape[:2]
     return {
         "list_batch": batch,
         "list_heads": heads,
-        **dict(zip(SIZES, sizes + [0] * (len(SIZES) - len(sizes)), strict=True)),
+        **dict(zip(SIZES, mods.kernel_sizes(captured_of(extras)), strict=True)),
     }
 
 
@@ -79,7 +78,7 @@ def backward_variant_of(problem: Problem, config: BackwardConfig) -> ModifiedBac
     mods = problem.mods
     assert mods is not None
     fields = vars(plain_backward.variant_of(problem, config))
-    more = function_fields(mods)
+    more = function_fields(mods, fixed=True)
     size_q, size_kv = mods.block_size or (config.BLOCK_M, config.BLOCK_N)
     fields["MASKED"] |= more["HAS_CUTS"]
     fields["HAS_SCORE_MOD"] |= more["SCORE_MOD"] is not None

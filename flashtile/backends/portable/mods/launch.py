@@ -21,7 +21,6 @@ from flashtile.backends.portable.launch import is_aligned, variant_of
 from flashtile.backends.portable.mods import functions
 from flashtile.backends.portable.mods.arguments import CAPTURED
 from flashtile.backends.portable.mods.kernels import dkdv_kernel, dq_kernel, forward_kernel
-from flashtile.masks.problem import MAX_SIZES
 from flashtile.problem import LOG2_E
 
 kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -63,15 +62,13 @@ class Arguments:
         assert mods is not None
         self.problem, self.mods = problem, mods
         self.inputs = (q, k, v)
-        sizes = [size for i in range(len(mods.ranks)) for size in getattr(extras, f"captured_{i}").shape]
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         # A block mask of no lists has any shape: nothing reads it.
         listed = (1, 1) if mods.block_size is None else extras.kv_num_blocks.shape[:2]
         self.scalars = (
             *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(1), t.stride(2))),
             *(max(size, 1) for size in listed),
-            *sizes,
-            *(0,) * (MAX_SIZES - len(sizes)),
+            *mods.kernel_sizes(_captured_of(extras)),
             stride_of_two(extras.alibi_slopes),
             problem.num_heads_q,
             problem.group_size,

@@ -91,4 +91,4 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
                 f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
                 f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
             )
-    return Functions(captured, lists, *texts.values(), block_size, soft_cap)
+    return Functions(captured, lists, texts["score_mod"], texts["mask_mod"], block_size, soft_cap)

@@ -28,11 +28,11 @@ from flashtile.problem import LOG2_E
 
 
 def function_fields(mods: Mods, fixed: bool) -> dict[str, Any]:
-    """Fields of both variants. With ``fixed`` numbers the functions take no registers for them."""
+    """Fields of both variants. ``fixed`` numbers take no registers, of which a SCORE_MOD never leaves any."""
     mask, listed = functions.mask_function(mods, True, fixed), mods.block_size is not None
     return {
         "HAS_CUTS": mask is not None or listed,
-        "SCORE_MOD": functions.score_function(mods, True, fixed),
+        "SCORE_MOD": functions.score_function(mods, True, fixed=True),
         "MASK_MOD": mask,
         "LISTED": listed,
     }

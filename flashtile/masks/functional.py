@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.problem import OPTIONS_OF_ALL, Extras, Options
+from flashtile.attn.problem import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Options
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import traced
 from flashtile.masks.operators import Functions, forward
@@ -14,6 +14,10 @@ from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES, behind
 
 BESIDE = ("alibi_slopes", "sink")
 """The tensors beside q, k and v that a call with functions may have."""
+
+_DEFAULTS = Options()[OPTIONS_OF_ALL:]
+_EVERYTHING = (True,)
+"""The results of a mask that hides nothing."""
 
 
 def attend(
@@ -43,6 +47,8 @@ def attend(
 
 def check_beside(extras: Extras, options: Options) -> None:
     """Raise NotImplementedError for an argument that a function says as well."""
+    if extras is NO_EXTRAS and options[OPTIONS_OF_ALL:] == _DEFAULTS:
+        return
     for name in Options._fields[OPTIONS_OF_ALL:]:
         value = getattr(options, name)
         if value != Options._field_defaults[name]:
@@ -69,22 +75,20 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
         blocks: BlockMask = of_flex_attention(block_mask)
         mask_mod, lists, block_size = blocks.mask_mod, blocks.lists, blocks.BLOCK_SIZE
     captured: tuple[Tensor, ...] = ()
-    texts = []
+    texts = {"score_mod": "", "mask_mod": ""}
     soft_cap = 0.0
     for kind, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is None:
-            texts.append("")
             continue
-        trace = traced(kind, function)
-        soft_cap = soft_cap or trace.soft_cap
-        if kind == "mask_mod" and trace.program.results == (True,):
-            texts.append("")  # it hides nothing
+        program, tensors, text, cap = traced(kind, function)
+        soft_cap = soft_cap or cap
+        if kind == "mask_mod" and program.results == _EVERYTHING:
             continue
-        texts.append(behind(trace.text, len(captured)) if captured else trace.text)
-        captured += trace.tensors
-        if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+        texts[kind] = behind(text, len(captured)) if captured else text
+        captured += tensors
+        if captured and (len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES):
             raise ValueError(
                 f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
                 f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
             )
-    return Functions(captured, lists, texts[0], texts[1], block_size, soft_cap)
+    return Functions(captured, lists, texts["score_mod"], texts["mask_mod"], block_size, soft_cap)

@@ -24,10 +24,46 @@ _UNCHANGING = (bool, int, float, str, Tensor, torch.dtype, types.CodeType)
 """That they are the same object says that they are read alike; a tensor's numbers are read later."""
 _MISSING = object()
 
-Guard = tuple[Callable[[], Any], Any]
-"""How to read something, and what it was."""
 
-_traces: weakref.WeakKeyDictionary[Any, dict[str, tuple[list[Guard], Trace]]] = weakref.WeakKeyDictionary()
+class _Guards:
+    """What a function read when it was traced; :meth:`hold` says whether it would read the same now."""
+
+    def __init__(self) -> None:
+        self.functions: list[tuple[weakref.ref, Any, Any, Any]] = []
+        """(function, code, defaults, defaults of keywords); a guard must not prolong a function's life."""
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.constants: list[Any] = []
+        """Tensors in tuples, which cannot change."""
+
+    def hold(self) -> bool:
+        for reference, code, defaults, keywords in self.functions:
+            function = reference()
+            if (
+                function is None
+                or function.__code__ is not code
+                or function.__defaults__ is not defaults
+                or function.__kwdefaults__ is not keywords
+            ):
+                return False
+        for names, name, was in self.names:
+            if names.get(name, _MISSING) is not was:
+                return False
+        try:
+            for cell, was in self.cells:
+                if cell.cell_contents is not was:
+                    return False
+        except ValueError:  # not assigned
+            return False
+        return True
+
+    def read(self) -> set[int]:
+        """The ids of what may be a captured tensor."""
+        read = [*self.constants, *(was for _, was in self.cells), *(was for _, _, was in self.names)]
+        return set(map(id, read))
+
+
+_traces: weakref.WeakKeyDictionary[Any, dict[str, tuple[_Guards, Trace]]] = weakref.WeakKeyDictionary()
 
 
 class Mod:
@@ -172,22 +208,22 @@ def traced(kind: str, function: Callable[..., Any]) -> Trace:
         kept = _traces.get(function, {}).get(kind)
     except TypeError:  # not hashable, or without weak references
         return trace(kind, function)
-    if kept is not None and all(read() is was for read, was in kept[0]):
+    if kept is not None and kept[0].hold():
         return kept[1]
     made = trace(kind, function)
-    guards: list[Guard] = []
+    guards = _Guards()
     if _guard(function, guards, set()) and _holds_only_read(made, guards):
         _traces.setdefault(function, {})[kind] = guards, made
     return made
 
 
-def _holds_only_read(made: Trace, guards: list[Guard]) -> bool:
+def _holds_only_read(made: Trace, guards: _Guards) -> bool:
     """Whether no captured tensor was made by the function itself, which would be another at each call."""
-    read = {id(was) for _, was in guards}
+    read = guards.read()
     return all(id(tensor) in read for tensor in made.tensors)
 
 
-def _guard(value: Any, guards: list[Guard], seen: set[int]) -> bool:
+def _guard(value: Any, guards: _Guards, seen: set[int]) -> bool:
     """Add a guard for everything that ``value`` can read when it is called; False if that is not possible."""
     if value is None or isinstance(value, _UNCHANGING) or id(value) in seen:
         return True
@@ -197,35 +233,26 @@ def _guard(value: Any, guards: list[Guard], seen: set[int]) -> bool:
     if isinstance(value, functools.partial):
         return all(_guard(part, guards, seen) for part in (value.func, *value.args, *value.keywords.values()))
     if isinstance(value, tuple):
-        guards.extend((_constant(part), part) for part in value if isinstance(part, Tensor))
+        guards.constants.extend(part for part in value if isinstance(part, Tensor))
         return all(_guard(part, guards, seen) for part in value)
     if isinstance(value, types.ModuleType):
         return value.__name__ in _KNOWN_MODULES
     if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
-        for read, was in list(_reads(value)):
-            guards.append((read, was))
-            if was is not _MISSING and not _guard(was, guards, seen):
-                return False
-        return True
+        return all(was is _MISSING or _guard(was, guards, seen) for was in _read_by(value, guards))
     builtin = isinstance(value, (types.BuiltinFunctionType, type))
     return builtin or (getattr(value, "__module__", None) or "").startswith("torch")
 
 
-def _constant(value: Any) -> Callable[[], Any]:
-    return lambda: value
-
-
-def _reads(function: types.FunctionType) -> Iterator[Guard]:
-    """What a function reads beside its arguments: code, cells, defaults and globals."""
-    itself = weakref.ref(function)  # whose life the guards must not prolong
-    yield (lambda: getattr(itself(), "__code__", None)), function.__code__
-    for cell in function.__closure__ or ():
-        yield functools.partial(_contents, cell), _contents(cell)
-    yield (lambda: getattr(itself(), "__defaults__", None)), function.__defaults__
-    yield (lambda: getattr(itself(), "__kwdefaults__", None)), function.__kwdefaults__
+def _read_by(function: types.FunctionType, guards: _Guards) -> list[Any]:
+    """What a function reads beside its arguments, each under a guard: code, defaults, cells and globals."""
+    parts = function.__code__, function.__defaults__, function.__kwdefaults__
+    guards.functions.append((weakref.ref(function), *parts))
+    cells = [(cell, _contents(cell)) for cell in function.__closure__ or ()]
     names = function.__globals__
-    for name in _global_names(function.__code__):
-        yield functools.partial(names.get, name, _MISSING), names.get(name, _MISSING)
+    read = [(names, name, names.get(name, _MISSING)) for name in _global_names(function.__code__)]
+    guards.cells += cells
+    guards.names += read
+    return [*parts, *(was for _, was in cells), *(was for _, _, was in read)]
 
 
 def _contents(cell: Any) -> Any:

@@ -38,6 +38,7 @@ ModifiedOptions: Any = extended(
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(Extras._fields), len(Options._fields)
 _FIRST_CAPTURED = _NUM_EXTRAS
+_NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 _NOTHING = ModifiedExtras(*(None,) * len(ModifiedExtras._fields))
 
 
@@ -187,16 +188,13 @@ BACKWARD = operators.BackwardOperation(
 
 def arguments_of(extras: Extras, options: Options, functions: Functions) -> tuple[Any, Any]:
     """(extras, options) of a call with functions."""
-    captured, lists = functions.captured, functions.lists
+    captured, lists, *program, (block_q, block_kv), _ = functions
     learned = 0
-    if torch.is_grad_enabled():
-        learned = sum(1 << i for i, t in enumerate(captured) if t.is_floating_point() and t.requires_grad)
-    missing = (None,) * (MAX_CAPTURED - len(captured))
-    all_extras = ModifiedExtras(*extras, *captured, *missing, *(lists or (None,) * len(LISTS)))
-    all_options = ModifiedOptions(
-        *options, functions.score_mod, functions.mask_mod, learned, *functions.block_size
-    )
-    return all_extras, all_options
+    if captured and torch.is_grad_enabled():
+        learned = sum(1 << i for i, t in enumerate(captured) if t.requires_grad and t.is_floating_point())
+    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
+    all_options = ModifiedOptions._make((*options, *program, learned, block_q, block_kv))
+    return ModifiedExtras._make(tensors), all_options
 
 
 def forward(

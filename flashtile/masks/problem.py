@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashtile.masks.program import Program, parse, renumbered
+from torch import Tensor
+
+from flashtile.masks.program import Program, parse, renumbered, variables
 
 MAX_CAPTURED = 8
 """Tensors that the functions of a call may read."""
 
 MAX_SIZES = 16
-"""Dimensions of all these tensors together."""
+"""Dimensions of all these tensors together. Kernels take so many ints: their sizes and, in the places that
+are left, numbers of the programs."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,18 @@ class Mods:
     @property
     def mask_program(self) -> Program | None:
         return parse(self.mask_mod) if self.mask_mod else None
+
+    @functools.cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the programs, that kernels are given when they are launched."""
+        programs = (program for program in (self.score_program, self.mask_program) if program is not None)
+        found = dict.fromkeys(number for program in programs for number in variables(program))
+        return tuple(found)[: MAX_SIZES - sum(self.ranks)]
+
+    def kernel_sizes(self, captured: Iterable[Tensor | None]) -> list[int]:
+        """The MAX_SIZES ints of a launch: sizes of captured tensors in turn; ``numbers`` from the end on."""
+        sizes = [size for tensor in captured if tensor is not None for size in tensor.shape]
+        return sizes + [0] * (MAX_SIZES - len(sizes) - len(self.numbers)) + [*reversed(self.numbers)]
 
     @property
     def given(self) -> str:

@@ -19,7 +19,7 @@ Walther, *Evaluating Derivatives*, 2008, chapter 3).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flashtile.masks.operations import OPERATIONS, kind_of_number
@@ -28,6 +28,9 @@ INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
 """Names of what every program may read, and their kinds."""
 
 LOAD = "load"
+
+_WITH_ANY_NUMBER = frozenset(("add", "sub", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum"))
+"""Operations on ints that are no faster where the compiler knows a number."""
 
 
 class Name(str):
@@ -186,6 +189,20 @@ def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tupl
             results += [adjoints[line.name], *indices]
             loads.append(Load(tensor, len(indices)))
     return builder.finish(*results), tuple(loads)
+
+
+def is_variable(program: Program, line: Line, operand: Operand) -> bool:
+    """Whether ``operand`` of a line is a number that a kernel may as well be told when it is launched, so
+    that the program with another one needs no other kernel."""
+    if type(operand) is not int or not 1 < abs(operand) < 2**31 or line.operation not in _WITH_ANY_NUMBER:
+        return False
+    return all(program.kinds[o] == "int" for o in line.operands if isinstance(o, Name))
+
+
+def variables(program: Program) -> Iterator[int]:
+    """The numbers that :func:`is_variable` says of, in their order."""
+    for line in program.lines:
+        yield from (operand for operand in line.operands if is_variable(program, line, operand))
 
 
 def _is_zero(operand: Operand) -> bool:

@@ -150,6 +150,6 @@ def test_generated_functions_are_one_for_each_text() -> None:
 
     text = str(traced("mask_mod", masks.window(3, -1)).program)
     again = str(traced("mask_mod", masks.window(3, -1)).program)
-    other = str(traced("mask_mod", masks.window(4, -1)).program)
+    other = str(traced("mask_mod", masks.window(3, 2)).program)
     assert mask_function(Mods(mask_mod=text)) is mask_function(Mods(mask_mod=again))
     assert mask_function(Mods(mask_mod=text)).__name__ != mask_function(Mods(mask_mod=other)).__name__

@@ -22,17 +22,17 @@ from flashtile.backends.hopper.mods.forward import Numbers, forward_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.mods import functions
 from flashtile.backends.portable.mods.arguments import SIZES
-from flashtile.backends.portable.mods.launch import KV_LISTS, Q_LISTS, captured_of, lists_of
+from flashtile.backends.portable.mods.launch import captured_of, kv_lists_of, q_lists_of
 from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.problem import LOG2_E
 
 
-def function_fields(mods: Mods) -> dict[str, Any]:
-    """Fields of both variants."""
-    mask, listed = functions.mask_function(mods, gluon=True), mods.block_size is not None
+def function_fields(mods: Mods, fixed: bool) -> dict[str, Any]:
+    """Fields of both variants. ``fixed`` numbers take no registers, of which a SCORE_MOD never leaves any."""
+    mask, listed = functions.mask_function(mods, True, fixed), mods.block_size is not None
     return {
         "HAS_CUTS": mask is not None or listed,
-        "SCORE_MOD": functions.score_function(mods, gluon=True),
+        "SCORE_MOD": functions.score_function(mods, True, fixed=True),
         "MASK_MOD": mask,
         "LISTED": listed,
     }
@@ -43,7 +43,7 @@ def variant_of(problem: Problem, config: ForwardConfig) -> ModifiedForwardVarian
     mods = problem.mods
     assert mods is not None
     fields = vars(plain_variant_of(problem, config))
-    more = function_fields(mods)
+    more = function_fields(mods, fixed=False)
     size_q, size_kv = mods.block_size or (config.BLOCK_M, config.BLOCK_N)
     if more["LISTED"]:  # blocks of rows cost what the block mask leaves them
         fields |= {"EVEN_N": problem.seqlen_k % size_kv == 0, "QUEUED": True, "PAIRED": False}
@@ -62,15 +62,14 @@ def numbers_of(problem: Problem) -> Numbers:
 
 
 def integers_of(problem: Problem, extras: Any) -> dict[str, int]:
-    """The kernels' integers that say how captured tensors and lists lie."""
+    """The kernels' integers that say how captured tensors and lists lie, and numbers of the programs."""
     mods = problem.mods
     assert mods is not None
-    sizes = [size for i in range(len(mods.ranks)) for size in getattr(extras, f"captured_{i}").shape]
     batch, heads = (1, 1) if mods.block_size is None else extras.kv_num_blocks.shape[:2]
     return {
         "list_batch": batch,
         "list_heads": heads,
-        **dict(zip(SIZES, sizes + [0] * (len(SIZES) - len(sizes)), strict=True)),
+        **dict(zip(SIZES, mods.kernel_sizes(captured_of(extras)), strict=True)),
     }
 
 
@@ -79,7 +78,7 @@ def backward_variant_of(problem: Problem, config: BackwardConfig) -> ModifiedBac
     mods = problem.mods
     assert mods is not None
     fields = vars(plain_backward.variant_of(problem, config))
-    more = function_fields(mods)
+    more = function_fields(mods, fixed=True)
     size_q, size_kv = mods.block_size or (config.BLOCK_M, config.BLOCK_N)
     fields["MASKED"] |= more["HAS_CUTS"]
     fields["HAS_SCORE_MOD"] |= more["SCORE_MOD"] is not None
@@ -95,10 +94,9 @@ def backward_numbers_of(problem: Problem) -> plain_backward.Numbers:
     return numbers
 
 
-def function_tensors(extras: Any, lists: tuple[str, ...], missing: Tensor) -> tuple[Tensor, ...]:
+def function_tensors(extras: Any, lists: tuple[Tensor | None, ...], missing: Tensor) -> list[Tensor]:
     """Captured tensors and lists as the kernels take them, ``missing`` for those that a call has not."""
-    given = *captured_of(extras), *lists_of(extras, lists)
-    return tuple(missing if tensor is None else tensor for tensor in given)
+    return [missing if tensor is None else tensor for tensor in (*captured_of(extras), *lists)]
 
 
 class ForwardLaunch:
@@ -118,7 +116,7 @@ class ForwardLaunch:
         slopes, sink = extras.alibi_slopes, extras.sink
         self._kernel(
             q.device, q, k, v, out, lse, table, lse if slopes is None else slopes,
-            lse if sink is None else sink, *function_tensors(extras, KV_LISTS, lse),
+            lse if sink is None else sink, *function_tensors(extras, kv_lists_of(extras), lse),
         )  # fmt: skip
         return out, lse
 
@@ -152,4 +150,4 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
         return integers_of(self._problem, extras)
 
     def _more_tensors(self, extras: Any, lse: Tensor) -> tuple:
-        return function_tensors(extras, Q_LISTS, lse)
+        return tuple(function_tensors(extras, q_lists_of(extras), lse))

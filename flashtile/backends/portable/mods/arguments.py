@@ -17,7 +17,7 @@ INTEGERS = (
 
 class Captured(NamedTuple):
     """Tensors that functions read, contiguous, their gradients in fp32, and the sizes of all their dimensions
-    in turn. None and 0 stand for those that there are not."""
+    in turn; from the last size on, numbers of the programs. None and 0 stand for those that there are not."""
 
     tensor_0: Any
     tensor_1: Any

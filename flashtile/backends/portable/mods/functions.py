@@ -6,6 +6,9 @@ cache on disk. Python finds the text of a function that has no file in ``linecac
 
 Gluon kernels call the same functions, which take the layouts of the tiles that they are given. Only a tile
 that a function makes itself would need one, so that for Gluon (``gluon=True``) it makes none.
+
+Numbers that are added or compared are arguments of the kernel (``Mods.numbers``): a window of another length
+needs no other kernel. With ``fixed`` they stand in the text, for a kernel that has no registers to spare.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ import triton.language as tl
 
 from flashtile.backends.portable.mods import steps
 from flashtile.caches import BoundedCache
-from flashtile.masks.problem import Mods
-from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives
+from flashtile.masks.problem import MAX_SIZES, Mods
+from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives, is_variable
 
 _STEPS = {
     name: getattr(steps, name)
@@ -48,25 +51,25 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 """Functions by their text."""
 
 
-def score_function(mods: Mods, gluon: bool = False) -> Any:
+def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """``(scores, b, head, rows, keys, captured) -> (scores, their derivative)`` of ``score_mod``."""
     program = mods.score_program
     if program is None:
         return None
     both, _ = derivatives(program)
-    writer = _Writer(both, mods, gluon)
+    writer = _Writer(both, mods, gluon, fixed)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
     return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
 
 
-def mask_function(mods: Mods, gluon: bool = False) -> Any:
+def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``, in a shape that broadcasts to the tile's,
     for Gluon perhaps a scalar."""
     program = mods.mask_program
     if program is None:
         return None
-    writer = _Writer(program, mods)
+    writer = _Writer(program, mods, gluon, fixed)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
     if not gluon:
@@ -108,10 +111,11 @@ def gradient_function(mods: Mods) -> Any:
 class _Writer:
     """The body of a function."""
 
-    def __init__(self, program: Program, mods: Mods, gluon: bool = False) -> None:
+    def __init__(self, program: Program, mods: Mods, gluon: bool = False, fixed: bool = False) -> None:
         self.program = program
         self.gluon = gluon
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
+        self.numbers = () if fixed else mods.numbers
         self.body: list[str] = []
 
     def write(self, text: str) -> None:
@@ -141,7 +145,7 @@ class _Writer:
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
-        operands = [self.operand(operand) for operand in line.operands]
+        operands = [self._number(line, operand) or self.operand(operand) for operand in line.operands]
         if operation in _INFIX:
             return f" {_INFIX[operation]} ".join(operands)
         if operation in _CALLS:
@@ -154,6 +158,12 @@ class _Writer:
             "int": f"{x}.to(tl.int32)",
             "bool": f"{x} != 0",
         }[operation]
+
+    def _number(self, line: Line, operand: Any) -> str:
+        """The kernel's argument that a number is; "" if it is none."""
+        if operand not in self.numbers or not is_variable(self.program, line, operand):
+            return ""
+        return f"captured.size_{MAX_SIZES - 1 - self.numbers.index(operand)}"
 
     def _by_number(self, operation: str, x: Any, number: Any) -> str | None:
         """A division by a number, where there are cheaper instructions for it; else None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,13 @@ from flashtile.backends.portable.arguments import Variant
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.launch import is_aligned, variant_of
 from flashtile.backends.portable.mods import functions
+from flashtile.backends.portable.mods.arguments import CAPTURED
 from flashtile.backends.portable.mods.kernels import dkdv_kernel, dq_kernel, forward_kernel
-from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES
 from flashtile.problem import LOG2_E
 
-KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+q_lists_of = operator.attrgetter("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+_captured_of = operator.attrgetter(*CAPTURED)
 
 
 def variants_of(
@@ -60,15 +62,13 @@ class Arguments:
         assert mods is not None
         self.problem, self.mods = problem, mods
         self.inputs = (q, k, v)
-        sizes = [size for i in range(len(mods.ranks)) for size in getattr(extras, f"captured_{i}").shape]
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         # A block mask of no lists has any shape: nothing reads it.
         listed = (1, 1) if mods.block_size is None else extras.kv_num_blocks.shape[:2]
         self.scalars = (
             *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(1), t.stride(2))),
             *(max(size, 1) for size in listed),
-            *sizes,
-            *(0,) * (MAX_SIZES - len(sizes)),
+            *mods.kernel_sizes(_captured_of(extras)),
             stride_of_two(extras.alibi_slopes),
             problem.num_heads_q,
             problem.group_size,
@@ -105,13 +105,8 @@ class Arguments:
         return KeptKernel(kernel, programs, (*padded_rows, *self.scalars), (variant, full), config)
 
 
-def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
-    tensors = (getattr(extras, f"captured_{i}") for i in range(MAX_CAPTURED))
-    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
-
-
-def lists_of(extras: Any, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(getattr(extras, name) for name in names)
+def captured_of(extras: Any) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in _captured_of(extras)]
 
 
 class ForwardLaunch:
@@ -133,7 +128,7 @@ class ForwardLaunch:
             self._kernel = arguments.kernel(forward_kernel, programs, config, self._config.precision, False)
         self._kernel(
             q.device, q, k, v, out, lse, extras.alibi_slopes, extras.sink, *captured_of(extras),
-            *lists_of(extras, KV_LISTS),
+            *kv_lists_of(extras),
         )  # fmt: skip
         return out, lse
 
@@ -181,8 +176,8 @@ class BackwardLaunch:
             if not no_keys:
                 inputs = (q, k, v, dout, neg_lse, neg_delta)
                 slopes = extras.alibi_slopes
-                compute_dkdv(q.device, *inputs, dk, dv, slopes, *captured, *lists_of(extras, Q_LISTS))
-                compute_dq(q.device, *inputs, dq, slopes, *captured, *lists_of(extras, KV_LISTS), *gradients)
+                compute_dkdv(q.device, *inputs, dk, dv, slopes, *captured, *q_lists_of(extras))
+                compute_dq(q.device, *inputs, dq, slopes, *captured, *kv_lists_of(extras), *gradients)
         cast = (
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, captured, strict=True)

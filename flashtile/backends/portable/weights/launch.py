@@ -12,7 +12,7 @@ from flashtile.attn.problem import WeightsProblem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.launch import attention_kernel
-from flashtile.backends.portable.mods.launch import KV_LISTS, Q_LISTS, Arguments, captured_of, lists_of
+from flashtile.backends.portable.mods.launch import Arguments, captured_of, kv_lists_of, q_lists_of
 from flashtile.backends.portable.weights.config import WeightsConfig
 from flashtile.backends.portable.weights.kernel import weights_kernel
 from flashtile.backends.portable.weights.modified import modified_weights_kernel
@@ -48,7 +48,7 @@ class Launch:
         lse = lse.contiguous()
         if problem.mods is not None:
             tensors = (
-                extras.alibi_slopes, *captured_of(extras), *lists_of(extras, Q_LISTS if by_keys else KV_LISTS)
+                extras.alibi_slopes, *captured_of(extras), *(q_lists_of if by_keys else kv_lists_of)(extras)
             )  # fmt: skip
         else:
             tensors = (

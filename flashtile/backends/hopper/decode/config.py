@@ -153,7 +153,7 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (128, 64): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 24))),
     (128, 128): (
         row(1, 64, 3, programs_per_sm=2),
-        row(2, 128, 2, Q_STAGES=2, spill_budgets=(36, 184)),
+        row(2, 128, 2, Q_STAGES=2, PIN_WAIT=True, spill_budgets=(36, 184)),
     ),
     (256, 128): (row(1, 64, 3), row(2, 64, 2)),
     (128, 256): (

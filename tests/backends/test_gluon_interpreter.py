@@ -115,7 +115,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
      "more arrive at|knows of no end"),
     ("forward", forward.load_block, EXPECT_V, EXPECT_V + " // 2", "more bytes have landed"),
     ("forward", forward.load_block, EXPECT_V, EXPECT_V + " * 2",
-     r"waits for parity 0 of v\.full\[0\].* 16384 bytes missing"),
+     r"waits for parity 0 of v\.full\[0\].* 8192 bytes missing"),
     # Addresses.
     ("forward", forward.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
     ("decode", gather.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),

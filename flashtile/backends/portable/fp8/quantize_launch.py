@@ -29,10 +29,10 @@ ELEMENTS_PER_THREAD = 32
 REGISTERS = 64
 """Of a thread: enough for them, and few enough for two to four programs on a multiprocessor, of which one
 reads while another computes."""
-ROTARY_ELEMENTS_PER_THREAD = 64
+ROTARY_REGISTERS = 128
 """With rotary embedding, whose angles take registers, too."""
-
-
+MOST_WARPS = 16
+"""Which leave each thread as many."""
 ROTATED_HEADS, ROTATED_STAGES = 4, 2
 """Heads that one program rotates, where all columns are rotated by halves. Their angles, in float32 twice the
 bytes of x, are read once."""
@@ -40,8 +40,10 @@ bytes of x, are read once."""
 
 def heads_together(problem: QuantizeProblem) -> int:
     """``Variant.HEADS``."""
-    by_halves = problem.rotary_dim == padded(problem.stored_head_dim) and not problem.rotary_interleaved
-    return min(ROTATED_HEADS, problem.num_heads) if by_halves else 0
+    columns = padded(problem.stored_head_dim)
+    by_halves = problem.rotary_dim == columns and not problem.rotary_interleaved
+    fits = problem.rows * columns <= MOST_WARPS * 32 * ELEMENTS_PER_THREAD
+    return min(ROTATED_HEADS, problem.num_heads) if by_halves and fits else 0
 
 
 def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
@@ -65,8 +67,8 @@ def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
 
 
 def num_warps(problem: QuantizeProblem) -> int:
-    elements = ROTARY_ELEMENTS_PER_THREAD if problem.rotary_dim else ELEMENTS_PER_THREAD
-    return max(problem.rows * padded(problem.stored_head_dim) // elements // 32, 1)
+    warps = problem.rows * padded(problem.stored_head_dim) // ELEMENTS_PER_THREAD // 32
+    return max(min(warps, MOST_WARPS) if problem.rotary_dim else warps, 1)
 
 
 def spill_budget(problem: QuantizeProblem) -> int:
@@ -77,8 +79,8 @@ def spill_budget(problem: QuantizeProblem) -> int:
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
     """What a launch says to the compiler: bits are the CPU's, so that no product joins a sum."""
     options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}
-    if not problem.rotary_dim and torch.version.hip is None:  # AMD's compiler has no such option
-        options["maxnreg"] = REGISTERS
+    if torch.version.hip is None:  # AMD's compiler has no such option
+        options["maxnreg"] = ROTARY_REGISTERS if problem.rotary_dim else REGISTERS
     return options
 
 

@@ -143,7 +143,7 @@ _WIDE_CAUSAL = F(
     spill_budget=116,
     features_spill_budget=328,
 )
-_PAIR = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2, spill_budget=124, features_spill_budget=124)
+_PAIR = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2, spill_budget=124, features_spill_budget=128)
 _PAIR_LAZY = replace(_PAIR, LAZY_RESCALE=True, spill_budget=176)
 _NARROWER = F(
     2,
@@ -301,11 +301,13 @@ def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
-    """(columns of q and k, of v, windowed, keys, config) of the whole table."""
+    """(columns of q and k, of v, windowed, keys, config) of the whole table, each configuration once."""
     for (block_d, block_dv, windowed), rows in _TABLE.items():
+        known: list[ForwardConfig | None] = [None]
         for keys, config in rows:
-            if config is not None:
+            if config is not None and config not in known:
                 yield block_d, block_dv, windowed, keys, config
+            known.append(config)
 
 
 def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,6 +14,8 @@ aggregate = getattr(gluon, "aggregate", None) or core._aggregate
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+VIEWS_SPAN_TILES = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
+"""Whether a view of shared memory may reach over the tiles behind its own. Triton 3.9 refuses."""
 
 
 @builtin

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.hopper.compat import VIEWS_SPAN_TILES
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
 from flashtile.problem import UNLIMITED
 
@@ -230,11 +231,11 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 
 def tile_columns(problem: Problem) -> tuple[int, int]:
     """Columns in shared memory of q and k, and of v: the fewest of those that the table has together, for as
-    many keys. Those of v are a power of two where another table has the configuration."""
+    many keys. Those of v are a power of two where another table has the configuration, or Triton needs it."""
     windowed, seen = _mask(problem)
     others = problem.mods is not None or problem.dropout_p > 0 or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
-    if others:
+    if others or not VIEWS_SPAN_TILES:
         of_v = of_v[-1:]
     pairs = ((d, dv) for d in of_qk for dv in of_v)
     return min((pair for pair in pairs if _row(*pair, windowed, seen) is not None), key=sum)
@@ -303,6 +304,8 @@ def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
     """(columns of q and k, of v, windowed, keys, config) of the whole table, each configuration once."""
     for (block_d, block_dv, windowed), rows in _TABLE.items():
+        if block_dv in _FEWER_COLUMNS and not VIEWS_SPAN_TILES:
+            continue
         known: list[ForwardConfig | None] = [None]
         for keys, config in rows:
             if config is not None and config not in known:

@@ -220,6 +220,8 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
 PARTS_OF = {96: 3, 160: 5, 192: 3}
 """Columns that are no power of two: how many tiles side by side."""
 _FEWER_COLUMNS = (32, *PARTS_OF)
+BETTER_FILLED = 1.15
+"""Smaller blocks of keys pay for short sequences that fill them so many times as well."""
 
 
 # (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.
@@ -232,13 +234,13 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 def tile_columns(problem: Problem) -> tuple[int, int]:
     """Columns in shared memory of q and k, and of v: the fewest of those that the table has together, for as
     many keys. Those of v are a power of two where another table has the configuration, or Triton needs it."""
-    windowed, seen = _mask(problem)
+    windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = problem.mods is not None or problem.dropout_p > 0 or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
     if others or not VIEWS_SPAN_TILES:
         of_v = of_v[-1:]
     pairs = ((d, dv) for d in of_qk for dv in of_v)
-    return min((pair for pair in pairs if _row(*pair, windowed, seen) is not None), key=sum)
+    return min((pair for pair in pairs if _row(*pair, windowed, keys) is not None), key=sum)
 
 
 def _columns_for(size: int) -> list[int]:
@@ -247,10 +249,9 @@ def _columns_for(size: int) -> list[int]:
     return [n for n in found if n != 160 or size % 16 == 0]
 
 
-def _mask(problem: Problem) -> tuple[bool, int]:
-    """Whether there is one, and how many keys a row may see without its left edge."""
+def _is_windowed(problem: Problem) -> bool:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return left != UNLIMITED or right != UNLIMITED, problem.seqlen_k
+    return left != UNLIMITED or right != UNLIMITED
 
 
 def _row(block_d: int, block_dv: int, windowed: bool, keys: int) -> ForwardConfig | None:
@@ -266,7 +267,7 @@ def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
 
 def choose(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    windowed, seen = _mask(problem)
+    windowed, seen = _is_windowed(problem), problem.seqlen_k
     sizes = tile_columns(problem)
     if problem.partial:
         if sizes[0] < 128:
@@ -279,15 +280,12 @@ def choose(problem: Problem) -> ForwardConfig:
                 return own
     config = _row(*sizes, windowed, seen)
     assert config is not None
-    if config is _SHORT and _fills(seen, _SHORT_BLOCKS.BLOCK_N) > LEFT_EMPTY * _fills(seen, _SHORT.BLOCK_N):
-        return _SHORT_BLOCKS
+    if config is _SHORT:
+        filled, better = _fills(seen, config.BLOCK_N), _fills(seen, _SHORT_BLOCKS.BLOCK_N)
+        return _SHORT_BLOCKS if better > BETTER_FILLED * filled else config
     if config is _SHORT_BLOCKS and blocks_stand_alone(problem, config.BLOCK_M):
         return _SHORT
     return config
-
-
-LEFT_EMPTY = 1.15
-"""Smaller blocks of keys pay for short sequences that fill them so much better."""
 
 
 def _fills(keys: int, block_n: int) -> float:

@@ -75,6 +75,29 @@ def test_every_token_goes_to_its_place(on, layout, ragged):
     assert torch.equal(v_cache, expected[1])
 
 
+def test_many_short_sequences_beside_a_long_one(on):
+    """More sequences than the kernel looks at together; some have no token, a block of tokens has several."""
+    counts = [i % 3 for i in range(131)]
+    counts[7] = 37
+    lengths = torch.arange(131, dtype=torch.int32) % 5
+    angles = torch.rand(48, 4) * 6.28
+    k_cache, v_cache = caches(131, 48)
+    k, v = (torch.randn(sum(counts) + 2, HEADS_KV, D) for _ in "kv")  # two tokens of no sequence behind them
+    ends = torch.tensor([0, *counts]).cumsum(0).int()
+    expected = k_cache.clone(), v_cache.clone()
+    for b, length in enumerate(lengths.tolist()):
+        first, end = ends[b], ends[b + 1]
+        there = slice(length, length + counts[b])
+        expected[0][b, there] = spun(k[first:end], angles[there])
+        expected[1][b, there] = v[first:end]
+    flashtile.append_kvcache(
+        k_cache, v_cache, k, v, lengths, cu_seqlens_k_new=ends, rotary_cos=angles.cos(),
+        rotary_sin=angles.sin(), **on,
+    )  # fmt: skip
+    torch.testing.assert_close(k_cache, expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(v_cache, expected[1])
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("pairs", [8, 3])
 @pytest.mark.parametrize("by_token", [True, False])

@@ -42,6 +42,8 @@ class Variant:
     BLOCK_D: int
     BLOCK_DV: int
     ROWS: int
+    SEQUENCES: int = 128
+    """Ends of packed sequences that are looked at together."""
 
 
 class Pointers(NamedTuple):
@@ -105,6 +107,7 @@ class Lengths(NamedTuple):
     """Pages, or rows of a dense cache."""
     rotary_rows: Any
     """Positions that have a row in the tables of angles."""
+    batch: Any
     new_programs: Any
     """Programs for the new keys and values; those behind them rotate queries."""
 
@@ -149,15 +152,35 @@ def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(block, b, cu_seqlens, seqlen, total, VARLEN: tl.constexpr, ROWS: tl.constexpr):
-    """(tokens of sequence ``b``, first row in memory of that sequence, whether they exist)."""
-    tokens = block * ROWS + tl.arange(0, ROWS)
-    first = tl.zeros([], tl.int32)
-    length = seqlen
+def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.constexpr, C: tl.constexpr):
+    """Which tokens a program has: (head, sequence, number in the sequence, first row of the sequence in
+    memory, whether they exist).
+
+    The sequence and its first row are one number for all of them, but numbers of each token if VARLEN: packed
+    tokens are divided without regard to sequences, so that many short ones beside a long one leave no
+    program without tokens.
+    """
+    ROWS: tl.constexpr = C.ROWS
+    head = program % heads
     if VARLEN:
-        first = tl.minimum(tl.maximum(tl.load(cu_seqlens + b), 0), total)
-        length = tl.minimum(tl.minimum(tl.load(cu_seqlens + b + 1), total) - first, seqlen)
-    return tokens, first.to(tl.int64), tokens < length
+        rows = program // heads * ROWS + tl.arange(0, ROWS)
+        b = tl.zeros([ROWS], tl.int32)
+        for start in range(0, batch, C.SEQUENCES):
+            sequences = start + tl.arange(0, C.SEQUENCES)
+            ends = tl.load(cu_seqlens + 1 + sequences, mask=sequences < batch, other=total)
+            b += tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), axis=1)
+        exists = (rows < total) & (b < batch)
+        first = tl.load(cu_seqlens + b, mask=exists, other=0)
+        tokens = rows - first
+        exists = exists & (first >= 0) & (tokens >= 0) & (tokens < seqlen)
+        b = tl.where(exists, b, 0)
+    else:
+        blocks = tl.cdiv(seqlen, ROWS)
+        b = program // heads // blocks
+        tokens = program // heads % blocks * ROWS + tl.arange(0, ROWS)
+        first = tl.zeros([], tl.int32)
+        exists = tokens < seqlen
+    return head, b, tokens, first.to(tl.int64), exists
 
 
 @triton.jit
@@ -189,12 +212,9 @@ def place_of(tokens, positions, exists, b, pointers, strides, lengths, C: tl.con
 @triton.jit
 def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     """ROWS new tokens of one head into the cache. One whose place is not in the cache is dropped."""
-    blocks = tl.cdiv(lengths.seqlen_new, C.ROWS)
-    head = program % lengths.num_heads_kv
-    b = program // lengths.num_heads_kv // blocks
-    tokens, first, exists = tokens_of(
-        program // lengths.num_heads_kv % blocks, b, pointers.cu_seqlens_k_new, lengths.seqlen_new,
-        lengths.total_new, C.VARLEN, C.ROWS,
+    head, b, tokens, first, exists = tokens_of(
+        program, lengths.num_heads_kv, pointers.cu_seqlens_k_new, lengths.seqlen_new, lengths.total_new,
+        lengths.batch, C.VARLEN, C,
     )  # fmt: skip
     positions = tokens
     if C.HAS_LENGTHS:
@@ -239,12 +259,9 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
 def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
     """ROWS queries of one head, rotated, into a tensor of their own."""
     ROWS: tl.constexpr = C.ROWS
-    blocks = tl.cdiv(lengths.seqlen_q, C.ROWS)
-    head = program % lengths.num_heads_q
-    b = program // lengths.num_heads_q // blocks
-    tokens, first, exists = tokens_of(
-        program // lengths.num_heads_q % blocks, b, pointers.cu_seqlens_q, lengths.seqlen_q, lengths.total_q,
-        C.VARLEN_Q, C.ROWS,
+    head, b, tokens, first, exists = tokens_of(
+        program, lengths.num_heads_q, pointers.cu_seqlens_q, lengths.seqlen_q, lengths.total_q, lengths.batch,
+        C.VARLEN_Q, C,
     )  # fmt: skip
     positions = tl.zeros([ROWS], tl.int32)
     if C.HAS_ROTARY_SEQLENS:
@@ -271,9 +288,10 @@ def append_kernel(
     v_cache_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, q_stride_b,
     q_stride_s, q_stride_h, table_stride, k_descale_stride, v_descale_stride,
     seqlen_new, total_new, num_heads_kv, seqlen_q, total_q, num_heads_q, capacity, num_blocks, rotary_rows,
-    new_programs, C: tl.constexpr,
+    batch, new_programs, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of ROWS new tokens * heads_kv * batch, and behind them the same of the queries,).
+    """Grid: (blocks of ROWS new tokens * heads_kv, of each sequence or of all packed ones; behind them the
+    same of the queries,).
 
     k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS (one sequence of
     total_new); q likewise, q_out as q and contiguous.
@@ -290,7 +308,7 @@ def append_kernel(
     )  # fmt: skip
     lengths = Lengths(
         seqlen_new, total_new, num_heads_kv, seqlen_q, total_q, num_heads_q, capacity, num_blocks,
-        rotary_rows, new_programs,
+        rotary_rows, batch, new_programs,
     )  # fmt: skip
     program = tl.program_id(0)
     if program < new_programs:

@@ -25,8 +25,12 @@ class AppendLaunch:
     def __init__(self, problem: AppendProblem) -> None:
         self._problem = problem
         self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
-        self._programs = self._count(problem.seqlen_new, problem.batch, problem.num_heads_kv)
-        self._programs_q = self._count(problem.seqlen_q, problem.batch, problem.num_heads_q)
+        # (times, tokens): packed sequences are divided as one.
+        new = (1, problem.total_new) if problem.varlen else (problem.batch, problem.seqlen_new)
+        queries = (1, problem.total_q) if problem.varlen_q else (problem.batch, problem.seqlen_q)
+        self._rows = min(APPEND_ROWS, triton.next_power_of_2(max(new[1], queries[1], 1)))
+        self._programs = new[0] * triton.cdiv(new[1], self._rows) * problem.num_heads_kv
+        self._programs_q = queries[0] * triton.cdiv(queries[1], self._rows) * problem.num_heads_q
         self._kernel: KeptKernel | None = None
 
     def __call__(
@@ -39,14 +43,6 @@ class AppendLaunch:
         if self._kernel is None:
             self._kernel = self._prepare(k_cache, v_cache, k, v, tensors)
         self._kernel(self._problem.device, k_cache, v_cache, k, v, *tensors)
-
-    @property
-    def _rows(self) -> int:
-        longest = max(self._problem.seqlen_new, self._problem.seqlen_q, 1)
-        return min(APPEND_ROWS, triton.next_power_of_2(longest))
-
-    def _count(self, seqlen: int, batch: int, heads: int) -> int:
-        return triton.cdiv(seqlen, self._rows) * batch * heads
 
     def _prepare(
         self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
@@ -94,6 +90,7 @@ class AppendLaunch:
             capacity=problem.capacity,
             num_blocks=problem.num_blocks,
             rotary_rows=problem.rotary_rows,
+            batch=problem.batch,
             new_programs=self._programs,
         )
         programs = self._programs + self._programs_q

@@ -126,6 +126,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield _exchange_case()
     for dtype in (torch.bfloat16, FP8):
         yield _append_case(dtype, capability)
+    yield _append_case(torch.bfloat16, capability, packed=True)
     yield _copy_case()
 
 
@@ -208,14 +209,14 @@ def _exchange_case() -> CompileCase:
     )
 
 
-def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:
+def _append_case(dtype: torch.dtype, capability: int, packed: bool = False) -> CompileCase:
     as_bits = dtype == FP8 and capability < 89
     compiled_for = append.Variant(
         HAS_SLOTS=False,
         HAS_LENGTHS=True,
         HAS_BATCH_IDX=False,
-        VARLEN=False,
-        VARLEN_Q=False,
+        VARLEN=packed,
+        VARLEN_Q=packed,
         PAGE_SIZE=16,
         DESCALE="block" if dtype == FP8 else "none",
         QUANTISED=dtype == FP8,
@@ -231,13 +232,15 @@ def _append_case(dtype: torch.dtype, capability: int) -> CompileCase:
         BLOCK_DV=128,
         ROWS=launch_cache.APPEND_ROWS,
     )
-    absent = ["slot_mapping", "cache_batch_idx", "cu_seqlens_k_new", "rotary_seqlens", "cu_seqlens_q"]
+    absent = ["slot_mapping", "cache_batch_idx", "rotary_seqlens"]
+    absent += [] if packed else ["cu_seqlens_k_new", "cu_seqlens_q"]
     absent += [] if dtype == FP8 else ["k_descale", "v_descale"]
     constants = {"C": compiled_for} | {name: None for name in absent}
     cache = torch.uint8 if as_bits else dtype
     tensors = {name: torch.bfloat16 for name in ("k_ptr", "v_ptr", "q_in_ptr", "q_out_ptr")}
     tensors |= {"k_cache_ptr": cache, "v_cache_ptr": cache}
-    return _plain_case(f"decode append {_TYPES[dtype]}", append_kernel, tensors, constants)
+    name = f"decode append {_TYPES[dtype]}{' packed' if packed else ''}"
+    return _plain_case(name, append_kernel, tensors, constants)
 
 
 def _copy_case() -> CompileCase:

@@ -39,7 +39,7 @@ def peers(kind: str) -> tuple[Peer, ...]:
     if kind == "weights":
         return (weights_peers.Eager(),)
     if kind == "masks":
-        return (FlexAttention(),)
+        return (FlexAttention(), FlexAttention(flash=True))
     return (
         Sdpa("sdpa-flash", "FLASH_ATTENTION", "cuda"),
         Sdpa("sdpa-cudnn", "CUDNN_ATTENTION", "cuda"),

@@ -229,13 +229,14 @@ class TorchVarlen(Peer):
 class FlexAttention(Peer):
     """torch's FlexAttention compiled for each shape, masks as block masks built beforehand."""
 
-    name = "flex"
-    needs = ("torch.nn.attention.flex_attention", "flex_attention")
-
-    def __init__(self, compiled: bool = True) -> None:
-        """Eager, it stores the scores and runs on any device."""
-        self._compiled = compiled
+    def __init__(self, compiled: bool = True, flash: bool = False) -> None:
+        """Eager, it stores the scores and runs on any device. ``flash`` has FlashAttention-4 compute it, with
+        the functions that torch writes in its language."""
+        self.name = "flex-fa4" if flash else "flex"
+        self._compiled, self._flash = compiled, flash
         self.device_type = "cuda" if compiled else None
+        module = "flash_attn.cute" if flash else "torch.nn.attention.flex_attention"
+        self.needs = (module, "flash_attn_func" if flash else "flex_attention")
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         return "takes no sink" if workload.sink else None
@@ -249,6 +250,8 @@ class FlexAttention(Peer):
             torch.compiler.reset()
             attend = torch.compile(attend, dynamic=False)
         options: dict[str, Any] = {"enable_gqa": workload.group_size > 1}
+        if self._flash:
+            options["kernel_options"] = {"BACKEND": "FLASH"}
         if workload.mod:
             given = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, inputs.q.device)
             options["score_mod"] = given.score_mod

@@ -4,9 +4,8 @@ FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for 
 ("block quantisation"), and q and k times one random orthogonal matrix, signs times a Hadamard matrix, which
 spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
 
-One program owns one block of one head, or of some heads that are rotated by the same angles. Every sum of the
-transform has one order and nothing is fused, so that the result is the same to the bit as that of
-:mod:`flashtile.fp8.emulation`.
+One program owns one block of one head. Every sum of the transform has one order and nothing is fused, so that
+the result is the same to the bit as that of :mod:`flashtile.fp8.emulation`.
 """
 
 from dataclasses import dataclass
@@ -41,10 +40,8 @@ class Variant:
     """log2 of the columns that the Hadamard transform mixes, 0 for no transform."""
     ROTARY_DIM: int
     INTERLEAVED: bool
-    HEADS: int
-    """Of a program, which reads their angles once; 0 unless all columns are rotated, by halves."""
-    STAGES: int
-    """Heads on their way at a time."""
+    HALVES: bool
+    """All columns are rotated, by halves, which are loaded apart."""
     HEAD_DIM: int
     STORED_HEAD_DIM: int
     BLOCK_D: int
@@ -113,12 +110,13 @@ def key_of_column(column):
 
 @triton.jit
 def sign_of_column(column, seed):
-    """-1.0 or 1.0: bits of MurmurHash3's 32-bit finaliser (Appleby 2011), 32 columns from one word."""
+    """-1.0 or 1.0: bits of MurmurHash3's 32-bit finaliser (Appleby 2011), 32 columns from one word, each of
+    which becomes the sign bit of 1.0."""
     h = (column >> 5).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
-    h = (h ^ (h >> 16)) >> (column & 31).to(tl.uint32)
-    return tl.where((h & 1) == 0, 1.0, -1.0)
+    h = (h ^ (h >> 16)) << (31 - (column & 31)).to(tl.uint32)
+    return ((h & 0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -183,11 +181,15 @@ def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: t
 
 
 @triton.jit
-def rotate_all(x_ptrs, inside, cos, sin):
-    """The same where all columns are rotated, by angles [rows, HALF] that are read already; ``x_ptrs`` are
-    those of the first halves. One thread has both numbers of a pair."""
-    ROWS: tl.constexpr = cos.shape[0]
-    HALF: tl.constexpr = cos.shape[1]
+def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """The same where all columns are rotated; ``x_rows`` points to the first number of each row. One thread
+    has both numbers of a pair."""
+    ROWS: tl.constexpr = position.shape[0]
+    pair = tl.arange(0, HALF)[None, :]
+    angle = position[:, None] * HALF + pair
+    cos = tl.load(cos_ptr + angle, mask=inside, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    x_ptrs = x_rows + pair
     a = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
     return tl.join(a * cos - b * sin, b * cos + a * sin).trans(0, 2, 1).reshape([ROWS, 2 * HALF])
@@ -274,7 +276,7 @@ def quantize_kernel(
     x_stride_b, x_stride_s, x_stride_h, columns, num_heads, seqlen, total, scale_stride_b, scale_stride_h,
     seed, rotary_offset, rotary_rows, normalizer, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups of heads * blocks * batch,), heads fastest, for they are neighbours in memory.
+    """Grid: (heads * blocks * batch,), heads fastest, for they are neighbours in memory.
 
     x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN; values like x with STORED_HEAD_DIM
     columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns]; e4m3, or its bits unless NATIVE. scales and
@@ -290,25 +292,20 @@ def quantize_kernel(
     scale_strides = ScaleStrides(scale_stride_b, scale_stride_h)
     numbers = Numbers(seed, rotary_offset, rotary_rows, normalizer)
     num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
-    HEADS: tl.constexpr = max(C.HEADS, 1)
-    groups = tl.cdiv(lengths.num_heads, HEADS)
     pid = tl.program_id(0)
-    head = pid % groups * HEADS
-    block = (pid // groups) % num_blocks
-    b = (pid // groups) // num_blocks
+    head = pid % lengths.num_heads
+    block = (pid // lengths.num_heads) % num_blocks
+    b = (pid // lengths.num_heads) // num_blocks
 
     start, length = sequence(pointers.cu_seqlens, b, lengths.seqlen, lengths.total, C.VARLEN)
     used = used_length(pointers.seqused, b, length)
     place = Place(b, block, start, length)
-    b64 = b.to(tl.int64)
+    b64, head64 = b.to(tl.int64), head.to(tl.int64)
     if C.PASS == LARGEST_GIVEN:
-        first_block = block == 0  # a sequence without rows has a scale, too
-        for i in range(min(HEADS, lengths.num_heads - head)):
-            own = (head + i).to(tl.int64)
-            scale_at = b64 * scale_strides.scale_stride_b + own * scale_strides.scale_stride_h
-            largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
-            scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
-            tl.store(pointers.scales + scale_at, scale, mask=first_block)
+        scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
+        largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
+        scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
+        tl.store(pointers.scales + scale_at, scale, mask=block == 0)  # a sequence without rows has one, too
     if block * C.BLOCK_M >= length:
         return
 
@@ -318,7 +315,7 @@ def quantize_kernel(
     column = tl.arange(0, C.BLOCK_D)
     signs = sign_of_column(column, numbers.seed) * HEADROOM
     x_rows = pointers.x + b64 * strides.x_stride_b + start * strides.x_stride_s
-    x_rows += row.to(tl.int64)[:, None] * strides.x_stride_s
+    x_rows += row.to(tl.int64)[:, None] * strides.x_stride_s + head64 * strides.x_stride_h
     in_use = (row < used)[:, None]
     position = row
     if pointers.cos is not None:
@@ -326,20 +323,10 @@ def quantize_kernel(
         if pointers.rotary_offsets is not None:
             offset += tl.load(pointers.rotary_offsets + b)
         position = tl.minimum(tl.maximum(row + offset, 0), numbers.rotary_rows - 1)
-    if C.HEADS > 0:
-        pair = tl.arange(0, C.BLOCK_D // 2)
-        angle = position[:, None] * (C.BLOCK_D // 2) + pair[None, :]
-        cos = tl.load(pointers.cos + angle, mask=in_use, other=1.0).to(tl.float32)
-        sin = tl.load(pointers.sin + angle, mask=in_use, other=0.0).to(tl.float32)
-        for i in tl.range(0, min(HEADS, lengths.num_heads - head), num_stages=C.STAGES):
-            own = head + i
-            x_ptrs = x_rows + own.to(tl.int64) * strides.x_stride_h + pair[None, :]
-            x = rotate_all(x_ptrs, in_use, cos, sin)
-            if C.TRANSFORM_STAGES > 0:
-                x = hadamard(x * signs[None, :], C.TRANSFORM_STAGES)
-            store_block(x, row, column, own, place, pointers, strides, lengths, scale_strides, numbers, C)
+    if C.HALVES:
+        x = rotate_all(x_rows, position, in_use, pointers.cos, pointers.sin, C.BLOCK_D // 2)
     else:
-        x_ptrs = x_rows + head.to(tl.int64) * strides.x_stride_h + column[None, :]
+        x_ptrs = x_rows + column[None, :]
         inside = in_use
         if C.HEAD_DIM < C.BLOCK_D:
             inside = inside & (column < C.HEAD_DIM)[None, :]
@@ -351,6 +338,6 @@ def quantize_kernel(
                 x = rotate_neighbours(x, position, in_use, pointers.cos, pointers.sin, HALF)
             else:
                 x = rotate_halves(x, x_ptrs, position, in_use, column, pointers.cos, pointers.sin, HALF)
-        if C.TRANSFORM_STAGES > 0:
-            x = hadamard(x.to(tl.float32) * signs[None, :], C.TRANSFORM_STAGES)
-        store_block(x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C)
+    if C.TRANSFORM_STAGES > 0:
+        x = hadamard(x.to(tl.float32) * signs[None, :], C.TRANSFORM_STAGES)
+    store_block(x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C)

@@ -30,20 +30,16 @@ REGISTERS = 64
 """Of a thread: enough for them, and few enough for two to four programs on a multiprocessor, of which one
 reads while another computes."""
 ROTARY_REGISTERS = 128
-"""With rotary embedding, whose angles take registers, too."""
+"""With rotary embedding, whose angles take registers, too; not with ``rotates_halves``."""
 MOST_WARPS = 16
 """Which leave each thread as many."""
-ROTATED_HEADS, ROTATED_STAGES = 4, 2
-"""Heads that one program rotates, where all columns are rotated by halves. Their angles, in float32 twice the
-bytes of x, are read once."""
 
 
-def heads_together(problem: QuantizeProblem) -> int:
-    """``Variant.HEADS``."""
+def rotates_halves(problem: QuantizeProblem) -> bool:
+    """``Variant.HALVES``, for blocks that few enough threads hold for two programs on a multiprocessor."""
     columns = padded(problem.stored_head_dim)
     by_halves = problem.rotary_dim == columns and not problem.rotary_interleaved
-    fits = problem.rows * columns <= MOST_WARPS * 32 * ELEMENTS_PER_THREAD
-    return min(ROTATED_HEADS, problem.num_heads) if by_halves and fits else 0
+    return by_halves and problem.rows * columns <= MOST_WARPS * 32 * ELEMENTS_PER_THREAD
 
 
 def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
@@ -56,8 +52,7 @@ def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
         TRANSFORM_STAGES=stored.bit_length() - 1 if problem.transformed else 0,
         ROTARY_DIM=problem.rotary_dim,
         INTERLEAVED=problem.rotary_interleaved,
-        HEADS=heads_together(problem),
-        STAGES=ROTATED_STAGES,
+        HALVES=rotates_halves(problem),
         HEAD_DIM=problem.head_dim,
         STORED_HEAD_DIM=stored,
         BLOCK_D=padded(stored),
@@ -73,14 +68,16 @@ def num_warps(problem: QuantizeProblem) -> int:
 
 def spill_budget(problem: QuantizeProblem) -> int:
     """Bytes of register spills accepted: the largest tile and its angles fill the register file."""
-    return 200 if problem.rotary_dim and num_warps(problem) == 16 else 0
+    fills = problem.rotary_dim and num_warps(problem) == MOST_WARPS and not rotates_halves(problem)
+    return 200 if fills else 0
 
 
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
     """What a launch says to the compiler: bits are the CPU's, so that no product joins a sum."""
     options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}
     if torch.version.hip is None:  # AMD's compiler has no such option
-        options["maxnreg"] = ROTARY_REGISTERS if problem.rotary_dim else REGISTERS
+        few = not problem.rotary_dim or rotates_halves(problem)
+        options["maxnreg"] = REGISTERS if few else ROTARY_REGISTERS
     return options
 
 
@@ -91,8 +88,7 @@ class QuantizeLaunch:
         self._problem = problem
         self._native = native
         self._values_shape, self._scales_shape = problem.values_shape, problem.scales_shape
-        groups = triton.cdiv(problem.num_heads, max(heads_together(problem), 1))
-        self._programs = triton.cdiv(problem.seqlen, problem.rows) * groups * problem.batch
+        self._programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
         self._kernels: list[KeptKernel] = []
 
     def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,6 +152,8 @@ class LLM:
             )
         draft_config = _draft_config(speculation, config) if isinstance(speculation, DraftModel) else None
         ranks = ProcessRanks(processes, self.device) if processes > 1 else ALONE
+        if self.device.type == "cuda":
+            threading.Thread(target=_import_kernels, args=(self.device,), daemon=True).start()
 
         def load(folder: Path, config: ModelConfig, ranks: Ranks) -> Model:
             shard = Shard(ranks.rank, ranks.world)
@@ -353,8 +358,6 @@ def _final_only(params: Any) -> Any:
     """Nobody sees what comes between: it is not made."""
     if not isinstance(params, SamplingParams):
         return params
-    import copy
-
     params = copy.copy(params)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
@@ -416,18 +419,29 @@ def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
     return max(windows) if min(windows) >= 0 else -1
 
 
+def _import_kernels(device: torch.device) -> None:
+    """What the first step needs, while weights are read."""
+    modules = ["portable.linear.launch", "portable.decode.launch", "portable.decode.append_launch"]
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        modules += ["hopper.linear.launch", "hopper.decode.launch"]
+    for name in modules:
+        importlib.import_module(f"flashtile.backends.{name}")
+
+
 def _memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:
     """Bytes for keys and values: the share of the GPU's memory less the weights and the largest step."""
     device = model.embedding.device
     if device.type == "cpu":
         return CPU_CACHE_BYTES
     config, tokens = model.config, max_num_batched_tokens
+    one = copy.copy(model)  # a layer after another takes as much as one
+    one.layers = model.layers[:1]
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode():
         caches = torch.zeros(
-            2, config.num_layers, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
+            2, 1, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
             dtype=model.embedding.dtype, device=device,
         )  # fmt: skip
         numbers = torch.arange(caches.shape[2], dtype=torch.int32, device=device)
@@ -435,8 +449,8 @@ def _memory_left(model: Model, max_num_batched_tokens: int, block_size: int, uti
         length = min(tokens, model.rotary[0].shape[0])
         offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
         step = StepInput(zeros[:length], zeros[:1], numbers.unsqueeze(0), offsets, length)
-        hidden = model.hidden(step, caches[0], caches[1])
-        model.logits(hidden[:512]).float()
+        hidden = one.hidden(step, caches[0], caches[1])
+        one.logits(hidden[:512]).float()
         torch.cuda.synchronize(device)
         work = torch.cuda.max_memory_allocated(device) - before - caches.numel() * caches.element_size()
         del caches, hidden, step

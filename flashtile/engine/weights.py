@@ -6,20 +6,23 @@ model that puts several into one needs little more memory than its own.
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.engine.config import ConfigError, ModelConfig, read_json
+from flashtile.engine.upload import Stretch, Upload
 
 Weights = Callable[[str], Tensor]
 """name -> the tensor, on its device, in its dtype, and this rank's part of it alone."""
 
-FLOATS = ("F16", "BF16", "F32")
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 IGNORED = "rotary_emb.inv_freq"
 INDEX = "model.safetensors.index.json"
 
@@ -97,10 +100,10 @@ def open_weights(
     """
     from safetensors import SafetensorError, safe_open
 
-    places, expected = {}, parameters(config)
+    places, expected, paths = {}, parameters(config), {}
     for path in _files(folder):
         try:
-            file = safe_open(path, framework="pt", device=str(device))
+            file = safe_open(path, framework="pt", device="cpu")  # maps the file, reads nothing
             names = list(file.keys())
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a safetensors file: {error}") from None
@@ -120,7 +123,7 @@ def open_weights(
                 raise ConfigError(f"{path}: {name} must have shape {wanted} by config.json, got {shape}")
             if kind not in FLOATS:
                 raise ConfigError(f"{path}: {name} must be one of {', '.join(FLOATS)}, got {kind}")
-            places[name] = file
+            places[name], paths[name] = file, path
     missing = [name for name in expected if name not in places]
     if missing:
         raise ConfigError(
@@ -132,10 +135,41 @@ def open_weights(
         part = [slice(None)] * len(shape)
         if split is not None:
             part[split] = shard.slice(shape[split])
-        tensor = places[name].get_slice(name)[tuple(part)]
+        if upload is None:
+            tensor = places[name].get_slice(name)[tuple(part)]
+        elif split:
+            tensor = upload(name)[tuple(part)]
+        else:
+            tensor = upload(name)
         return tensor.to(device=device, dtype=dtype).contiguous()
 
+    upload = None
+    if device.type == "cuda" and hasattr(os, "preadv"):
+        upload = Upload(stretches({name: paths[name] for name in expected}, expected, shard), device)
     return weights
+
+
+def stretches(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, Stretch]:
+    """Where weights lie in safetensors files that have been checked: this process's rows of those whose rows
+    are divided, and all of the others."""
+    headers, found = {path: _header(path) for path in set(paths.values())}, {}
+    for name, path in paths.items():
+        entries, begin = headers[path]
+        entry, (shape, split) = entries[name], expected[name]
+        first, last = entry["data_offsets"]
+        if split == 0:
+            rows, size = shard.slice(shape[0]), (last - first) // shape[0]
+            first, last = first + rows.start * size, first + rows.stop * size
+            shape = (rows.stop - rows.start, *shape[1:])
+        found[name] = Stretch(path, begin + first, last - first, FLOATS[entry["dtype"]], shape)
+    return found
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """(what a safetensors file says of its tensors, where their bytes begin)."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(size)), 8 + size
 
 
 def random_weights(

@@ -49,6 +49,22 @@ def test_sampled_tokens_are_those_without_guesses_on_a_gpu(width):
     assert answers[0] == answers[1]
 
 
+def test_weights_read_ahead_are_those_of_the_file(monkeypatch):
+    """Into memory that was in use a moment ago, and used at once, in parts that end within a tensor."""
+    from flashtile.engine import upload
+    from flashtile.engine.config import read_config
+    from flashtile.engine.weights import open_weights, parameters
+
+    monkeypatch.setattr(upload, "PART_BYTES", 2**12)
+    monkeypatch.setattr(upload, "AHEAD_BYTES", 2**15)
+    place = folder("llama3")
+    config = read_config(place)
+    cpu, cuda = (open_weights(place, config, torch.device(d), torch.float32) for d in ("cpu", "cuda"))
+    torch.full((2**22,), torch.nan, device="cuda")
+    for name in parameters(config):
+        assert torch.equal(torch.cat([cuda(name)]).cpu(), cpu(name)), name
+
+
 def test_the_host_does_not_wait_where_the_batch_changes():
     """Sampling parameters, biases and log-probabilities travel beside the steps."""
     llm = load("llama3", device="cuda", dtype="float32")

@@ -21,6 +21,7 @@ from flashtile.backends.portable.linear.config import (
     tiles_of,
 )
 from flashtile.backends.portable.linear.launch import prepare
+from flashtile.compile_report import architecture
 from flashtile.io_model import find_card
 from flashtile.linear import linear
 from flashtile.linear.problem import QKV, SWIGLU, LinearOptions, LinearProblem, LinearTensors
@@ -171,6 +172,17 @@ def test_tiles_of_whole_waves_cover_every_place():
         config = adapted(described, FLAT, BLOCK_N, 64, 4, 4, splits, 2, True)
         assert tiles_of(described, config) == tiles
         assert -(-N // tiles) <= BLOCK_N
+
+
+@pytest.mark.compile
+def test_the_end_of_a_flat_product_stores_many_places_at_once():
+    """Which the compiler does only where it knows that tiles and rows of the output begin at multiples."""
+    from flashtile.backends.portable.linear.compile_cases import compile_cases
+
+    case = next(case for case in compile_cases("sm_90a") if "flat before norm" in case.name)
+    ptx = case.compile(architecture("sm_90a")).asm["ptx"]
+    assert "st.global.v4.b32" in ptx
+    assert "st.global.b16" not in ptx
 
 
 def test_explain_names_the_row_and_the_share_of_the_floor():

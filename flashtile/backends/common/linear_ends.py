@@ -127,19 +127,20 @@ def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
 
 
 @triton.jit
-def store_sums(sums, place, m, factor, pointers, sizes, E: tl.constexpr):
-    """End of a product whose places are rows of W. place [n, 1], m [1, rows], factor [1, rows]."""
-    inside = place < sizes.places
+def store_sums(sums, place, end, m, factor, pointers, sizes, E: tl.constexpr):
+    """End of a product whose places are rows of W. place [n, 1], those before ``end`` count; m [1, rows],
+    factor [1, rows]."""
+    inside = place < end
     sums = scaled(sums, place, inside, factor, pointers, E)
-    return store_places(sums, place, m, pointers, sizes, E)
+    return store_places(sums, place, end, m, pointers, sizes, E)
 
 
 @triton.jit
-def store_scaled(y, place, m, pointers, sizes):
+def store_scaled(y, place, end, m, pointers, sizes):
     """y, as it was stored, times the weight of the norm that follows; its squares."""
-    inside = (place < sizes.places) & (m < sizes.M)
+    inside = (place < end) & (m < sizes.M)
     wide = y.to(tl.float32)
-    weight = tl.load(pointers.next_norm_weight + place, mask=place < sizes.places, other=0.0)
+    weight = tl.load(pointers.next_norm_weight + place, mask=place < end, other=0.0)
     at = m.to(tl.int64) * sizes.y_stride + place
     tl.store(pointers.scaled + at, (wide * weight.to(tl.float32)).to(y.dtype), mask=inside)
     return tl.where(inside, wide * wide, 0.0)
@@ -160,9 +161,9 @@ def store_factor(square, m, pointers, sizes):
 
 
 @triton.jit
-def store_places(out, place, m, pointers, sizes, E: tl.constexpr):
+def store_places(out, place, end, m, pointers, sizes, E: tl.constexpr):
     """What was computed, plus the residual, to the output; it is returned as it was stored."""
-    inside = (place < sizes.places) & (m < sizes.M)
+    inside = (place < end) & (m < sizes.M)
     if E.RESIDUAL:
         at = m.to(tl.int64) * sizes.residual_stride + place
         out = out + tl.load(pointers.residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -172,22 +173,54 @@ def store_places(out, place, m, pointers, sizes, E: tl.constexpr):
     return y
 
 
+class Destinations(NamedTuple):
+    """Where rows of x [1, rows] go in the cache, and their positions."""
+
+    position: Any
+    page: Any
+    token: Any
+    written: Any
+
+
 @triton.jit
-def store_pairs(first, second, place, m, factor, pointers, sizes, E: tl.constexpr):
-    """End of a product with two rows of W to a place."""
-    inside = place < sizes.places
+def load_destinations(m, pointers, sizes, E: tl.constexpr):
+    """:class:`Destinations` of rows of x; rows of no place in the cache are not ``written``."""
+    position = m * 0
+    if pointers.positions is not None:
+        position = tl.load(pointers.positions + m, mask=m < sizes.M, other=-1)
+    if E.END != ROTARY:
+        return Destinations(position, position, position, position)
+    elif E.HAS_SLOTS:
+        slot = tl.load(pointers.slots + m, mask=m < sizes.M, other=-1).to(tl.int64)
+        written = slot >= 0
+        page = slot // E.PAGE_SIZE
+        token = slot % E.PAGE_SIZE
+        return Destinations(position, page, token, written & (page < sizes.num_blocks))
+    else:
+        at = position // E.PAGE_SIZE
+        written = (position >= 0) & (at < sizes.table_width) & (m < sizes.M)
+        table = pointers.block_table + m.to(tl.int64) * sizes.table_width
+        page = tl.load(table + at, mask=written, other=-1).to(tl.int64)
+        token = (position % E.PAGE_SIZE).to(tl.int64)
+        return Destinations(position, page, token, written & (page >= 0) & (page < sizes.num_blocks))
+
+
+@triton.jit
+def store_pairs(first, second, place, end, m, factor, to, pointers, sizes, E: tl.constexpr):
+    """End of a product with two rows of W to a place. ``to``: the :class:`Destinations` of ``m``."""
+    inside = place < end
     first_row = row_of(place, 0, sizes, E)
     second_row = row_of(place, 1, sizes, E)
     first = scaled(first, first_row, inside, factor, pointers, E)
     second = scaled(second, second_row, inside, factor, pointers, E)
     if E.END == SWIGLU:
-        store_places(first / (1.0 + tl.exp(-first)) * second, place, m, pointers, sizes, E)
+        store_places(first / (1.0 + tl.exp(-first)) * second, place, end, m, pointers, sizes, E)
     else:
-        store_heads(first, second, place, m, pointers, sizes, E)
+        store_heads(first, second, place, end, m, to, pointers, sizes, E)
 
 
 @triton.jit
-def store_heads(first, second, place, m, pointers, sizes, E: tl.constexpr):
+def store_heads(first, second, place, end, m, to, pointers, sizes, E: tl.constexpr):
     """Pairs of queries to the output, of keys and values to the cache; those of no place in it are dropped.
 
     Rotary embedding (Su et al. 2021, arXiv:2104.09864) is computed on sums that are not rounded yet.
@@ -196,16 +229,14 @@ def store_heads(first, second, place, m, pointers, sizes, E: tl.constexpr):
     HALF: tl.constexpr = E.ROTARY_DIM // 2
     head = place // PAIRS
     within = place - head * PAIRS
-    inside = (place < sizes.places) & (m < sizes.M)
+    inside = (place < end) & (m < sizes.M)
     is_q = head < sizes.heads_q
     is_k = (head >= sizes.heads_q) & (head < sizes.heads_q + sizes.heads_kv)
     is_v = head >= sizes.heads_q + sizes.heads_kv
-    position = m * 0
-    if pointers.positions is not None:
-        position = tl.load(pointers.positions + m, mask=m < sizes.M, other=-1)
     if HALF > 0:
-        turned = inside & (is_q | is_k) & (within < HALF) & (position >= 0) & (position < sizes.angles)
-        at = position.to(tl.int64) * HALF + within
+        seen = (to.position >= 0) & (to.position < sizes.angles)
+        turned = inside & (is_q | is_k) & (within < HALF) & seen
+        at = to.position.to(tl.int64) * HALF + within
         cos = tl.load(pointers.cos + at, mask=turned, other=1.0).to(tl.float32)
         sin = tl.load(pointers.sin + at, mask=turned, other=0.0).to(tl.float32)
         first, second = first * cos - second * sin, second * cos + first * sin
@@ -219,27 +250,16 @@ def store_heads(first, second, place, m, pointers, sizes, E: tl.constexpr):
     tl.store(y + first_column, first, mask=inside & is_q)
     tl.store(y + second_column, second, mask=inside & is_q)
 
-    if E.HAS_SLOTS:
-        slot = tl.load(pointers.slots + m, mask=m < sizes.M, other=-1).to(tl.int64)
-        written = slot >= 0
-        page = slot // E.PAGE_SIZE
-        token = slot % E.PAGE_SIZE
-    else:
-        at = position // E.PAGE_SIZE
-        written = (position >= 0) & (at < sizes.table_width) & (m < sizes.M)
-        table = pointers.block_table + m.to(tl.int64) * sizes.table_width
-        page = tl.load(table + at, mask=written, other=-1).to(tl.int64)
-        token = (position % E.PAGE_SIZE).to(tl.int64)
-    written = inside & written & (page >= 0) & (page < sizes.num_blocks)
+    written = inside & to.written
     k = (
         pointers.k_cache
-        + page * sizes.k_block
-        + token * sizes.k_token
+        + to.page * sizes.k_block
+        + to.token * sizes.k_token
         + (head - sizes.heads_q) * sizes.k_head
     )
     tl.store(k + first_column, first, mask=written & is_k)
     tl.store(k + second_column, second, mask=written & is_k)
     head_v = head - sizes.heads_q - sizes.heads_kv
-    v = pointers.v_cache + page * sizes.v_block + token * sizes.v_token + head_v * sizes.v_head
+    v = pointers.v_cache + to.page * sizes.v_block + to.token * sizes.v_token + head_v * sizes.v_head
     tl.store(v + first_column, first, mask=written & is_v)
     tl.store(v + second_column, second, mask=written & is_v)

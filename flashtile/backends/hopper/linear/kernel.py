@@ -24,6 +24,7 @@ from flashtile.backends.common.linear_ends import (
     PLAIN,
     EndPointers,
     EndSizes,
+    load_destinations,
     load_squares,
     row_of,
     store_factor,
@@ -208,16 +209,18 @@ def finish(sums, factor, square, tiles, t, pointers, sizes, C: gl.constexpr, E: 
     layout: gl.constexpr = gl.SliceLayout(2, pairs)
     place = edge_of(tiles, t) + gl.arange(0, STEP, gl.SliceLayout(1, layout))
     place = gl.where(place < edge_of(tiles, t + 1), place, sizes.places)[:, None]
+    end = sizes.places
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, layout))[None, :]
     factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
     if E.END == PLAIN:
-        y = store_sums(gl.convert_layout(sums, layout), place, m, factor, pointers, sizes, E)
+        y = store_sums(gl.convert_layout(sums, layout), place, end, m, factor, pointers, sizes, E)
         if E.NEXT_NORM:
-            square += gl.sum(store_scaled(y, place, m, pointers, sizes), 0)
+            square += gl.sum(store_scaled(y, place, end, m, pointers, sizes), 0)
     else:
         both = sums.reshape([2, STEP, C.BLOCK_M]).permute((1, 2, 0))
         first, second = gl.split(gl.convert_layout(both, pairs))
-        store_pairs(first, second, place, m, factor, pointers, sizes, E)
+        to = load_destinations(m, pointers, sizes, E)
+        store_pairs(first, second, place, end, m, factor, to, pointers, sizes, E)
     return square
 
 

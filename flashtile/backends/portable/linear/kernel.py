@@ -20,6 +20,7 @@ from flashtile.backends.common.linear_ends import (
     PLAIN,
     EndPointers,
     EndSizes,
+    load_destinations,
     load_squares,
     row_of,
     store_factor,
@@ -56,6 +57,8 @@ class Variant:
     """Whether it is launched before the kernel before it has ended."""
     AHEAD: int
     """Blocks of W to ask for before that kernel has ended."""
+    UNIT: int
+    """Places that a tile has a multiple of, so that ends load and store them together."""
 
 
 class Operands(NamedTuple):
@@ -164,32 +167,29 @@ def multiply_gemv(row, mine, m, first, last, operands, depth, M, C: tl.constexpr
 
 
 @triton.jit
-def edge_of(tile, tiles, places):
-    """The first place of a tile; all have equally many, or one less."""
-    return (places.to(tl.int64) * tile // tiles).to(tl.int32)
+def edge_of(tile, tiles, places, C: tl.constexpr):
+    """The first place of a tile; all have equally many, or a UNIT less."""
+    return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
 
 
 @triton.jit
 def finish(
-    sums, square, start, stop, m, tile, tiles, arrived, pointers, sizes, K, eps, C: tl.constexpr,
-    E: tl.constexpr,
-):  # fmt: skip
-    """The end of a tile. ``arrived`` counts the tiles of each block of rows of x."""
+    sums, factor, to, start, stop, m, tile, tiles, arrived, pointers, sizes, C: tl.constexpr, E: tl.constexpr
+):
+    """The end of a tile. ``arrived`` counts the tiles of each block of rows of x; ``to``: their
+    :class:`Destinations`."""
     STEP: tl.constexpr = C.BLOCK_N // C.HALVES
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    factor = tl.rsqrt(square / K + eps)[None, :]
-    if E.X_SCALES:
-        factor = tl.load(pointers.x_scale + m, mask=m < sizes.M, other=0.0)[None, :]
-    place = start + tl.arange(0, STEP)
-    place = tl.where(place < stop, place, sizes.places)[:, None]
+    factor = factor[None, :]
+    place = (start + tl.arange(0, STEP))[:, None]
     if E.END == PLAIN:
-        y = store_sums(sums, place, m[None, :], factor, pointers, sizes, E)
+        y = store_sums(sums, place, stop, m[None, :], factor, pointers, sizes, E)
         if E.NEXT_NORM:
-            square = tl.sum(store_scaled(y, place, m[None, :], pointers, sizes), 0)
+            square = tl.sum(store_scaled(y, place, stop, m[None, :], pointers, sizes), 0)
             leave_factor(square, m, tile, tiles, arrived, pointers, sizes, BLOCK_M)
     else:
         first, second = tl.split(sums.reshape([2, STEP, BLOCK_M]).permute((1, 2, 0)))
-        store_pairs(first, second, place, m[None, :], factor, pointers, sizes, E)
+        store_pairs(first, second, place, stop, m[None, :], factor, to, pointers, sizes, E)
 
 
 @triton.jit
@@ -252,8 +252,8 @@ def product_kernel(
     part = tl.program_id(0)
     split = part % splits
     tile = part // splits
-    start = edge_of(tile % tiles, tiles, places)
-    stop = edge_of(tile % tiles + 1, tiles, places)
+    start = edge_of(tile % tiles, tiles, places, C)
+    stop = edge_of(tile % tiles + 1, tiles, places, C)
     m = tile // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_N)
     place = start + i % STEP
@@ -271,6 +271,11 @@ def product_kernel(
     if C.DEPENDENT:
         wait_for_dependencies()
         launch_dependents()
+    # What the end needs beside its sums is asked for here, not when memory rests.
+    factor = tl.zeros([BLOCK_M], tl.float32)
+    if E.X_SCALES:
+        factor = tl.load(x_scale + m, mask=m < M, other=0.0)
+    to = load_destinations(m[None, :], pointers, sizes, E)
     if C.DOT:
         sums, square = multiply_flat(row, mine, m, first, last, operands, depth, M, C, E)
     else:
@@ -279,9 +284,9 @@ def product_kernel(
     if E.NEXT_NORM:
         blocks_arrived += tl.num_programs(0) // splits
     if not C.SPLIT:
-        finish(
-            sums, square, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, K, eps, C, E
-        )  # fmt: skip
+        if E.NORM:
+            factor = tl.rsqrt(square / K + eps)
+        finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, C, E)
     else:
         PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
         at = i[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -298,9 +303,9 @@ def product_kernel(
                 sums += tl.load(parts + p * PART + at, cache_modifier=".cg")
                 its_square = parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
                 square += tl.load(its_square, cache_modifier=".cg")
-            finish(
-                sums, square, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, K, eps, C, E
-            )  # fmt: skip
+            if E.NORM:
+                factor = tl.rsqrt(square / K + eps)
+            finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, C, E)
 
 
 @kernel(do_not_specialize=("M", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))
@@ -334,7 +339,8 @@ def end_kernel(
     if E.X_SCALES:
         factor = tl.load(x_scale + m, mask=m < M, other=0.0)
     if E.END == PLAIN:
-        store_sums(first, place, m, factor, pointers, sizes, E)
+        store_sums(first, place, places, m, factor, pointers, sizes, E)
     else:
         second = tl.load(rows + row_of(place, 1, sizes, E), mask=inside, other=0.0).to(tl.float32)
-        store_pairs(first, second, place, m, factor, pointers, sizes, E)
+        to = load_destinations(m, pointers, sizes, E)
+        store_pairs(first, second, place, places, m, factor, to, pointers, sizes, E)

@@ -30,6 +30,7 @@ from flashtile.linear.table import GEMV, LIBRARY
 
 END_PLACES, END_ROWS = 128, 8
 """Of a program of the end behind the library's product."""
+END_UNIT = 8
 
 
 def prepare(problem: LinearProblem, config: LinearConfig) -> Callable[..., Any]:
@@ -52,7 +53,14 @@ def variant_of(problem: LinearProblem, config: LinearConfig) -> Variant:
         E4M3_BITS=problem.weight_dtype == E4M3 and not is_native(problem.device),
         DEPENDENT=dependent,
         AHEAD=config.ahead if dependent and problem.prefetch else 0,
+        UNIT=unit_of(problem, config),
     )
+
+
+def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
+    """16 bytes of what a flat product leaves, where they are whole tiles."""
+    fits = config.BLOCK_N // halves(problem) % END_UNIT == 0 and problem.places % END_UNIT == 0
+    return END_UNIT if fits and config.kind != GEMV else 1
 
 
 class ProductLaunch:

@@ -12,7 +12,6 @@ A backend takes part in an operation with a module, ``flashtile.backends.<backen
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -64,16 +63,12 @@ class Choice:
 def load_part(name: str, operation: Served) -> Any:
     """The module of a backend that serves ``operation``, None if the backend does not (one may need triton,
     which ``import flashtile`` must not)."""
-    part = _import_part(f"flashtile.backends.{name}" + (f".{operation.part}" if operation.part else ""))
-    return part if hasattr(part, f"prepare_{operation.name}") else None
-
-
-@functools.cache
-def _import_part(module: str) -> Any:
+    module = f"flashtile.backends.{name}" + (f".{operation.part}" if operation.part else "")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # no such package, or a folder without code
         return None
-    return importlib.import_module(module)
+    part = importlib.import_module(module)
+    return part if hasattr(part, f"prepare_{operation.name}") else None
 
 
 def _reason_against(name: str, operation: Served, problem: Any, explicit: bool) -> str | None:

@@ -216,7 +216,10 @@ def forward(
     return FORWARD.launch(tensors, all_extras, all_options)
 
 
-def _watched(tensors: tuple[Tensor, ...], extras: Extras, all_extras: Any, all_options: Any) -> Any:
+def _watched(
+    tensors: tuple[Tensor, Tensor, Tensor], extras: Extras, all_extras: Any, all_options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that something else sees as well."""
     if carries_tangents((*tensors, *all_extras)):
         check_modified(*tensors, all_extras, all_options)
         refuse_tangents(Extras._fields, extras._replace(sink=None))

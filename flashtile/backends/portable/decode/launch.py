@@ -352,7 +352,8 @@ class DecodeLaunch:
         if self._decided(problem, *caches) != self._by_capacity:
             return None
         left, right = effective_window(problem)
-        lengths = scalars.lengths._replace(capacity=problem.capacity, window_left=left, window_right=right)
+        capacity = problem.capacity if problem.num_blocks else 0
+        lengths = scalars.lengths._replace(capacity=capacity, window_left=left, window_right=right)
         scalars = scalars._replace(strides=strides_of(q, *caches, tensors), lengths=lengths)
         attend = attend.with_scalars(scalars.of_attend())
         if combine is not None:

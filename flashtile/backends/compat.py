@@ -67,13 +67,14 @@ def cuobjdump_path() -> str:
 
 def launcher(
     compiled: Any, grid: tuple[int, int, int], tensors: tuple, fixed: tuple, views: tuple = ()
-) -> Callable[[int, tuple], None]:
+) -> Any:
     """``(stream, tensors)``: launch a compiled kernel on the current device, with ``fixed`` arguments last.
 
     Tensors go by address (some come so), which saves a question to the driver for each. The first ones go as
     TMA descriptors, which ``views`` make of them; ``tensors`` are such as they may come. Without hooks on
     launches, a profiler's, nothing is prepared for them, where Triton itself gathers a dictionary and calls
-    two empty chains.
+    two empty chains. ``launch.with_fixed(fixed)`` is the same with other arguments, for which Triton would
+    compile the same kernel.
     """
     hooked = compiled[grid]
     run, maps = _tensor_maps(compiled.run, views)
@@ -91,22 +92,28 @@ def launcher(
         places.append(len(arguments))
         arguments += numbers
     addresses = slice(len(arguments), len(arguments) + undescribed)
-    arguments += [*[None] * undescribed, *fixed]
+    arguments += [None] * undescribed
 
-    def launch(stream: int, tensors: tuple) -> None:
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            descriptors = [view.of(t) for view, t in zip(views, tensors, strict=False)]
-            given = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
-            hooked(*descriptors, *given, *fixed, stream=stream)
-            return
-        now = arguments.copy()
-        now[of_stream] = stream
-        for place, encoded, tensor in zip(places, maps, tensors, strict=False):
-            now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
-        now[addresses] = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
-        run(*now)
+    def with_fixed(fixed: tuple) -> Any:
+        every = [*arguments, *fixed]
 
-    return launch
+        def launch(stream: int, tensors: tuple) -> None:
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                descriptors = [view.of(t) for view, t in zip(views, tensors, strict=False)]
+                given = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
+                hooked(*descriptors, *given, *fixed, stream=stream)
+                return
+            now = every.copy()
+            now[of_stream] = stream
+            for place, encoded, tensor in zip(places, maps, tensors, strict=False):
+                now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
+            now[addresses] = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
+            run(*now)
+
+        launch.with_fixed = with_fixed  # type: ignore[attr-defined]
+        return launch
+
+    return with_fixed(fixed)
 
 
 class TensorMaps(BoundedCache):

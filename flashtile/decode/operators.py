@@ -50,6 +50,7 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
+from flashtile.problem import MAX_LENGTH
 
 NO_GRADIENT = (
     "attention over a cache has no backward pass (call it under torch.no_grad(), or train with "
@@ -106,7 +107,44 @@ class _Writing(Operation):
         super().check_values(tensors, beside, options)
 
 
-DECODE = Operation(
+class _Decoding(Operation):
+    """Attention over a cache. A dense one that grows, by ``torch.cat`` or as more of a larger one, has a new
+    signature at every step, but needs no new kernel: its launch is made from that for the last length."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._grown: BoundedCache = BoundedCache(CACHE_BYTES)
+        """Launches by all of a signature that does not follow from the length of the cache."""
+
+    def prepare_checked(self, tensors: tuple, beside: Any, options: Any) -> Any:
+        q, k_cache, v_cache = tensors
+        if beside.block_table is not None or not _are_as_long(k_cache, v_cache):
+            return super().prepare_checked(tensors, beside, options)
+        kind = (options, *signatures((q, *beside)), *_but_length(k_cache), *_but_length(v_cache))
+        known = self._grown.get(kind)
+        launch = None if known is None else known.resized(*tensors, beside)
+        if launch is None:
+            launch = super().prepare_checked(tensors, beside, options)
+        if hasattr(launch, "resized"):
+            self._grown.store(kind, launch, SIGNATURE_BYTES)
+        return launch
+
+
+def _are_as_long(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether both are (batch_cache, seqlen_cache, heads_kv, head_dim) of one length that is allowed."""
+    if k_cache.dim() != 4 or v_cache.dim() != 4:
+        return False
+    return 0 < k_cache.shape[1] == v_cache.shape[1] <= MAX_LENGTH
+
+
+def _but_length(cache: Tensor) -> tuple:
+    """The signature of a dense cache, but for its length and what follows from that."""
+    batch, _, heads, head_dim = cache.shape
+    aligned = not cache.data_ptr() & 15
+    return batch, heads, head_dim, cache.stride(3), cache.dtype, cache.device, aligned
+
+
+DECODE = _Decoding(
     "decode",
     part="decode",
     tensors=("q", "k_cache", "v_cache"),

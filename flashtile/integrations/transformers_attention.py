@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.arguments import make_options
 from flashtile.attn.functional import attention
 from flashtile.checks.arguments import renamed
 from flashtile.decode.functional import flash_attn_with_kvcache
-from flashtile.decode.problem import MAX_HEAD_DIM
+from flashtile.decode.operators import DECODE
+from flashtile.decode.problem import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of, seen_by_window
 from flashtile.padding import as_cells
 
@@ -70,15 +72,19 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         if q.dtype == torch.float32:
             q, k, v = _in_dtype_of_weights(module, q, k, v)
         reach = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
+        if q.shape[1] == 1:
+            is_causal = False  # the last token sees all keys in any case
+        elif is_causal is None:
+            is_causal = _is_causal(module)
         options: dict[str, Any] = {
             "softmax_scale": scaling, "softcap": softcap or 0.0, "window_size": (reach, reach),
-            "causal": _is_causal(module) if is_causal is None else is_causal,
+            "causal": is_causal,
         }  # fmt: skip
         if s_aux is not None:
             options["sink"] = s_aux.to(q.dtype)
         if dropout:
             options["dropout_p"] = dropout
-        if _wants_determinism(others.get("deterministic")):
+        if torch.is_grad_enabled() and _wants_determinism(others.get("deterministic")):
             options["deterministic"] = True
         try:
             if with_scores:
@@ -97,8 +103,35 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Every query and key is there."""
     if _is_step(q, k, v, options):
-        return flash_attn_with_kvcache(q, k, v, **options)
+        return _step(q, k, v, options)
     return attention(q, k, v, **options)
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tensor | None = None) -> Tensor:
+    """Attention of a step of decoding, whose time is the host's: what is the same in every layer and step
+    goes to the operation as it was made for the first."""
+    scale, softcap, window, causal = (options[name] for name in _OF_STEP)
+    usual = type(scale) is float and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    if not usual or torch._C._is_any_autocast_enabled():
+        return flash_attn_with_kvcache(q, k, v, cache_leftpad=cache_leftpad, **options)
+    beside = DECODE.nothing
+    if cache_leftpad is not None or "sink" in options:
+        beside = CacheTensors(cache_leftpad=cache_leftpad, sink=options.get("sink"))
+    return DECODE((q, k, v), beside, _options_of_step(scale, softcap, window, causal))[0]
+
+
+_OF_STEP = "softmax_scale", "softcap", "window_size", "causal"
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _options_of_step(
+    softmax_scale: float, softcap: float, window_size: tuple[int, int], causal: bool
+) -> DecodeOptions:
+    made = make_options(None, None, softmax_scale, causal, window_size, softcap, False, None)
+    return DecodeOptions(
+        softmax_scale=made.softmax_scale, causal=made.causal, window_left=made.window_left,
+        window_right=made.window_right, softcap=made.softcap, return_lse=False,
+    )  # fmt: skip
 
 
 def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
@@ -133,7 +166,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options) -> 
     if padding.on_right and not by_place:
         return attention(q, k, v, seqused_k=padding.lengths, **options)
     if padding.on_left and _is_step(q, k, v, options):
-        return flash_attn_with_kvcache(q, k, v, cache_leftpad=padding.starts, **options)
+        return _step(q, k, v, options, padding.starts)
     return _under_keys(q, k, v, mask.bool(), options)
 
 

@@ -36,11 +36,15 @@ class Padding:
         self.solid = self.on_left = self.on_right = self.whole
         if self.whole:
             return
-        places, ends = torch.arange(keys.shape[1]), self._starts + self._lengths
-        side_by_side = (places >= self._starts[:, None]) & (places < ends[:, None])
-        self.solid = torch.equal(side_by_side, keys)
-        """The keys of each sequence lie side by side, with padding on one side or on both."""
-        self.on_left = self.solid and bool((ends == keys.shape[1]).all())
+        ends = self._starts + self._lengths
+        self.on_left = bool((ends == keys.shape[1]).all())  # which leaves no place for padding in between
+        if self.on_left:
+            self.solid = True
+            """The keys of each sequence lie side by side, with padding on one side or on both."""
+        else:
+            places = torch.arange(keys.shape[1])
+            side_by_side = (places >= self._starts[:, None]) & (places < ends[:, None])
+            self.solid = torch.equal(side_by_side, keys)
         self.on_right = self.solid and not bool(self._starts.any())
 
     @functools.cached_property

@@ -26,6 +26,8 @@ LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
+BACKWARD_LISTS = 4
+"""The last so many, which only the backward pass reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ class BlockMask:
 
     @property
     def lists(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in LISTS)
+        return tuple([getattr(self, name) for name in LISTS])
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The lists on another device; the tensors of ``mask_mod`` stay where they are."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtile.attn import derivatives, operators
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
 from flashtile.checks.attention import check_call, check_types
-from flashtile.masks.block_mask import LISTS
+from flashtile.masks.block_mask import BACKWARD_LISTS, LISTS
 from flashtile.masks.derivatives import plain
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.problem import MAX_CAPTURED, Mods
@@ -91,6 +91,8 @@ def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
     blocks_q, blocks_kv = -(-q.shape[1] // options.block_q), -(-k.shape[1] // options.block_kv)
     for name in LISTS:
         tensor = getattr(extras, name)
+        if tensor is None and name in LISTS[-BACKWARD_LISTS:]:
+            continue
         own, others = (blocks_q, blocks_kv) if "kv" in name else (blocks_kv, blocks_q)
         shape = (batch, heads, own) if "num" in name else (batch, heads, own, others)
         if tensor.dtype != torch.int32:
@@ -203,22 +205,32 @@ def forward(
     """(out, lse) of a call with functions."""
     all_extras, all_options = arguments_of(extras, options, functions)
     tensors = (q, k, v)
+    if not is_plain(tensors, all_extras):
+        return _watched(tensors, extras, all_extras, all_options)
+    if torch.is_grad_enabled() and (
+        all_options.learned or any(t.requires_grad for t in tensors) or _learns(extras.sink)
+    ):
+        return _Attention.apply(q, k, v, *all_extras, all_options)
+    if functions.lists:
+        all_extras = ModifiedExtras._make((*all_extras[:-BACKWARD_LISTS], *_NO_LISTS[:BACKWARD_LISTS]))
+    return FORWARD.launch(tensors, all_extras, all_options)
+
+
+def _watched(
+    tensors: tuple[Tensor, Tensor, Tensor], extras: Extras, all_extras: Any, all_options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that something else sees as well."""
     if carries_tangents((*tensors, *all_extras)):
         check_modified(*tensors, all_extras, all_options)
         refuse_tangents(Extras._fields, extras._replace(sink=None))
         attend, learned = _definition(all_extras, all_options, all_captured=True)
-        return attend(q, k, v, *learned)
+        return attend(*tensors, *learned)
     if transforming():
         raise NotImplementedError(
             "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
             "tangents: call flashtile.attention without them, or outside of the transform"
         )
-    if not is_plain(tensors, all_extras):
-        return FORWARD.traced(tensors, all_extras, all_options)
-    learns = all_options.learned or any(t.requires_grad for t in tensors) or _learns(extras.sink)
-    if torch.is_grad_enabled() and learns:
-        return _Attention.apply(q, k, v, *all_extras, all_options)
-    return FORWARD.launch(tensors, all_extras, all_options)
+    return FORWARD.traced(tensors, all_extras, all_options)
 
 
 def _learns(sink: Tensor | None) -> bool:

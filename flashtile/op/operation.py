@@ -148,9 +148,14 @@ class Operation:
             self.check(*tensors, beside, options)
             raise
         if prepared is None:
-            self.check(*tensors, beside, options)
-            prepared = self.launches.store(key, self.prepare(tensors, beside, options), SIGNATURE_BYTES)
+            launch = self.prepare_checked(tensors, beside, options)
+            prepared = self.launches.store(key, launch, SIGNATURE_BYTES)
         return prepared
+
+    def prepare_checked(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
+        """A launch for a new signature."""
+        self.check(*tensors, beside, options)
+        return self.prepare(tensors, beside, options)
 
     def prepare(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
         """A launch for the signature of a call that has been checked."""

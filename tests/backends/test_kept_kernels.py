@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,33 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
     assert [run[3] for run in compiled.direct] == [101, 101]
     assert launched_on == [DEVICE.index, DEVICE.index]
     assert [run[9:] for run in compiled.direct] == [(tensor.data_ptr(), 4096, 5, "constant")] * 2
+
+
+def test_other_scalars_for_a_compiled_kernel(monkeypatch):
+    """Where Triton would compile the same: it tells integers apart by 1, multiples of 16 and 32 bits."""
+    compiled = Compiled()
+
+    class Kernel:
+        params = tuple(SimpleNamespace(do_not_specialize=plain) for plain in (False, True, True, False))
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: compiled
+
+    monkeypatch.setattr(compat, "cuda_device", lambda: DEVICE.index)
+    monkeypatch.setattr(compat, "cuda_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    kernel = KeptKernel(Kernel(), GRID[0], (32, 5, 0.5), ("constant",), None)
+    assert kernel.with_scalars((48, 5, 0.5)) is None  # none is compiled
+    kernel(DEVICE)
+    for stride, n, x in (
+        (33, 5, 0.5), (1, 5, 0.5), (2**31, 5, 0.5), (32, 2**31, 0.5), (32, None, 0.5), (32, 5, 1),
+    ):  # fmt: skip
+        assert kernel.with_scalars((stride, n, x)) is None
+    other = kernel.with_scalars((48, 1, 1.5))
+    assert other is not None
+    other(DEVICE)
+    kernel(DEVICE)
+    assert [run[9:] for run in compiled.direct] == [(48, 1, 1.5, "constant"), (32, 5, 0.5, "constant")]
 
 
 def test_whoever_sees_a_compiled_kernel_sees_its_device(monkeypatch):

@@ -6,6 +6,7 @@ Triton's own launch path binds and specialises every argument on every call (17 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -53,6 +54,23 @@ class KeptKernel:
         """Whether it is compiled, so that a tensor may be given by its address."""
         return self._run is not None
 
+    def with_scalars(self, scalars: tuple) -> KeptKernel | None:
+        """This kernel as it is compiled, with other scalar arguments.
+
+        None if Triton would compile another for them, or if none is compiled yet.
+        """
+        run, fixed = self._run, self._fixed
+        if run is None:
+            return None
+        of_scalars = self._kernel.params[-len(fixed) :]
+        for parameter, before, now in zip(of_scalars, fixed, scalars, strict=False):
+            if before is not now and not _compiled_alike(parameter, before, now):
+                return None
+        other = copy.copy(self)
+        other._fixed = (*scalars, *fixed[len(scalars) :])
+        other._run = run.with_fixed(other._fixed)
+        return other
+
     def __call__(self, device: torch.device, *tensors: Any) -> None:
         run, index = self._run, self._index
         if run is not None and compat.cuda_device() == index:
@@ -73,3 +91,14 @@ class KeptKernel:
             # In this order: another thread that sees the one has to see the other.
             self._index = device.index
             self._run = compat.launcher(compiled, self._grid, tensors, self._fixed, views)
+
+
+def _compiled_alike(parameter: Any, before: Any, now: Any) -> bool:
+    """Whether Triton compiles a kernel alike for two values of a scalar parameter."""
+    if type(before) is not type(now):
+        return False
+    if before == now or type(now) is float:
+        return True
+    if type(now) is not int or not (-(2**31) <= before < 2**31 and -(2**31) <= now < 2**31):
+        return False
+    return parameter.do_not_specialize or (1 not in (before, now) and before % 16 == now % 16 == 0)

@@ -6,6 +6,7 @@ first call.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ def has_pairs(cache: Tensor) -> bool:
 
 def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
     """m_blocks of the longest sequence."""
-    return triton.cdiv(problem.seqlen_q * problem.group_size, config.tile.BLOCK_M)
+    return -(-problem.seqlen_q * problem.group_size // config.tile.BLOCK_M)  # triton.cdiv takes 2 us
 
 
 def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
@@ -129,7 +130,7 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
     """Programs of a balanced grid, in teams or not."""
     count = multiprocessors(problem.device)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
-    most_n_blocks = work_tiles * triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+    most_n_blocks = work_tiles * -(-problem.capacity // config.tile.BLOCK_N)
     few = has_dependent_launch(problem.device) and most_n_blocks <= FEW_N_BLOCKS * count
     return count if few else count * config.programs_per_sm
 
@@ -252,6 +253,22 @@ def combine_variant(
     )
 
 
+class Scalars(NamedTuple):
+    """Arguments of the kernels that are not tensors, in their order."""
+
+    strides: Strides
+    lengths: Lengths
+    behind: tuple
+    """Those of the attention kernel that come behind lengths."""
+    behind_in_combine: tuple
+
+    def of_attend(self) -> tuple:
+        return (*self.strides, *self.lengths, *self.behind)
+
+    def of_combine(self) -> tuple:
+        return (*self.lengths, *self.behind_in_combine)
+
+
 class DecodeLaunch:
     """``(q, k_cache, v_cache, tensors[, out, lse]) -> (out, lse or None)`` for tensors of one signature."""
 
@@ -273,6 +290,8 @@ class DecodeLaunch:
         self._new_out: Any = None
         self._attend: KeptKernel | None = None
         self._combine: KeptKernel | None = None
+        self._by_capacity: tuple = ()
+        self._scalars: Scalars | None = None
 
     def __call__(
         self,
@@ -313,8 +332,47 @@ class DecodeLaunch:
                 tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q, tensors.cu_seqlens_k_new,
             )  # fmt: skip
         if self._attend is None and attend.takes_addresses:
-            self._attend, self._combine = attend, combine
+            self._combine, self._attend = combine, attend
         return out, lse
+
+    def resized(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
+    ) -> DecodeLaunch | None:
+        """This launch for dense caches of another length, by the kernels that it has. None if they do not
+        serve, or if there are none yet.
+
+        The tensors are right, and differ from those of this launch in that length and their strides alone.
+        """
+        attend, combine, scalars = self._attend, self._combine, self._scalars
+        if attend is None or scalars is None or self._problem.tma_obstacle is not None:
+            return None
+        problem = copy.copy(self._problem)  # as replace() does it, in a fifth of its 20 us
+        object.__setattr__(problem, "capacity", k_cache.shape[1])
+        caches = self._operands(k_cache, v_cache)
+        if self._decided(problem, *caches) != self._by_capacity:
+            return None
+        left, right = effective_window(problem)
+        capacity = problem.capacity if problem.num_blocks else 0
+        lengths = scalars.lengths._replace(capacity=capacity, window_left=left, window_right=right)
+        scalars = scalars._replace(strides=strides_of(q, *caches, tensors), lengths=lengths)
+        attend = attend.with_scalars(scalars.of_attend())
+        if combine is not None:
+            combine = combine.with_scalars(scalars.of_combine())
+        if attend is None or (combine is None) != (self._combine is None):
+            return None
+        other = copy.copy(self)
+        other._problem, other._scalars, other._attend, other._combine = problem, scalars, attend, combine
+        return other
+
+    def _decided(self, problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> tuple:
+        """What the length and strides of a dense cache decide of the kernels and their grids."""
+        left, right = effective_window(problem)
+        longest = max(extent(k_cache), extent(v_cache))
+        return (
+            left != UNLIMITED, right != UNLIMITED, aligned(problem, k_cache, v_cache), longest >= 2**31,
+            longest * k_cache.element_size() >= 2**31, grid_size(problem, self._config),
+            softmax_max_kind(problem, self._config), problem.split_size and problem.capacity, k_cache.dtype,
+        )  # fmt: skip
 
     def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         return as_operands(k_cache, v_cache, self._config)
@@ -358,7 +416,7 @@ class DecodeLaunch:
             pairs=k_cache.dtype == torch.uint16,
             pdl=has_dependent_launch(device),
             wide=any(extent(cache) >= 2**31 for cache in (k_cache, v_cache)),
-            aligned=problem.head_dim_v % 16 == 0 and all(map(is_aligned, (k_cache, v_cache))),
+            aligned=aligned(problem, k_cache, v_cache),
         )
         if num_splits == 1 and not balanced:
             variant = replace(variant, SPLIT=False)
@@ -375,24 +433,17 @@ class DecodeLaunch:
             window_left=left,
             window_right=right,
         )
-        tree_mask = tensors.tree_mask
-        strides = Strides(
-            *row_strides(q),
-            *row_strides(k_cache),
-            *row_strides(v_cache),
-            0 if tensors.block_table is None else tensors.block_table.stride(0),
-            stride_of_two(tensors.alibi_slopes),
-            stride_of_two(tensors.k_descale),
-            stride_of_two(tensors.v_descale),
-            0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
-        )
         scale = problem.softmax_scale
         numbers = (scale, scale * LOG2_E, problem.softcap)
         softmax_max = problem.softmax_max if variant.SOFTMAX_MAX == "number" else None
-        scalars = (*strides, *lengths, *numbers, max(problem.num_blocks, 1), *splits, softmax_max)
+        strides = strides_of(q, k_cache, v_cache, tensors)
+        scalars = Scalars(
+            strides, lengths, (*numbers, max(problem.num_blocks, 1), *splits, softmax_max), splits
+        )
         # With it, a kernel may start before the one that it follows has ended, and waits for that end itself.
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
-        attend = KeptKernel(decode_kernel, programs, scalars, (variant,), tile, **options)
+        attend = KeptKernel(decode_kernel, programs, scalars.of_attend(), (variant,), tile, **options)
+        self._scalars, self._by_capacity = scalars, self._decided(problem, k_cache, v_cache)
         if not variant.SPLIT:
             return attend, None
         self._partials = round_up(splits.slots * rows * (problem.head_dim_v + 1), 64)
@@ -400,10 +451,11 @@ class DecodeLaunch:
         by_work_tile = not balanced or work_tiles < programs
         units = work_tiles if by_work_tile else programs - team
         row_blocks = triton.cdiv(rows, combined.rows)
+        self._scalars = scalars = scalars._replace(behind_in_combine=(*splits, teams, row_blocks))
         combine = KeptKernel(
             combine_kernel,
             units * row_blocks,
-            (*lengths, *splits, teams, row_blocks),
+            scalars.of_combine(),
             (combine_variant(problem, config, combined, by_work_tile, variant.PDL),),
             None,
             num_warps=combined.num_warps,
@@ -458,6 +510,25 @@ def row_strides(tensor: Tensor) -> tuple[int, int, int]:
 def is_aligned(cache: Tensor) -> bool:
     """Whether Triton loads rows of the cache asynchronously: pointer and strides that are multiples of 16."""
     return cache.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in cache.stride()[:-1])
+
+
+def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether tiles of k and v may differ in width."""
+    return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
+
+
+def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors) -> Strides:
+    tree_mask = tensors.tree_mask
+    return Strides(
+        *row_strides(q),
+        *row_strides(k_cache),
+        *row_strides(v_cache),
+        0 if tensors.block_table is None else tensors.block_table.stride(0),
+        stride_of_two(tensors.alibi_slopes),
+        stride_of_two(tensors.k_descale),
+        stride_of_two(tensors.v_descale),
+        0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
+    )
 
 
 def extent(cache: Tensor) -> int:

@@ -5,15 +5,22 @@ It takes two generators (Salmon et al. 2011, "Parallel random numbers: as easy a
 Philox-4x32 with ten rounds makes four words for each sequence b and query head h. Its key is the state's
 seed, its counter (b * heads_q + h, offset modulo 2^32, 0, 0).
 
-Philox-2x32 with seven rounds makes two words for each four probabilities: those of queries i and i + 8 and
-keys j and j + 8, where bit 3 of i and of j is 0. Seven rounds are the fewest that passed BigCrush. Its key
-is the first of the four words. Its counter is (pair(i), pair(j)), combined by exclusive or with the second
-and the third; pair(i) = i // 16 * 8 + i % 8 counts the pairs. The first word belongs to query i, the second
-to query i + 8. Of each word the low half belongs to key j, the high half to key j + 8.
+Philox-2x32 with seven rounds makes two words for each eight probabilities: those of queries i and i + 8 and
+of keys j, j + 1, j + 8 and j + 9, where bit 3 of i and bits 0 and 3 of j are 0. Seven rounds are the fewest
+that passed BigCrush. Its key is the first of the four words. Its counter is (pair(i), four(j)), combined by
+exclusive or with the second and the third. pair(i) = i // 16 * 8 + i % 8, four(j) = j // 16 * 4 + j % 8 // 2.
 
-A probability is kept where its number, the low 15 bits of its half, is at least dropout_p in units of 2^-15:
-a sum then has the answer in the bit above, for two numbers at once. The kernels compute the same: one thread
-holds those four in a product on the tensor cores, and in its transpose.
+The first word belongs to query i, the second to query i + 8. Of a word's bytes, from the low ones on, the
+first belongs to key j + 8, the second to key j, the third to key j + 9, the fourth to key j + 1.
+
+The low seven bits of its byte are a probability's number. It is dropped where that is below dropout_p * 128,
+rounded. Where rounding would change dropout_p by more than 2 %, numbers have eight bits more, below the
+others: a byte of the words of a second counter, the first with bit 31 of its second word flipped. It is the
+byte beside the probability's own place, that of key j + 8 for key j and the other way round.
+
+One thread holds those eight in a product on the tensor cores. In the transposed product four threads hold
+them, two each; there a warp makes the same words, and transposes them as matrices of 8 x 8 halves. Numbers of
+15 bits are in the order of the fp16 numbers with the same bits, so that one instruction compares two.
 """
 
 from __future__ import annotations
@@ -23,6 +30,9 @@ from torch import Tensor
 
 UNITS = 2**15
 """dropout_p is rounded to a multiple of 1 / UNITS."""
+_COARSE = 2**8
+"""And to a multiple of so many where that changes it by no more than _NEAR."""
+_NEAR = 0.02
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -44,8 +54,29 @@ def draw_state(q: Tensor) -> Tensor:
 
 
 def threshold(dropout_p: float) -> int:
-    """Numbers of 15 bits below this drop their probability. It is such a number itself."""
-    return min(round(dropout_p * UNITS), UNITS - 1)
+    """How many of UNITS numbers drop their probability: at least 1, at most all but 1."""
+    coarse = round(dropout_p * UNITS / _COARSE) * _COARSE
+    if abs(coarse / UNITS - dropout_p) <= _NEAR * min(dropout_p, 1 - dropout_p):
+        return coarse
+    return min(max(round(dropout_p * UNITS), 1), UNITS - 1)
+
+
+def is_fine(dropout_p: float) -> bool:
+    """Whether numbers of 15 bits decide, not of 7."""
+    return threshold(dropout_p) % _COARSE != 0
+
+
+def keep_share(dropout_p: float) -> float:
+    """The share of probabilities that is kept: 1 - dropout_p but for rounding.
+
+    What is kept is divided by it, so that the mean is what it is without dropout.
+
+    Examples:
+        >>> from flashtile.dropout import keep_share
+        >>> keep_share(0.1) == 1 - 13 / 128, keep_share(0.5)
+        (True, 0.5)
+    """
+    return 1 - threshold(dropout_p) / UNITS
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
@@ -106,17 +137,24 @@ def kept(
     zero = torch.zeros_like(offset)
     counter = places(batch, 0) * heads_q + places(heads, 1), offset & _WORD, zero, zero
     key, first_row, first_key, _ = philox((seed & _WORD, seed >> 32 & _WORD), counter)
-    row_pairs, key_pairs = _pairs(rows), _pairs(keys)
-    words = small_philox(key, (places(row_pairs, 2) ^ first_row, places(key_pairs, 3) ^ first_key))
-    numbers = torch.stack([half for word in words for half in (word & 0x7FFF, word >> 16 & 0x7FFF)])
-    # [query of a pair, key of a pair, ..., eights of queries, 8, eights of keys, 8]
-    numbers = numbers.view(2, 2, len(batch), len(heads), len(row_pairs) // 8, 8, len(key_pairs) // 8, 8)
-    numbers = numbers.permute(2, 3, 4, 0, 5, 6, 1, 7).flatten(5).flatten(2, 4)
+    pairs, fours = _units(rows, 8), _units(keys, 4)
+    pair, four = places(pairs, 2) ^ first_row, places(fours, 3) ^ first_key
+    numbers = _numbers(small_philox(key, (pair, four))) & 0x7F00
+    numbers |= _numbers(small_philox(key, (pair, four ^ 2**31))) & 0xFF
+    numbers = numbers.view(2, 2, 2, len(batch), len(heads), len(pairs) // 8, 8, len(fours) // 4, 4)
+    numbers = numbers.permute(3, 4, 5, 0, 6, 7, 2, 8, 1).flatten(5).flatten(2, 4)
     own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
     own_keys = slice(keys.start % 16, keys.start % 16 + len(keys))
     return numbers[:, :, own_rows, own_keys] >= threshold(dropout_p)
 
 
-def _pairs(extent: range) -> range:
-    """Of positions i and i + 8, those of whole sixteens that cover ``extent``."""
-    return range(extent.start // 16 * 8, -(-extent.stop // 16) * 8)
+def _numbers(words: tuple[Tensor, Tensor]) -> Tensor:
+    """[query of a pair, half of its word, half as it is or with its bytes exchanged, ...]"""
+    both = torch.stack(words)
+    halves = torch.stack((both & 0xFFFF, both >> 16), 1)
+    return torch.stack((halves, halves >> 8 | (halves & 0xFF) << 8), 2)
+
+
+def _units(extent: range, per_sixteen: int) -> range:
+    """Of positions in whole sixteens that cover ``extent``, what is counted ``per_sixteen``."""
+    return range(extent.start // 16 * per_sixteen, -(-extent.stop // 16) * per_sixteen)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from flashtile.attn.functional import attention
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
-from flashtile.dropout import draw_state, kept
+from flashtile.dropout import draw_state, keep_share, kept
 from flashtile.padding import MaskPattern, as_booleans, attend, pattern_of, recognise
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
@@ -116,7 +116,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if rng_state is not None:
                 places = (range(size) for size in (*weights.shape[:3], k.shape[1]))
                 mask = kept(rng_state, dropout_p, self.num_heads, *places)
-                weights = weights * F.pad(mask, (0, int(self.add_zero_attn)), value=True) / (1 - dropout_p)
+                factors = F.pad(mask, (0, int(self.add_zero_attn)), value=True) / keep_share(dropout_p)
+                weights = weights * factors
             weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
             return out[0], None if weights is None else weights[0]

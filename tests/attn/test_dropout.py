@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import dropout, testing
+from flashtile.attn.problem import Problem
 from small_calls import dense, varlen
 from targets import Target
 
@@ -31,12 +33,12 @@ def test_philox_makes_the_words_that_its_authors_published():
         assert " ".join(f"{w.item():08x}" for w in words) == expected
 
 
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+@pytest.mark.parametrize("dropout_p", [0.02, 0.1, 0.5])
 def test_each_probability_is_dropped_as_often_as_it_is_asked_for(dropout_p):
     """Over all, in each row, column and head, and two neighbours without regard to each other."""
     mask = dropout.kept(STATE, dropout_p, 4, range(2), range(4), range(256), range(256)).double()
-    keep = 1 - dropout_p
-    deviation = (dropout_p * keep) ** 0.5
+    keep = dropout.keep_share(dropout_p)
+    deviation = (keep * (1 - keep)) ** 0.5
     for dims in ((0, 1, 2, 3), (3,), (2,), (2, 3)):
         count = torch.Size(mask.shape[i] for i in dims).numel()
         assert (mask.mean(dims) - keep).abs().max() < 6 * deviation / count**0.5
@@ -44,6 +46,32 @@ def test_each_probability_is_dropped_as_often_as_it_is_asked_for(dropout_p):
         ahead, behind = mask.narrow(dim, 0, mask.shape[dim] - 1), mask.narrow(dim, 1, mask.shape[dim] - 1)
         correlation = ((ahead - keep) * (behind - keep)).mean() / deviation**2
         assert correlation.abs() < 6 / ahead.numel() ** 0.5
+    # Of 16 x 16 probabilities, which share words in one way or another, any two.
+    squares = mask.unflatten(3, (16, 16)).unflatten(2, (16, 16)).transpose(3, 4).flatten(4).flatten(0, 3)
+    correlations = torch.corrcoef(squares.T).fill_diagonal_(0)
+    assert correlations.abs().max() < 10 / len(squares) ** 0.5
+
+
+@pytest.mark.parametrize("dropout_p", [1e-6, 0.004, 0.05, 0.1, 0.25, 0.3, 0.97, 0.999999])
+def test_rounding_changes_what_is_asked_for_by_two_percent_at_most(dropout_p):
+    dropped = 1 - dropout.keep_share(dropout_p)
+    assert 0 < dropped < 1
+    if 2**-10 < dropout_p < 1 - 2**-10:
+        assert abs(dropped - dropout_p) <= 0.02 * min(dropout_p, 1 - dropout_p)
+    assert dropout.is_fine(dropout_p) == (dropped * 128 % 1 != 0)
+
+
+def test_what_hopper_compares_are_numbers_in_fp16():
+    pytest.importorskip("triton")
+    from flashtile.backends.hopper.dropout.config import MOST_DROPPED, reason_against_dropout
+
+    sizes = "batch seqlen_q seqlen_k total_q total_k num_heads_q num_heads_kv head_dim head_dim_v"
+    numbers = dict.fromkeys(sizes.split(), 64)
+    problem = Problem(**numbers, dtype=torch.bfloat16, device=torch.device("meta"), softmax_scale=1.0)
+    for dropout_p in (MOST_DROPPED, MOST_DROPPED + 0.001):
+        served = reason_against_dropout(replace(problem, dropout_p=dropout_p)) is None
+        limit = torch.tensor(dropout.threshold(dropout_p), dtype=torch.int16).view(torch.float16)
+        assert served == (not limit.isnan()) == (dropout_p == MOST_DROPPED)
 
 
 def test_every_word_of_a_state_counts():
@@ -53,14 +81,15 @@ def test_every_word_of_a_state_counts():
         assert 0.3 < (base == other).double().mean() < 0.7
 
 
-def test_kernels_keep_what_the_definition_keeps(target: Target):
+@pytest.mark.parametrize("dropout_p", [0.3, 0.03])
+def test_kernels_keep_what_the_definition_keeps(target: Target, dropout_p):
     """Bit by bit: with one value for each key, out says which probabilities were kept."""
     seqlen = 48
     q = torch.zeros(1, seqlen, 2, 16, dtype=target.dtypes[0], device=target.device)
     v = torch.eye(seqlen, dtype=q.dtype, device=q.device)[None, :, None].expand(1, -1, 2, -1).contiguous()
     state = STATE.to(target.device)
-    out = flashtile.attention(q, q, v, dropout_p=0.3, rng_state=state, backend=target.backend)
-    mask = dropout.kept(state, 0.3, 2, range(1), range(2), range(seqlen), range(seqlen))
+    out = flashtile.attention(q, q, v, dropout_p=dropout_p, rng_state=state, backend=target.backend)
+    mask = dropout.kept(state, dropout_p, 2, range(1), range(2), range(seqlen), range(seqlen))
     assert torch.equal(out.transpose(1, 2) != 0, mask)
 
 
@@ -118,7 +147,7 @@ def test_the_signed_probabilities_are_what_out_is_made_of(packed):
         keys = slice(*(lengths["cu_seqlens_k"][b : b + 2].tolist())) if packed else span
         own_v = v[keys].repeat_interleave(q.shape[-2] // v.shape[-2], 1).transpose(0, 1)
         p = signed[b][:, : out[span].shape[0], : own_v.shape[1]]
-        expected = (p.clamp_min(0) / 0.7) @ own_v
+        expected = (p.clamp_min(0) / dropout.keep_share(0.3)) @ own_v
         torch.testing.assert_close(out[span].transpose(0, 1), expected, atol=1e-5, rtol=1e-4)
         seen = p != 0
         torch.testing.assert_close(p.abs().sum(-1), seen.any(-1).to(p.dtype))

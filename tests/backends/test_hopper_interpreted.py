@@ -96,7 +96,7 @@ HEAD_SIZES: Variants = {
 
 DROPOUT: Variants = {
     "causal": {"seqlen_q": 140, "seqlen_k": 140, "causal": True, "dropout_p": 0.2, "sink": "own"},
-    "few-rows": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64, "dropout_p": 0.1},
+    "few-rows": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64, "dropout_p": 0.03},
     "varlen": {"lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dropout_p": 0.5},
     "window": {"window_size": (70, 9), "unused_keys": 30, "batch": 2, "alibi": "batch", "dropout_p": 0.1},
 }

@@ -100,17 +100,28 @@ def kept_where_a_bit_is_set(x: Value, bits: Value, bit: Value, dtype: Any) -> Va
     return Value(torch.where((bits.data & bit.data) != 0, x.data, float("-inf")), dtype)
 
 
-def kept_by_a_sign(axis: int) -> Callable[..., Value]:
-    """P where the low 15 bits of its half of its word, plus the bias, have bit 15. Of places along ``axis``
-    with bit 3 it is the high half."""
+def kept_by_numbers(axis: int) -> Callable[..., Value]:
+    """P where the low 15 bits of its column's half of its word are not below the limit. Of places along
+    ``axis`` with bit 3 the bytes of the half are exchanged."""
 
-    def kept(p: Value, words: Value, bias: Value, dtype: Any) -> Value:
-        places = torch.arange(p.shape[axis]).unsqueeze(1 - axis) if axis == 0 else torch.arange(p.shape[axis])
-        half = words.data >> torch.where(places // 8 % 2 == 1, 16, 0)
-        kept = (half & 0x7FFF) + (bias.data & 0xFFFF) >= 0x8000
+    def kept(p: Value, words: Value, limit: Value, dtype: Any) -> Value:
+        rows, columns = torch.arange(p.shape[0])[:, None], torch.arange(p.shape[1])
+        half = words.data >> columns % 2 * 16 & 0xFFFF
+        exchanged = half >> 8 | half << 8 & 0xFF00
+        number = torch.where((rows, columns)[axis] // 8 % 2 == 1, exchanged, half) & 0x7FFF
+        kept = number >= (limit.data & 0xFFFF)
         return Value(torch.where(kept, p.data, 0.0).to(p.data.dtype), dtype)
 
     return kept
+
+
+def halves_transposed(words: Value, dtype: Any) -> Value:
+    """Each thread's register of a warp as two columns of a matrix of 8 x 8 halves."""
+    eights = words.data.unflatten(1, (-1, 4, 2)).unflatten(0, (-1, 8))  # [a, row, b, pair, register]
+    halves = torch.stack((eights & 0xFFFF, eights >> 16 & 0xFFFF), 4)  # [a, row, b, pair, half, register]
+    transposed = halves.flatten(3, 4).transpose(1, 3).unflatten(3, (4, 2))
+    both = transposed[..., 0, :] | transposed[..., 1, :] << 16
+    return Value(both.flatten(2).flatten(0, 1), dtype)
 
 
 KNOWN: list[tuple[str, Callable[..., Any]]] = [
@@ -128,8 +139,9 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
         r"\{ \.reg \.pred seen; .*and\.b32 bit, .*selp\.f32 \$0, \$1, 0fFF800000, seen; \}",
         kept_where_a_bit_is_set,
     ),
-    (r"\{ \.reg \.b32 x<4>, m<4>; .*\$11.*prmt\.b32 m1, x2, x3, 0xDD99; .*\}", kept_by_a_sign(1)),
-    (r"\{ \.reg \.b32 x<4>, m<4>; .*\$13.*prmt\.b32 m1, x0, x1, 0xFFBB; .*\}", kept_by_a_sign(0)),
+    (r"\{ \.reg \.b32 x<4>, a<4>, m<4>; .*prmt\.b32 x2, \$12.*0x30; \}", kept_by_numbers(1)),
+    (r"\{ \.reg \.b32 x<4>, a<4>, m<4>; .*prmt\.b32 x2, \$10.*0x30; \}", kept_by_numbers(0)),
+    (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16 \$0, \$1;", halves_transposed),
     (r"griddepcontrol\.(wait|launch_dependents); mov\.[bu]32 \$0, (0|\$1);", nothing),
     (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", nothing),
     (r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", same),

@@ -83,17 +83,18 @@ def test_poisoned_padding_is_not_read_where_blocks_are_left_out():
     assert dv[1, 768:].eq(0).all()
 
 
-def test_the_card_keeps_what_the_cpu_keeps():
+@pytest.mark.parametrize("dropout_p", [0.37, 0.03])
+def test_the_card_keeps_what_the_cpu_keeps(dropout_p):
     state = torch.tensor([2**62 + 99, 2**34 + 7])
     places = (range(2), range(4), range(300), range(517))
-    on_cpu = dropout.kept(state, 0.37, 4, *places)
-    assert torch.equal(dropout.kept(state.cuda(), 0.37, 4, *places).cpu(), on_cpu)
+    on_cpu = dropout.kept(state, dropout_p, 4, *places)
+    assert torch.equal(dropout.kept(state.cuda(), dropout_p, 4, *places).cpu(), on_cpu)
     q = torch.zeros(2, 300, 4, 64, device="cuda", dtype=torch.float16)
     k = torch.zeros(2, 128, 4, 64, device="cuda", dtype=torch.float16)
     v = torch.eye(128, device="cuda", dtype=torch.float16)[None, :, None].expand(2, -1, 4, -1).contiguous()
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for backend in ("portable", "hopper") if hopper else ("portable",):
-        out = flashtile.attention(q, k, v, dropout_p=0.37, rng_state=state.cuda(), backend=backend)
+        out = flashtile.attention(q, k, v, dropout_p=dropout_p, rng_state=state.cuda(), backend=backend)
         assert torch.equal((out.transpose(1, 2) != 0).cpu(), on_cpu[..., :128]), backend
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
-from flashtile.dropout import kept
+from flashtile.dropout import keep_share, kept
 
 
 class Dropout(NamedTuple):
@@ -24,7 +24,7 @@ class Dropout(NamedTuple):
         sequences = range(first + batch.start, first + batch.stop)
         heads_range = range(heads.start, heads.stop)
         mask = kept(self.rng_state, self.p, self.heads_q, sequences, heads_range, rows, keys)
-        return mask.double() / (1 - self.p)
+        return mask.double() / keep_share(self.p)
 
 
 class Beside(NamedTuple):

@@ -42,6 +42,8 @@ class Variant:
     """The mask or bias of one head does not fit 32 bits."""
     HAS_CHUNK: bool
     HAS_DROPOUT: bool
+    FINE_DROPOUT: bool
+    """Numbers of 15 bits decide, not of 7."""
     HIDES: bool
     """Any block may hold hidden keys, so that all of them take a mask, in one run."""
     PRECISION: str
@@ -129,7 +131,7 @@ class Numbers(NamedTuple):
     """softmax_scale * log2(e)."""
     softcap: Any
     keep_scale: Any
-    """1 / (1 - dropout_p)."""
+    """1 / (1 - dropout_p), with dropout_p as it is rounded."""
 
 
 class Sequence(NamedTuple):

@@ -22,7 +22,7 @@ from flashtile.backends.portable.backward_dq import dq_kernel
 from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.backends.portable.key_bounds import KeyBounds
-from flashtile.dropout import threshold
+from flashtile.dropout import is_fine, keep_share, threshold
 from flashtile.problem import LOG2_E, UNLIMITED
 
 _SINK = Extras._fields.index("sink")
@@ -69,6 +69,7 @@ def variant_of(
         WIDE_CELLS=any(map(_is_wide, cells)),
         HAS_CHUNK=problem.attention_chunk > 0,
         HAS_DROPOUT=problem.dropout_p > 0,
+        FINE_DROPOUT=problem.dropout_p > 0 and is_fine(problem.dropout_p),
         HIDES=problem.mask or problem.key_padding_mask or problem.attention_chunk > 0,
         PRECISION=precision,
         SEQUENCES_FIRST=cells[1] is not None and cells[1].shape[0] == 1 < cells[1].shape[1],
@@ -139,7 +140,7 @@ def attention_kernel(
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
     strides = (stride for tensor in inputs for stride in _strides(tensor, problem.varlen))
-    scale, keep_scale = problem.softmax_scale, 1 / (1 - problem.dropout_p)
+    scale, keep_scale = problem.softmax_scale, 1 / keep_share(problem.dropout_p)
     numbers = Numbers(scale, scale * LOG2_E, problem.softcap, keep_scale)
     padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
     beside = (*_cell_strides(extras.mask), *padding, *_cell_strides(extras.bias))

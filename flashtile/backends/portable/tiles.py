@@ -292,41 +292,50 @@ def load_state(rng_state, C: tl.constexpr):
 
 
 @triton.jit
-def pair_of(start, BLOCK: tl.constexpr):
-    """(number of its pair, which one of it) of ``BLOCK`` positions from ``start``, a multiple of 16: position
-    i and i + 8 are a pair."""
+def units_of(start, PER_SIXTEEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Of ``BLOCK`` positions from ``start``, a multiple of 16: the number of those that share words, counted
+    PER_SIXTEEN, and the positions modulo 16."""
     i = tl.arange(0, BLOCK)
-    return (start // 2 + (i // 16 * 8 + i % 8)).to(tl.uint32), i // 8 % 2
+    number = start // 16 * PER_SIXTEEN + i // 16 * PER_SIXTEEN + i % 8 * PER_SIXTEEN // 8
+    return number.to(tl.uint32), i % 16
+
+
+@triton.jit
+def dropout_words(key, word, other, second):
+    """Philox-2x32-7 of a key and a counter: its first word, or its second."""
+    for _ in tl.static_range(7):
+        product = word.to(tl.uint64) * 0xD256D193
+        word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
+        key = tl.add(key, 0x9E3779B9, sanitize_overflow=False)
+    return tl.where(second, other, word)
 
 
 @triton.jit
 def kept_cells(block, row_start, key_start, lengths, mods, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
     """[BLOCK_M, BLOCK_N], or transposed with KEYS_FIRST: which probabilities dropout keeps.
 
-    ``flashtile.dropout`` says how they follow from the state. Each probability computes its two words as if
-    they were its own. But one thread holds all four that share them, in the layout of a matrix product and
-    in that of its transpose, and the compiler sees that they are the same.
+    ``flashtile.dropout`` says how they follow from the state. Each probability computes its words as if they
+    were its own. But one thread holds all eight that share them, in the layout of a matrix product, and four
+    of them in that of its transpose, and the compiler sees that they are the same.
     """
     # Of a sequence and head, so that it is computed once.
     head = (block.b * lengths.num_heads_q + block.head).to(tl.uint32)
     zero = tl.full([], 0, tl.uint32)
     key, first_row, first_key, _ = tl.philox(mods.seed, head, mods.offset, zero, zero)
-    rows, second_rows = pair_of(row_start, C.BLOCK_M)
-    keys, second_keys = pair_of(key_start, C.BLOCK_N)
+    rows, row = units_of(row_start, 8, C.BLOCK_M)
+    keys, column = units_of(key_start, 4, C.BLOCK_N)
     rows, keys = rows ^ first_row, keys ^ first_key
     if KEYS_FIRST:
-        word, second_rows = rows[None, :], second_rows[None, :]
-        other, second_keys = keys[:, None], second_keys[:, None]
+        rows, row, keys, column = rows[None, :], row[None, :], keys[:, None], column[:, None]
     else:
-        word, second_rows = rows[:, None], second_rows[:, None]
-        other, second_keys = keys[None, :], second_keys[None, :]
-    for _ in tl.static_range(7):
-        product = word.to(tl.uint64) * 0xD256D193
-        word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
-        key = tl.add(key, 0x9E3779B9, sanitize_overflow=False)
-    word = tl.where(second_rows == 0, word, other)
-    # What lies below a number of 15 bits makes no difference.
-    number = tl.where(second_keys == 0, word << 17, word << 1)
+        rows, row, keys, column = rows[:, None], row[:, None], keys[None, :], column[None, :]
+    # A number's bits begin at the sign; without FINE_DROPOUT what lies below them makes no difference.
+    to_sign = tl.where(column < 8, 17, 25) - column % 2 * 16
+    number = dropout_words(key, rows, keys, row >= 8) << to_sign
+    if C.FINE_DROPOUT:
+        low_bits = dropout_words(key, rows, keys ^ 0x80000000, row >= 8)
+        byte = tl.where(column < 8, 0, 8) + column % 2 * 16
+        number = (number & 0xFE000000) | ((low_bits >> byte & 0xFF) << 17)
     return number >= (lengths.drop_threshold.to(tl.uint32) << 17)
 
 

@@ -308,7 +308,7 @@ def step(
     scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
     if FIRST:
         if C.HAS_DROPOUT:
-            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, s_layout)
+            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
         before = i - 1
@@ -316,7 +316,7 @@ def step(
         zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
         dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
         if C.HAS_DROPOUT:
-            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, s_layout)
+            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
         scores = warpgroup_mma_wait(1, deps=[scores])
     softcap_grad = 1.0
     if C.HAS_SCORE_MOD:

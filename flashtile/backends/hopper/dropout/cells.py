@@ -1,7 +1,8 @@
 """Dropout on a warpgroup's tile of scores: the numbers of ``flashtile.dropout``, and what they drop.
 
-Of wgmma's accumulator a thread holds rows r and r + 8 and columns c and c + 8: the four probabilities that
-share two words, in S as in S^T. The forward has queries as rows of a tile, the backward keys.
+Of wgmma's accumulator a thread holds rows r and r + 8 and columns c, c + 1, c + 8 and c + 9: the eight
+probabilities that share two words. In S^T, where keys are rows, a warp makes the same words for its keys and
+exchanges them by transposing matrices of 8 x 8 halves.
 """
 
 from typing import Any, NamedTuple
@@ -13,34 +14,30 @@ from flashtile.backends.hopper.config import WARPGROUP_ROWS
 
 ROWS = gl.constexpr(WARPGROUP_ROWS)
 DROP = gl.constexpr(
-    "{ .reg .b32 x<4>, m<4>; "
-    "and.b32 x0, $8, 0x7FFF7FFF; and.b32 x1, $9, 0x7FFF7FFF; "
-    "and.b32 x2, $10, 0x7FFF7FFF; and.b32 x3, $11, 0x7FFF7FFF; "
-    "add.u32 x0, x0, $16; add.u32 x1, x1, $16; add.u32 x2, x2, $16; add.u32 x3, x3, $16; "
-    "prmt.b32 m0, x0, x1, 0xDD99; prmt.b32 m1, x2, x3, 0xDD99; "
-    "prmt.b32 m2, x0, x1, 0xFFBB; prmt.b32 m3, x2, x3, 0xFFBB; "
-    "and.b32 $0, $4, m0; and.b32 $1, $5, m1; and.b32 $2, $6, m2; and.b32 $3, $7, m3; }"
+    "{ .reg .b32 x<4>, a<4>, m<4>; "
+    "prmt.b32 x2, $12, 0, 0x2301; prmt.b32 x3, $14, 0, 0x2301; "
+    "abs.f16x2 a0, $8; abs.f16x2 a1, $10; abs.f16x2 a2, x2; abs.f16x2 a3, x3; "
+    "set.lt.u32.f16x2 m0, a0, $16; set.lt.u32.f16x2 m1, a1, $16; "
+    "set.lt.u32.f16x2 m2, a2, $16; set.lt.u32.f16x2 m3, a3, $16; "
+    "lop3.b32 $0, $4, m0, 0, 0x30; lop3.b32 $1, $5, m1, 0, 0x30; "
+    "lop3.b32 $2, $6, m2, 0, 0x30; lop3.b32 $3, $7, m3, 0, 0x30; }"
 )
 """Of pairs of probabilities in 16 bits, at (row, column) of (0, 0), (8, 0), (0, 8) and (8, 8), of their
-words, one for each, and of a bias. A sum makes the sign of a column's half of its word say whether it is
-kept, and ``prmt`` makes of the sign a mask of 16 bits. Columns 0 and 8 have the same words."""
+words, one for each, and of a limit. Numbers of 15 bits, with a sign that ``abs`` takes away, are in the order
+of the fp16 numbers with the same bits, so that one instruction compares two; the limit is infinity at most.
+Columns 8 have the bytes of their halves exchanged. 0x30 is a & ~b."""
 DROP_KEYS_FIRST = gl.constexpr(
-    "{ .reg .b32 x<4>, m<4>; "
-    "and.b32 x0, $8, 0x7FFF7FFF; and.b32 x1, $9, 0x7FFF7FFF; "
-    "and.b32 x2, $12, 0x7FFF7FFF; and.b32 x3, $13, 0x7FFF7FFF; "
-    "add.u32 x0, x0, $16; add.u32 x1, x1, $16; add.u32 x2, x2, $16; add.u32 x3, x3, $16; "
-    "prmt.b32 m0, x0, x1, 0xDD99; prmt.b32 m1, x0, x1, 0xFFBB; "
-    "prmt.b32 m2, x2, x3, 0xDD99; prmt.b32 m3, x2, x3, 0xFFBB; "
-    "and.b32 $0, $4, m0; and.b32 $1, $5, m1; and.b32 $2, $6, m2; and.b32 $3, $7, m3; }"
+    DROP.value.replace("x2, $12", "x2, $10").replace("a1, $10", "a1, x2").replace("a2, x2", "a2, $12")
 )
-"""The same of a transposed tile. There the half of a word is a row's; rows 0 and 8 have the same words."""
+"""The same of a transposed tile: there rows 8 have the bytes of their halves exchanged."""
+DROP_CONSTRAINTS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 20)
 MADE_TOGETHER = gl.constexpr(32)
 
 
 @gluon.constexpr_function
 def made_asm(count):
     """A scheduling barrier for the words of ``count`` probabilities of a thread; see ``inline_asm.pin``."""
-    words = [f"${count + 8 * (n // 2) + n % 2}" for n in range(count // 4)]
+    words = [f"${count + 8 * (n // 2) + n % 2 * 2}" for n in range(count // 4)]
     either = [f"or.b32 all, {words[0]}, {words[1]};", *(f"or.b32 all, all, {word};" for word in words[2:])]
     outputs = [f"mov.b32 ${n}, 0;" for n in range(count)]
     head = "{ .reg .pred never; .reg .b32 all; " + " ".join(either)
@@ -70,8 +67,8 @@ class Generator(NamedTuple):
     """What is combined with the pairs of queries and of keys."""
     start: Any
     """The first of the warpgroup's rows: queries in the forward, keys in the backward."""
-    bias: Any
-    """In both halves of a word: it makes the sign of a number of 15 bits say whether it is kept."""
+    limit: Any
+    """In both halves of a word: numbers of 15 bits below it drop their probability."""
 
 
 @gluon.jit
@@ -103,43 +100,58 @@ def generator_of(head_of_batch, start, dropout):
     low, high = (seed & 0xFFFFFFFF).to(gl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(gl.uint32)
     counter = (offset & 0xFFFFFFFF).to(gl.uint32)
     key, first_query, first_key = philox(low, high, head_of_batch.to(gl.uint32), counter)
-    bias = (0x8000 - dropout.threshold).to(gl.uint32) * 0x10001
-    return Generator(key, first_query, first_key, start, bias)
+    limit = dropout.threshold.to(gl.uint32) * 0x10001
+    return Generator(key, first_query, first_key, start, limit)
 
 
 @gluon.jit
-def pair_of(N: gl.constexpr, layout: gl.constexpr):
-    """(number of its pair, which one of it) of positions 0 to N - 1: i and i + 8 are a pair."""
-    i = gl.arange(0, N, layout=layout)
-    return (i // 16 * 8 + i % 8).to(gl.uint32), i // 8 % 2
+def two_words(key, word, other):
+    """Philox-2x32-7 of a key and a counter."""
+    for _ in gl.static_range(7):
+        high, low = wide_product(word, 0xD256D193)
+        word, other = high ^ key ^ other, low
+        key = (key + 0x9E3779B9) & 0xFFFFFFFF
+    return word, other
 
 
 @gluon.jit
-def words_of(generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, s_layout: gl.constexpr):
+def words_of(
+    generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, FINE: gl.constexpr, s_layout: gl.constexpr
+):
     """[64, N] uint32, the words of a tile with columns from ``start`` on, a multiple of N, ready for
     :func:`drop`.
 
-    Each probability computes its word as if it were its own; the compiler sees which are the same.
+    Each probability computes its words as if they were its own; the compiler sees which are the same.
     """
-    rows, second_rows = pair_of(ROWS, gl.SliceLayout(1, s_layout))
-    columns, second_columns = pair_of(N, gl.SliceLayout(0, s_layout))
-    row_start, column_start = (generator.start // 2).to(gl.uint32), (start // 2).to(gl.uint32)
-    key = generator.key
-    # Numbers of pairs have no bits in common with their tile's. So all is combined by exclusive or, what more
-    # words share first.
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
+    # Numbers of pairs and fours have no bits in common with their tile's. So all is combined by exclusive or,
+    # what more words share first. With keys as rows, threads have the roles that they have without.
     if KEYS_FIRST:
-        high, other = wide_product((columns ^ (column_start ^ generator.first_query))[None, :], 0xD256D193)
-        word = (rows ^ (row_start ^ generator.first_key ^ key))[:, None] ^ high
-        second = second_columns[None, :]
+        pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)
+        four = (rows // 16 * 4).to(gl.uint32) ^ (columns % 8 // 2).to(gl.uint32)
+        pair_start, four_start = start // 2, generator.start // 4
+        second_query, second_key = columns // 8 % 2, rows // 8 % 2
     else:
-        high, other = wide_product((rows ^ (row_start ^ generator.first_query))[:, None], 0xD256D193)
-        word = (high ^ (column_start ^ generator.first_key ^ key)) ^ columns[None, :]
-        second = second_rows[:, None]
-    for _ in gl.static_range(6):
-        key = (key + 0x9E3779B9) & 0xFFFFFFFF
-        high, low = wide_product(word, 0xD256D193)
-        word, other = high ^ key ^ other, low
-    return gl.where(second == 0, word, other)
+        pair = (rows // 16 * 8 + rows % 8).to(gl.uint32)
+        four = (columns // 16 * 4 + columns % 8 // 2).to(gl.uint32)
+        pair_start, four_start = generator.start // 2, start // 4
+        second_query, second_key = rows // 8 % 2, columns // 8 % 2
+    pair ^= pair_start.to(gl.uint32) ^ generator.first_query
+    four ^= four_start.to(gl.uint32) ^ generator.first_key
+    first, second = two_words(generator.key, pair, four)
+    words = gl.where(second_query == 0, first, second)
+    if FINE:
+        first, second = two_words(generator.key, pair, four ^ 0x80000000)
+        low_bits = gl.where(second_query == 0, first, second)
+        own = gl.where(second_key == 0, 0xFF00FF00, 0x00FF00FF).to(gl.uint32)
+        words = (words & own) | (low_bits & ~own)
+    if KEYS_FIRST:
+        words = gl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=gl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    return words
 
 
 @gluon.jit
@@ -157,6 +169,6 @@ def drop(p, words, generator, KEYS_FIRST: gl.constexpr):
     """P in 16 bits, [64, N], 0 where dropout drops it."""
     ASM: gl.constexpr = DROP_KEYS_FIRST if KEYS_FIRST else DROP
     return gl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [p, words, generator.bias],
+        ASM, DROP_CONSTRAINTS, [p, words, generator.limit],
         dtype=p.dtype, is_pure=True, pack=8,
     )  # fmt: skip

@@ -33,8 +33,8 @@ _VARIANTS = {
     ),
 }
 _SPILLS = {
-    "forward": {64: (0, 0, 116), 128: (0, 68, 160)},
-    "backward": {64: (40, 192, 76), 128: (180, 296, 1252)},
+    "forward": {64: (0, 0, 44), 128: (0, 72, 132)},
+    "backward": {64: (32, 60, 104), 128: (100, 212, 864)},
 }
 """Bytes by pass, head size and variant, in their order, the most of Triton 3.6 and 3.7."""
 

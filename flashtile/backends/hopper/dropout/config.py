@@ -12,6 +12,8 @@ from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVaria
 
 MOST_COLUMNS = 128
 """Of a head."""
+MOST_DROPPED = 31 / 32
+"""Numbers from there on are no numbers in fp16."""
 
 _FORWARD: dict[tuple[int, int], ForwardConfig] = {
     (64, 64): ForwardConfig(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
@@ -29,6 +31,8 @@ class DropoutForwardVariant(ForwardVariant):
     """Everything that the forward kernel with dropout is compiled for."""
 
     HAS_DROPOUT: ClassVar[bool] = True
+    FINE_DROPOUT: bool = False
+    """Numbers of 15 bits decide, not of 7."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class DropoutBackwardVariant(BackwardVariant):
     """Everything that the backward kernel with dropout is compiled for."""
 
     HAS_DROPOUT: ClassVar[bool] = True
+    FINE_DROPOUT: bool = False
+    """Numbers of 15 bits decide, not of 7."""
 
 
 def choose_forward(problem: Problem) -> ForwardConfig:
@@ -50,6 +56,8 @@ def reason_against_dropout(problem: Problem) -> str | None:
     """Why the kernels do not take a call's dropout; None if they do."""
     if max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
         return f"it takes dropout_p for head sizes up to {MOST_COLUMNS}"
+    if problem.dropout_p > MOST_DROPPED:
+        return f"it takes dropout_p up to {MOST_DROPPED}"
     if problem.partial:
         return "it takes no dropout_p where results are partial"
     if problem.mods is not None:

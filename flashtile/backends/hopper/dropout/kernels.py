@@ -36,7 +36,7 @@ class Numbers(NamedTuple):
     softcap_rate: Any
     softcap_log2: Any
     keep_scale: Any
-    """1 / (1 - dropout_p)."""
+    """1 / (1 - dropout_p), with dropout_p as it is rounded."""
 
 
 class BackwardPointers(NamedTuple):

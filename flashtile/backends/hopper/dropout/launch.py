@@ -19,28 +19,30 @@ from flashtile.backends.hopper.dropout.kernels import (
 from flashtile.backends.hopper.forward import launch as plain_forward
 from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.backends.hopper.launch import score_numbers
-from flashtile.dropout import threshold
+from flashtile.dropout import is_fine, keep_share, threshold
 
 
 def variant_of(problem: Problem, config: ForwardConfig) -> DropoutForwardVariant:
     """What the forward kernel is compiled for. Query heads share no tile: each has words of its own."""
     fields = vars(plain_forward.variant_of(problem, config))
-    return DropoutForwardVariant(**fields | {"PACK": 1, "KV_GROUP": problem.group_size})
+    fields |= {"PACK": 1, "KV_GROUP": problem.group_size}
+    return DropoutForwardVariant(**fields, FINE_DROPOUT=is_fine(problem.dropout_p))
 
 
 def backward_variant_of(problem: Problem, config: BackwardConfig) -> DropoutBackwardVariant:
     """What the backward kernel is compiled for."""
-    return DropoutBackwardVariant(**vars(plain_backward.variant_of(problem, config)))
+    fields = vars(plain_backward.variant_of(problem, config))
+    return DropoutBackwardVariant(**fields, FINE_DROPOUT=is_fine(problem.dropout_p))
 
 
 def numbers_of(problem: Problem) -> Numbers:
     """The floats of the forward."""
-    return Numbers(**score_numbers(problem), keep_scale=1 / (1 - problem.dropout_p))
+    return Numbers(**score_numbers(problem), keep_scale=1 / keep_share(problem.dropout_p))
 
 
 def backward_numbers_of(problem: Problem) -> BackwardNumbers:
     """The floats of the backward."""
-    numbers, keep = plain_backward.numbers_of(problem), 1 - problem.dropout_p
+    numbers, keep = plain_backward.numbers_of(problem), keep_share(problem.dropout_p)
     numbers = numbers._replace(scale=numbers.scale / keep)
     return BackwardNumbers(*numbers, keep_scale=1 / keep, keep=keep)
 

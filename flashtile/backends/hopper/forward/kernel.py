@@ -306,7 +306,7 @@ def dropout_words(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.co
     """What decides which probabilities of block ``n`` are dropped. It needs no score, so that the product may
     be in flight; 0 without dropout."""
     if C.HAS_DROPOUT:
-        words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, s_layout)
+        words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
         make_here(words)
         return words
     else:

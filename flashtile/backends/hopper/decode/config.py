@@ -85,6 +85,8 @@ class Variant(Layout, WithoutFunctions):
     HAS_SCORE_MOD: bool
     E4M3: bool
     """Of the cache: the consumer converts its tiles."""
+    ROW_SCALES: bool
+    """Each row has a scale of its own, which is positive and enters the exponent."""
     DESCALE: str
     """Scales of an FP8 cache: "none", "head" or "block"."""
     KEY_SCALES: bool

@@ -18,6 +18,8 @@ from gluon_interpreter.program import current_partition
 from gluon_interpreter.values import LAYOUT, TORCH_DTYPES, Value, cast, undefined, value_of
 
 NEVER = 2**31 - 1
+SWIZZLED_BITS = 8 * 128
+"""Of a row, with the widest swizzling."""
 ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
 
 
@@ -113,6 +115,9 @@ class Tile:
             data = self.data.as_strided(tiles, (rows * columns, columns, 1)).transpose(0, 1)
             writer = self.writer.as_strided([*tiles, 1], (rows * columns, columns, 1, 1)).transpose(0, 1)
             return Tile(self.allocation, data.reshape(sizes), dtype, writer, self.name)
+        bits = sizes[-1] * dtype.primitive_bitwidth
+        if dtype == self.dtype and bits == SWIZZLED_BITS and sizes[-1] < self.shape[-1]:
+            return SwizzledParts(self, sizes)  # type: ignore[return-value]
         data = self.data.view(TORCH_DTYPES[dtype]).view(sizes)
         writer = self.writer.reshape(*sizes, -1)
         if writer.data_ptr() != self.writer.data_ptr():
@@ -159,3 +164,19 @@ class Tile:
             if int(self.allocation.same_part(clocks, self.writer).max()) > int(clock[number]):
                 return number
         return None
+
+
+class SwizzledParts:
+    """Tiles as wide as swizzling is, in memory of wider ones [.., rows, columns]: these are stored so many
+    columns of all rows at a time."""
+
+    def __init__(self, tile: Tile, sizes: list[int]) -> None:
+        self._tile, self._sizes = tile, sizes
+
+    def index(self, i: Any) -> Tile:
+        rows, columns = self._sizes[-2:]
+        parts = self._tile.shape[-2] // rows
+        across, part = divmod(int(i), parts)
+        slot, column = divmod(across, self._tile.shape[-1] // columns)
+        tile = self._tile.index(slot).slice(part * rows, rows).slice(column * columns, columns, 1)
+        return tile.reshape(self._sizes[1:])

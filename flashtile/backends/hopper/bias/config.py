@@ -1,0 +1,67 @@
+"""Configurations of the Hopper kernels with an additive bias, and what they do not take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.hopper.backward.config import BackwardVariant
+from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
+
+MOST_COLUMNS = 128
+"""Of a head."""
+
+
+@dataclass(frozen=True)
+class BiasForwardConfig(ForwardConfig):
+    """``BIAS_STAGES``: tiles of the bias in shared memory."""
+
+    BIAS_STAGES: int = 1
+
+
+F = BiasForwardConfig
+_FORWARD: dict[tuple[int, int], BiasForwardConfig] = {
+    (64, 64): F(2, 128, Q_STAGES=2, BIAS_STAGES=2, paired_below=4096, QUEUED=True),
+    (128, 128): F(2, 128, paired_below=4096, QUEUED=True),
+    (64, 128): F(2, 128, paired_below=4096, QUEUED=True),
+    (128, 64): F(2, 128, paired_below=4096, QUEUED=True),
+}
+"""By padded head sizes: two consumers, whose registers have room for a tile of the bias in 16 bits."""
+
+
+@dataclass(frozen=True)
+class BiasForwardVariant(ForwardVariant):
+    """Everything that the forward kernel with a bias is compiled for."""
+
+    HAS_BIAS: ClassVar[bool] = True
+
+    BIAS_STAGES: int
+    SEQUENCES_FIRST: bool
+    """Sequences vary faster than heads, whose bias they share, so that it is in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class BiasBackwardVariant(BackwardVariant):
+    """Everything that the backward kernel with a bias is compiled for."""
+
+    HAS_BIAS: ClassVar[bool] = True
+
+
+def choose_forward(problem: Problem) -> BiasForwardConfig:
+    return _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
+
+
+def reason_against_bias(problem: Problem) -> str | None:
+    """Why the kernels do not take a call's bias; None if they do."""
+    if max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
+        return f"it takes a bias for head sizes up to {MOST_COLUMNS}"
+    for name, given in (
+        ("alibi_slopes", problem.alibi), ("float32 results", problem.partial),
+        ("functions of scores and masks", problem.mods is not None),
+    ):  # fmt: skip
+        if given:
+            return f"it takes no {name} beside bias"
+    return problem.bias_obstacle

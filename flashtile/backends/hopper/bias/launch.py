@@ -1,0 +1,163 @@
+"""From a call with a bias to the arguments of the Hopper kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.problem import Extras, Problem
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.tma import View, cells_view
+from flashtile.backends.hopper.backward import launch as plain_backward
+from flashtile.backends.hopper.backward.config import BackwardConfig
+from flashtile.backends.hopper.backward.preprocess import statistics_shape
+from flashtile.backends.hopper.bias.backward import backward_kernel
+from flashtile.backends.hopper.bias.config import (
+    BiasBackwardVariant,
+    BiasForwardConfig,
+    BiasForwardVariant,
+)
+from flashtile.backends.hopper.bias.forward import Numbers, forward_kernel
+from flashtile.backends.hopper.bias.tiles import SQUARE
+from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS
+from flashtile.backends.hopper.forward.launch import Outputs, schedule_of, tile_table, views
+from flashtile.backends.hopper.forward.launch import variant_of as plain_variant_of
+from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable import configure_backward
+from flashtile.backends.portable.launch import dbias_kernel_of, without_sink
+from flashtile.problem import LOG2_E
+
+
+def variant_of(problem: Problem, config: BiasForwardConfig, shared: bool = True) -> BiasForwardVariant:
+    """What the forward kernel is compiled for. ``shared``: sequences share the bias of a head."""
+    fields = vars(plain_variant_of(problem, config)) | {"HAS_SCORE_MOD": False}
+    return BiasForwardVariant(
+        **fields, BIAS_STAGES=config.BIAS_STAGES, SEQUENCES_FIRST=shared and not problem.varlen
+    )
+
+
+def numbers_of(problem: Problem) -> Numbers:
+    """The floats of the forward."""
+    rate = score_numbers(problem)["softcap_rate"]
+    return Numbers(LOG2_E, rate, problem.softcap or problem.softmax_scale)
+
+
+def integers_of(bias: Tensor) -> dict[str, int]:
+    """The kernels' integers that say how the bias is broadcast."""
+    return {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
+
+
+def rows_view(problem: Problem, variant: BiasForwardVariant, bias: Tensor) -> dict[str, View]:
+    """Of the bias in the forward: a warpgroup's rows, a block of keys."""
+    block = WARPGROUP_ROWS, variant.BLOCK_N
+    return {"bias_desc": cells_view(bias.shape, bias.stride(), *block, problem.dtype)}
+
+
+def squares_view(problem: Problem, bias: Tensor) -> dict[str, View]:
+    """Of the bias in the backward."""
+    return {"bias_desc": cells_view(bias.shape, bias.stride(), SQUARE.value, SQUARE.value, problem.dtype)}
+
+
+class ForwardLaunch:
+    """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
+
+    writes_into = True
+
+    def __init__(self, problem: Problem, config: BiasForwardConfig) -> None:
+        self._problem = problem
+        self._config = config
+        self._table = tile_table(problem, plain_variant_of(problem, config))
+        self._allocate = Outputs(problem, problem.out_dtype)
+        self._kernel: KeptKernel | None = None
+        self._queued = False
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extras: Extras,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = self._allocate(q, out, lse)
+        kernel = self._kernel
+        if kernel is None:
+            kernel = self._kernel = self._prepare(q, k, v, extras)
+        seqused_k, sink = extras.seqused_k, extras.sink
+        table = lse
+        if self._table is not None:
+            table = self._table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
+        elif self._queued:
+            table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
+        kernel(
+            q.device, q, k, v, out, extras.bias, lse, table, lse if seqused_k is None else seqused_k,
+            lse if sink is None else sink,
+        )  # fmt: skip
+        return out, lse
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> KeptKernel:
+        problem, bias = self._problem, extras.bias
+        assert bias is not None
+        variant = variant_of(problem, self._config, bias.shape[0] == 1 < problem.batch)
+        self._queued = variant.QUEUED
+        schedule = schedule_of(problem, variant, k)
+        scalars = schedule._asdict() | integers_of(bias) | numbers_of(problem)._asdict()
+        all_views = views(problem, variant, q, k, v) | rows_view(problem, variant, bias)
+        return KeptKernel(
+            forward_kernel,
+            num_programs(schedule.num_tiles, q.device),
+            arguments_of(forward_kernel, scalars),
+            (variant,),
+            None,
+            arguments_of(forward_kernel, all_views),
+            maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
+        )
+
+
+def backward_variant_of(problem: Problem, config: BackwardConfig) -> BiasBackwardVariant:
+    """What the backward kernel is compiled for."""
+    return BiasBackwardVariant(**vars(plain_backward.variant_of(problem, config)))
+
+
+class BackwardLaunch(plain_backward.BackwardLaunch):
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature.
+
+    dbias comes from a kernel of its own, the portable backend's, which recomputes the probabilities.
+    """
+
+    kernel = backward_kernel
+    _variant_of = staticmethod(backward_variant_of)
+
+    def __init__(self, problem: Problem, config: BackwardConfig) -> None:
+        super().__init__(problem, config)
+        self._dbias: KeptKernel | None = None
+
+    def _more_integers(self, extras: Any) -> dict[str, int]:
+        return integers_of(extras.bias)
+
+    def _more_views(self, extras: Any) -> dict[str, View]:
+        return squares_view(self._problem, extras.bias)
+
+    def _moved_tensors(self, extras: Any) -> tuple:
+        return (extras.bias,)
+
+    def _bias_gradient(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+    ) -> Tensor | None:
+        problem = self._problem
+        if not problem.bias_grad:
+            return None
+        heads, rows = statistics_shape(problem)
+        if self._dbias is None:
+            config = configure_backward(problem)
+            self._dbias = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
+        neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)
+        if not self._variant.HAS_SCORE_MOD:  # its units are those of raw products
+            neg_lse = neg_lse * (problem.softmax_scale * LOG2_E)
+        dbias = extras.bias.new_empty(extras.bias.shape)
+        self._dbias(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *without_sink(extras))
+        return dbias

@@ -213,9 +213,9 @@ def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
     """Why TMA cannot bring tiles of the bias in ``dtype``, that of q."""
     if bias.dtype != dtype:
         return f"it takes a bias in the dtype of q, {dtype}, this one has {bias.dtype}"
-    if bias.shape[2] == 1:
+    if bias.shape[2] == 1 or bias.stride(2) == 0:
         return "it takes a bias of each row, not one that all rows share"
-    steps = [bias.stride(i) for i in range(3) if bias.shape[i] > 1]
+    steps = [bias.stride(2), *(bias.stride(i) for i in (0, 1) if bias.shape[i] > 1 and bias.stride(i))]
     aligned = all(step > 0 and step * bias.element_size() % 16 == 0 for step in steps)
     if address_of(bias) % 16 or bias.stride(3) != 1 or not aligned:
         return (

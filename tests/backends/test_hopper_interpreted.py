@@ -107,6 +107,31 @@ def test_forward(case: Case) -> None:
     check(case, gradients=False)
 
 
+ALIGNED = {"seqlen_k": 304}
+"""A bias's rows must begin at multiples of 16 bytes."""
+BIAS: Variants = {
+    "d64": {"bias": "hq-own", "batch": 2, "seqlen_q": 70, "causal": True},
+    "d128": {"bias": "bhq-own", "head_dim": 128},
+    "window": {"bias": "q-own", "head_dim": 128, "window_size": (90, 20), "softcap": 3.0, "sink": "own"},
+    "used": {"bias": "q-own", "unused_keys": 40, "batch": 2, "deterministic": True, "dtype": FP16},
+    "varlen": {
+        "bias": "hq-own", "head_dim": 128, "lengths": ((100, 160), (1, 1), (0, 10), (200, 70)), "causal": True
+    },
+    "many-tiles": {"bias": "q-own", "heads_q": 8, "heads_kv": 4, "seqlen_q": 300},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("d64", "d128") else pytest.param(name, marks=exhaustive) for name in BIAS]
+)
+def test_bias(name: str) -> None:
+    """In the backward its tiles lie where dS will be."""
+    fields = dict(BIAS[name])
+    deterministic = fields.pop("deterministic", False)
+    case = replace(SMALL, **{**ALIGNED, "name": name, **fields})
+    check(case, seed=len(name), deterministic=deterministic)
+
+
 @by_name(cases(BACKWARD, {"": {}}))
 def test_backward(case: Case) -> None:
     check(case)

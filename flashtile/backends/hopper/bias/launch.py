@@ -45,20 +45,27 @@ def numbers_of(problem: Problem) -> Numbers:
     return Numbers(LOG2_E, rate, problem.softcap or problem.softmax_scale)
 
 
+def own_sizes(bias: Tensor) -> tuple[int, ...]:
+    """Its shape, 1 for sequences or heads that share it by a stride of 0."""
+    return tuple(size if step else 1 for size, step in zip(bias.shape, bias.stride(), strict=True))
+
+
 def integers_of(bias: Tensor) -> dict[str, int]:
     """The kernels' integers that say how the bias is broadcast."""
-    return {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
+    batch, heads, _, _ = own_sizes(bias)
+    return {"bias_batch": batch, "bias_heads": heads}
 
 
 def rows_view(problem: Problem, variant: BiasForwardVariant, bias: Tensor) -> dict[str, View]:
     """Of the bias in the forward: a warpgroup's rows, a block of keys."""
     block = WARPGROUP_ROWS, variant.BLOCK_N
-    return {"bias_desc": cells_view(bias.shape, bias.stride(), *block, problem.dtype)}
+    return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
 
 
 def squares_view(problem: Problem, bias: Tensor) -> dict[str, View]:
     """Of the bias in the backward."""
-    return {"bias_desc": cells_view(bias.shape, bias.stride(), SQUARE.value, SQUARE.value, problem.dtype)}
+    block = SQUARE.value, SQUARE.value
+    return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
 
 
 class ForwardLaunch:
@@ -102,7 +109,7 @@ class ForwardLaunch:
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> KeptKernel:
         problem, bias = self._problem, extras.bias
         assert bias is not None
-        variant = variant_of(problem, self._config, bias.shape[0] == 1 < problem.batch)
+        variant = variant_of(problem, self._config, own_sizes(bias)[0] == 1 < problem.batch)
         self._queued = variant.QUEUED
         schedule = schedule_of(problem, variant, k)
         scalars = schedule._asdict() | integers_of(bias) | numbers_of(problem)._asdict()

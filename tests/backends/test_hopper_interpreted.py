@@ -110,7 +110,7 @@ def test_forward(case: Case) -> None:
 ALIGNED = {"seqlen_k": 304}
 """A bias's rows must begin at multiples of 16 bytes."""
 BIAS: Variants = {
-    "d64": {"bias": "hq-own", "batch": 2, "seqlen_q": 70, "causal": True},
+    "d64": {"bias": "hq-own", "batch": 2, "seqlen_q": 70, "seqlen_k": 200, "heads_q": 1, "causal": True},
     "d128": {"bias": "bhq-own", "head_dim": 128},
     "window": {"bias": "q-own", "head_dim": 128, "window_size": (90, 20), "softcap": 3.0, "sink": "own"},
     "used": {"bias": "q-own", "unused_keys": 40, "batch": 2, "deterministic": True, "dtype": FP16},

@@ -29,8 +29,8 @@ _VARIANTS = {
     ),
 }  # fmt: skip
 _SPILLS = {
-    "forward": {64: (0, 0, 0), 128: (0, 0, 0)},
-    "backward": {64: (0, 0, 0), 128: (0, 0, 0)},
+    "forward": {64: (16, 0, 36), 128: (8, 84, 68)},
+    "backward": {64: (56, 204, 508), 128: (116, 144, 316)},
 }
 """Bytes by pass, head size and variant, in their order, the most of Triton 3.6 and 3.7."""
 
@@ -45,7 +45,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             for case in (_forward(name, problem), _backward(name, problem)):
                 kind = case.name.split()[2]
                 budget = _SPILLS[kind][head_dim][number]
-                yield replace(case, spill_budget=budget, exhaustive=name != "causal")
+                telling = kind == "forward" and name == "causal" and head_dim == 64
+                yield replace(case, spill_budget=budget, exhaustive=not telling)
 
 
 def _bias(problem: Problem) -> torch.Tensor:

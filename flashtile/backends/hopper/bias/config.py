@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward.config import BackwardVariant
 from flashtile.backends.hopper.config import padded
@@ -33,14 +32,19 @@ _FORWARD: dict[tuple[int, int], BiasForwardConfig] = {
 
 
 @dataclass(frozen=True)
-class BiasForwardVariant(ForwardVariant):
-    """Everything that the forward kernel with a bias is compiled for."""
+class WithBias:
+    """What the forward kernel with a bias is compiled for beside that without."""
 
     HAS_BIAS: ClassVar[bool] = True
 
     BIAS_STAGES: int
     SEQUENCES_FIRST: bool
     """Sequences vary faster than heads, whose bias they share, so that it is in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class BiasForwardVariant(WithBias, ForwardVariant):
+    """Everything that the forward kernel with a bias is compiled for."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Tiles of an additive bias, from TMA to the scores that they are added to.
 
-A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings the tile of each
-tile of scores, keys and rows behind the end as zeros. In the forward it has shared memory of its own. In the
-backward it lies where dS of the same step will be: a warpgroup reads its part of the bias, then writes dS over
-it.
+A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings a tile of it
+for each tile of scores; keys and rows behind the end arrive as zeros. In the forward tiles have shared memory
+of their own. In the backward they lie where dS of the same step will be: a warpgroup reads its part of the
+bias, then writes dS over it.
 """
 
 from typing import Any, NamedTuple

@@ -644,7 +644,7 @@ def attend_tile(
         mods = generator_of(head_of_batch, first, pointers.dropout)
     if C.HAS_BIAS:
         mods = pointers.bias
-        skipped_bias = mods.tiles  # type: ignore[attr-defined]
+        skipped_bias = mods.tiles
     if C.LISTED:  # visits take the place of blocks
         visits = mods.visits  # type: ignore[attr-defined]
         n_begin, n_end = 0, visits.count

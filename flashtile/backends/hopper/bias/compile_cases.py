@@ -13,7 +13,15 @@ from flashtile.backends.hopper.backward.launch import views as backward_views
 from flashtile.backends.hopper.bias.backward import backward_kernel
 from flashtile.backends.hopper.bias.config import choose_forward
 from flashtile.backends.hopper.bias.forward import forward_kernel
-from flashtile.backends.hopper.bias.launch import backward_variant_of, rows_view, squares_view, variant_of
+from flashtile.backends.hopper.bias.gradient import gradient_kernel
+from flashtile.backends.hopper.bias.launch import (
+    backward_variant_of,
+    gradient_variant_of,
+    gradient_views,
+    rows_view,
+    squares_view,
+    variant_of,
+)
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward.launch import views
@@ -29,6 +37,7 @@ _VARIANTS = {
     ),
 }  # fmt: skip
 _SPILLS = {
+    "gradient": {64: (0, 0, 0), 128: (0, 0, 0)},
     "forward": {64: (16, 0, 36), 128: (8, 84, 68)},
     "backward": {64: (56, 204, 508), 128: (116, 144, 316)},
 }
@@ -42,7 +51,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for head_dim in (64, 128):
         for number, (name, any_head_dim) in enumerate(_VARIANTS.items()):
             problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
-            for case in (_forward(name, problem), _backward(name, problem)):
+            for case in (_forward(name, problem), _backward(name, problem), _gradient(name, problem)):
                 kind = case.name.split()[2]
                 budget = _SPILLS[kind][head_dim][number]
                 telling = kind == "forward" and name == "causal" and head_dim == 64
@@ -75,6 +84,20 @@ def _backward(name: str, problem: Problem) -> CompileCase:
         f"bias backward head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",
         backward_kernel,
         backward_views(problem, variant, *tensors(problem), resident_heads=3) | bias,
+        variant,
+        LAUNCH_REGISTERS[2],
+        0,
+    )
+
+
+def _gradient(name: str, problem: Problem) -> CompileCase:
+    problem = replace(problem, varlen=False, seqused_k=False)
+    has_score_mod = backward_variant_of(problem, choose_backward(problem)).HAS_SCORE_MOD
+    variant = gradient_variant_of(problem, has_score_mod)
+    return attention_case(
+        f"bias gradient head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",
+        gradient_kernel,
+        gradient_views(problem, variant, *tensors(problem), _bias(problem)),
         variant,
         LAUNCH_REGISTERS[2],
         0,

@@ -54,8 +54,41 @@ class BiasBackwardVariant(BackwardVariant):
     HAS_BIAS: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class GradientVariant:
+    """Everything that the kernel of the bias's gradient is compiled for."""
+
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    SOFTCAP: bool
+    HAS_SCORE_MOD: bool
+    """As in the backward, whose -lse it reads: in log2 units, else in those of raw products."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    """Columns of all operands in shared memory."""
+    STAGES: int
+    """Operands of a product, of both its sides, in shared memory."""
+    PRODUCTS: int
+    """Instructions' groups that dO V^T takes."""
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+
+
+GRADIENT_STAGES = {64: 5, 128: 3}
+"""By columns of the operands."""
+
+
 def choose_forward(problem: Problem) -> BiasForwardConfig:
     return _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
+
+
+def has_own_gradient(problem: Problem) -> bool:
+    """Whether the kernel of the bias's gradient serves the call; the portable one serves all others."""
+    dense = not (problem.varlen or problem.seqused_k)
+    return dense and padded(problem.head_dim) == padded(problem.head_dim_v) and problem.seqlen_k % 8 == 0
 
 
 def reason_against_bias(problem: Problem) -> str | None:
@@ -63,7 +96,7 @@ def reason_against_bias(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
         return f"it takes a bias for head sizes up to {MOST_COLUMNS}"
     for name, given in (
-        ("alibi_slopes", problem.alibi), ("float32 results", problem.partial),
+        ("alibi_slopes", problem.alibi), ("dropout_p", problem.dropout_p), ("float32 results", problem.partial),
         ("functions of scores and masks", problem.mods is not None),
     ):  # fmt: skip
         if given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,31 +10,45 @@ from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.tma import View, cells_view
+from flashtile.backends.common.launch import contiguous_strides
+from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward import launch as plain_backward
 from flashtile.backends.hopper.backward.config import BackwardConfig
 from flashtile.backends.hopper.backward.preprocess import statistics_shape
 from flashtile.backends.hopper.bias.backward import backward_kernel
 from flashtile.backends.hopper.bias.config import (
+    GRADIENT_STAGES,
     BiasBackwardVariant,
     BiasForwardConfig,
     BiasForwardVariant,
+    GradientVariant,
+    has_own_gradient,
 )
 from flashtile.backends.hopper.bias.forward import Numbers, forward_kernel
+from flashtile.backends.hopper.bias.gradient import Sizes, gradient_kernel
 from flashtile.backends.hopper.bias.tiles import SQUARE
-from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS
+from flashtile.backends.hopper.columns import count_products
+from flashtile.backends.hopper.config import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    WARPGROUP_ROWS,
+    padded,
+)
 from flashtile.backends.hopper.forward.launch import Outputs, schedule_of, tile_table, views
 from flashtile.backends.hopper.forward.launch import variant_of as plain_variant_of
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable import configure_backward
 from flashtile.backends.portable.launch import dbias_kernel_of, without_sink
-from flashtile.problem import LOG2_E
+from flashtile.problem import LOG2_E, UNLIMITED
 
 
 def variant_of(problem: Problem, config: BiasForwardConfig, shared: bool = True) -> BiasForwardVariant:
     """What the forward kernel is compiled for. ``shared``: sequences share the bias of a head."""
-    fields = vars(plain_variant_of(problem, config)) | {"HAS_SCORE_MOD": False}
+    fields = vars(plain_variant_of(problem, config))
+    # With a bias one key may outweigh the others of its row, and the error of its tanh be that of lse.
+    fields |= {"HAS_SCORE_MOD": False, "TANH_APPROX": False}
     return BiasForwardVariant(
         **fields, BIAS_STAGES=config.BIAS_STAGES, SEQUENCES_FIRST=shared and not problem.varlen
     )
@@ -125,6 +140,85 @@ class ForwardLaunch:
         )
 
 
+def gradient_variant_of(problem: Problem, has_score_mod: bool) -> GradientVariant:
+    """What the kernel of the bias's gradient is compiled for, beside this backward."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    columns = padded(problem.head_dim)
+    return GradientVariant(
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        SOFTCAP=problem.softcap > 0,
+        HAS_SCORE_MOD=has_score_mod,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=columns,
+        STAGES=GRADIENT_STAGES[columns],
+        PRODUCTS=count_products.fn(problem.head_dim_v),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[2],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+
+
+def gradient_sizes(problem: Problem, variant: GradientVariant, bias: Tensor) -> Sizes:
+    """The integers of the gradient's kernel."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    batch, heads, rows, keys = bias.shape
+    blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
+    return Sizes(
+        num_tiles=batch * heads * blocks[0] * blocks[1],
+        row_blocks=blocks[0],
+        key_blocks=blocks[1],
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        group=problem.group_size,
+        bias_batch=batch,
+        bias_heads=heads,
+        window_left=left,
+        window_right=right,
+        offset=problem.seqlen_k - problem.seqlen_q,
+    )
+
+
+def gradient_views(
+    problem: Problem, variant: GradientVariant, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> dict[str, View]:
+    """Of each tensor that TMA moves, by the parameters of the gradient's kernel."""
+    dtype, columns = problem.dtype, variant.BLOCK_D
+    heads, rows = statistics_shape(problem)
+    statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)
+    block = WARPGROUP_ROWS, variant.BLOCK_N
+    return {
+        "q_desc": dense_view(q.shape, q.stride(), variant.BLOCK_M, columns, dtype),
+        "k_desc": dense_view(k.shape, k.stride(), variant.BLOCK_N, columns, dtype),
+        "v_desc": dense_view(v.shape, v.stride(), variant.BLOCK_N, columns, dtype),
+        "do_desc": dense_view(
+            problem.out_shape, contiguous_strides(problem.out_shape), variant.BLOCK_M, columns, dtype
+        ),
+        "neg_lse_desc": statistics,
+        "neg_delta_desc": statistics,
+        "bias_desc": cells_view(bias.shape, bias.stride(), *block, dtype),
+        "dbias_desc": cells_view(bias.shape, contiguous_strides(bias.shape), *block, dtype),
+    }
+
+
+def gradient_launch(
+    problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> KeptKernel:
+    """The kernel of the bias's gradient for tensors of one signature."""
+    variant = gradient_variant_of(problem, has_score_mod)
+    sizes = gradient_sizes(problem, variant, bias)
+    scalars = sizes._asdict() | plain_backward.numbers_of(problem)._asdict()
+    return KeptKernel(
+        gradient_kernel,
+        num_programs(sizes.num_tiles, q.device),
+        arguments_of(gradient_kernel, scalars),
+        (variant,),
+        None,
+        arguments_of(gradient_kernel, gradient_views(problem, variant, q, k, v, bias)),
+        maxnreg=LAUNCH_REGISTERS[2],
+    )
+
+
 def backward_variant_of(problem: Problem, config: BackwardConfig) -> BiasBackwardVariant:
     """What the backward kernel is compiled for."""
     return BiasBackwardVariant(**vars(plain_backward.variant_of(problem, config)))
@@ -133,7 +227,8 @@ def backward_variant_of(problem: Problem, config: BackwardConfig) -> BiasBackwar
 class BackwardLaunch(plain_backward.BackwardLaunch):
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature.
 
-    dbias comes from a kernel of its own, the portable backend's, which recomputes the probabilities.
+    dbias comes from a kernel of its own (``gradient``), which recomputes the probabilities; for packed sequences
+    and the like from the portable backend's.
     """
 
     kernel = backward_kernel
@@ -159,12 +254,18 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
         if not problem.bias_grad:
             return None
         heads, rows = statistics_shape(problem)
+        bias = extras.bias
+        neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)
+        dbias = bias.new_empty(bias.shape)
+        if has_own_gradient(problem) and own_sizes(bias) == bias.shape:
+            if self._dbias is None:
+                self._dbias = gradient_launch(problem, self._variant.HAS_SCORE_MOD, q, k, v, bias)
+            self._dbias(q.device, q, k, v, dout, neg_lse, neg_delta, bias, dbias)
+            return dbias
         if self._dbias is None:
             config = configure_backward(problem)
             self._dbias = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
-        neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)
         if not self._variant.HAS_SCORE_MOD:  # its units are those of raw products
             neg_lse = neg_lse * (problem.softmax_scale * LOG2_E)
-        dbias = extras.bias.new_empty(extras.bias.shape)
         self._dbias(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *without_sink(extras))
         return dbias

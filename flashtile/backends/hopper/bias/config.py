@@ -33,11 +33,10 @@ _FORWARD: dict[tuple[int, int], BiasForwardConfig] = {
 
 @dataclass(frozen=True)
 class WithBias:
-    """What the forward kernel with a bias is compiled for beside that without."""
+    """What both kernels with a bias are compiled for beside those without."""
 
     HAS_BIAS: ClassVar[bool] = True
 
-    BIAS_STAGES: int
     SEQUENCES_FIRST: bool
     """Sequences vary faster than heads, whose bias they share, so that it is in the L2 cache."""
 
@@ -46,12 +45,12 @@ class WithBias:
 class BiasForwardVariant(WithBias, ForwardVariant):
     """Everything that the forward kernel with a bias is compiled for."""
 
+    BIAS_STAGES: int
+
 
 @dataclass(frozen=True)
-class BiasBackwardVariant(BackwardVariant):
+class BiasBackwardVariant(WithBias, BackwardVariant):
     """Everything that the backward kernel with a bias is compiled for."""
-
-    HAS_BIAS: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward import launch as plain_backward
 from flashtile.backends.hopper.backward.config import BackwardConfig
+from flashtile.backends.hopper.backward.launch import Kernels
 from flashtile.backends.hopper.backward.preprocess import statistics_shape
 from flashtile.backends.hopper.bias.backward import backward_kernel
 from flashtile.backends.hopper.bias.config import (
@@ -63,6 +64,11 @@ def numbers_of(problem: Problem) -> Numbers:
 def own_sizes(bias: Tensor) -> tuple[int, ...]:
     """Its shape, 1 for sequences or heads that share it by a stride of 0."""
     return tuple(size if step else 1 for size, step in zip(bias.shape, bias.stride(), strict=True))
+
+
+def is_shared(problem: Problem, bias: Tensor) -> bool:
+    """Whether several sequences have the bias of a head."""
+    return own_sizes(bias)[0] == 1 < problem.batch
 
 
 def integers_of(bias: Tensor) -> dict[str, int]:
@@ -124,7 +130,7 @@ class ForwardLaunch:
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> KeptKernel:
         problem, bias = self._problem, extras.bias
         assert bias is not None
-        variant = variant_of(problem, self._config, own_sizes(bias)[0] == 1 < problem.batch)
+        variant = variant_of(problem, self._config, is_shared(problem, bias))
         self._queued = variant.QUEUED
         schedule = schedule_of(problem, variant, k)
         scalars = schedule._asdict() | integers_of(bias) | numbers_of(problem)._asdict()
@@ -219,9 +225,12 @@ def gradient_launch(
     )
 
 
-def backward_variant_of(problem: Problem, config: BackwardConfig) -> BiasBackwardVariant:
-    """What the backward kernel is compiled for."""
-    return BiasBackwardVariant(**vars(plain_backward.variant_of(problem, config)))
+def backward_variant_of(
+    problem: Problem, config: BackwardConfig, shared: bool = True
+) -> BiasBackwardVariant:
+    """What the backward kernel is compiled for. ``shared``: sequences share the bias of a head."""
+    fields = vars(plain_backward.variant_of(problem, config))
+    return BiasBackwardVariant(**fields, SEQUENCES_FIRST=shared and not problem.varlen)
 
 
 class BackwardLaunch(plain_backward.BackwardLaunch):
@@ -237,6 +246,11 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         super().__init__(problem, config)
         self._dbias: KeptKernel | None = None
+
+    def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
+        shared = is_shared(self._problem, extras.bias)
+        self._variant = backward_variant_of(self._problem, self._config, shared)
+        return super()._prepare(dlse, q, k, v, extras)
 
     def _more_integers(self, extras: Any) -> dict[str, int]:
         return integers_of(extras.bias)

@@ -145,9 +145,7 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores: Numbers
-):
+def consumer(C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores: Numbers):
     """Warpgroup W: rows 64 W to 64 W + 63 of every work tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])

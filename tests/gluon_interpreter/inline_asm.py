@@ -15,14 +15,12 @@ from gluon_interpreter.program import current_partition
 from gluon_interpreter.values import TORCH_DTYPES, Value
 
 LARGEST_E4M3 = 448.0
-TANH_ERROR = 2.0**-11
-"""The largest relative error of ``tanh.approx.f32``, as PTX states it."""
 
 
 def same(x: Any, dtype: Any) -> Value:
-    """Registers as they are."""
+    """Registers as they are, once they are there."""
     if isinstance(x, int) or x.dtype == dtype:
-        return x
+        return x if isinstance(x, int) else x.arrived()
     raise KernelError(f"{x.dtype} is taken for {dtype}")
 
 
@@ -98,11 +96,6 @@ def tanh_of_product(x: Value, rate: Any, dtype: Any) -> Value:
     return Value(torch.tanh(x.data * factor), dtype)
 
 
-def hardware_tanh_of_product(x: Value, rate: Any, dtype: Any) -> Value:
-    """As far off as PTX allows, always to the same side."""
-    return Value(tanh_of_product(x, rate, dtype).data * (1 + TANH_ERROR), dtype)
-
-
 def kept_where_a_bit_is_set(x: Value, bits: Value, bit: Value, dtype: Any) -> Value:
     return Value(torch.where((bits.data & bit.data) != 0, x.data, float("-inf")), dtype)
 
@@ -129,8 +122,7 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"\{ \.reg \.pred same; setp\.eq\.b32 same, \$48, 0; @same bra\.uni done; mul.*\}", rescaled),
     (r"\{ \.reg \.b16 low, high; cvt\.rn\.satfinite\.e4m3x2\.f32 low, \$2, \$1; .*\}", e4m3_bytes),
     (r"prmt\.b32 \$0, \$2, \$3, 0x6420; prmt\.b32 \$1, \$2, \$3, 0x7531;", bytes_exchanged),
-    (r"\{ \.reg \.f32 a; mul\.ftz\.f32 \$0, \$1, \$2; .*ex2\.approx.* \}", tanh_of_product),
-    (r"\{ \.reg \.f32 a; mul\.ftz\.f32 a, \$1, \$2; tanh\.approx\.f32 .* \}", hardware_tanh_of_product),
+    (r"\{ \.reg \.f32 a; mul\.ftz\.f32 (\$0|a), \$1, \$2; .*(ex2|tanh)\.approx.* \}", tanh_of_product),
     (r"lg2\.approx\.ftz\.f32 \$0, \$1;", log2),
     (
         r"\{ \.reg \.pred seen; .*and\.b32 bit, .*selp\.f32 \$0, \$1, 0fFF800000, seen; \}",

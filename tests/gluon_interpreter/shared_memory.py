@@ -46,6 +46,8 @@ class Allocation:
         self.writer = torch.full(list(shape), NOBODY, dtype=torch.int32)
         self.written = torch.full(list(shape), NEVER, dtype=torch.int32)
         self.readers: dict[int, Tensor] = {}
+        self.loads: dict[int, Tensor] = {}
+        """Of loads to registers alone, when they were over."""
         self.data = undefined(shape, TORCH_DTYPES[dtype])
         self.barriers: dict[int, Any] = {}
         """mbarriers that lie here, by the place of their element."""
@@ -128,7 +130,10 @@ class Tile:
         partition = current_partition()
         partition.check_read(self, "loads", is_async=False)
         self.record_read(partition.agent, partition.now)
-        return Value(self.data.clone(), self.dtype)
+        self.record_load(partition.agent, NEVER)
+        loaded = Loaded(self.data.clone(), self.dtype, self, partition)
+        partition.loads_in_flight.append(loaded)
+        return loaded
 
     def store(self, value: Value) -> None:
         partition = current_partition()
@@ -142,11 +147,16 @@ class Tile:
         self.data.copy_(data)
 
     def record_read(self, agent: Agent, clock: int) -> None:
-        allocation = self.allocation
-        clocks = allocation.readers.get(agent.number)
+        self._record(self.allocation.readers, agent, clock)
+
+    def record_load(self, agent: Agent, clock: int) -> None:
+        self._record(self.allocation.loads, agent, clock)
+
+    def _record(self, clocks_of: dict[int, Tensor], agent: Agent, clock: int) -> None:
+        clocks = clocks_of.get(agent.number)
         if clocks is None:
-            clocks = allocation.readers[agent.number] = torch.zeros_like(allocation.written)
-        allocation.same_part(clocks, self.writer).fill_(clock)
+            clocks = clocks_of[agent.number] = torch.zeros_like(self.allocation.written)
+        self.allocation.same_part(clocks, self.writer).fill_(clock)
 
     def record_write(self, agent: Agent, clock: int) -> None:
         self.writer.fill_(agent.number)
@@ -160,10 +170,36 @@ class Tile:
 
     def unknown_reader(self, clock: Tensor) -> int | None:
         """The same of reads."""
-        for number, clocks in self.allocation.readers.items():
+        return self._unknown(self.allocation.readers, clock)
+
+    def unknown_load(self, clock: Tensor) -> int | None:
+        """The same of loads to registers, for the async proxy."""
+        return self._unknown(self.allocation.loads, clock)
+
+    def _unknown(self, clocks_of: dict[int, Tensor], clock: Tensor) -> int | None:
+        for number, clocks in clocks_of.items():
             if int(self.allocation.same_part(clocks, self.writer).max()) > int(clock[number]):
                 return number
         return None
+
+
+class Loaded(Value):
+    """What a load brings to registers. It is over when the numbers are first used, or at a fence: an arrival
+    at a barrier does not wait for it, nor does TMA."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, data: Tensor, dtype: Any, tile: Tile, partition: Any) -> None:
+        super().__init__(data, dtype)
+        self._source: tuple[Tile, Any] | None = (tile, partition)
+
+    @property
+    def data(self) -> Any:
+        if self._source is not None:
+            tile, partition = self._source
+            self._source = None
+            tile.record_load(partition.agent, partition.now)
+        return self._data
 
 
 class SwizzledParts:

@@ -61,7 +61,7 @@ class GradientVariant:
     HAS_RIGHT: bool
     SOFTCAP: bool
     HAS_SCORE_MOD: bool
-    """As in the backward, whose -lse it reads: in log2 units, else in those of raw products."""
+    """Scores are more than raw products times a positive scale, as in the backward."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int

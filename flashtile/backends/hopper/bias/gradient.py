@@ -145,8 +145,10 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores: Numbers):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every work tile."""
+def consumer(
+    C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale
+):
+    """Warpgroup W: rows 64 W to 64 W + 63 of every work tile. ``lse_scale`` leads from -lse to log2 units."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     i = 0
@@ -158,20 +160,19 @@ def consumer(C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_
         for _ in range(tile.rounds):
             s = product(C, W, C.HEAD_DIM, ring, keys, i, layout)
             dp = product(C, W, C.HEAD_DIM_V, ring, keys, i + 1, layout)
-            neg_lse = number_of_rows(C, W, numbers, i % C.STAGES, layout)
+            neg_lse = number_of_rows(C, W, numbers, i % C.STAGES, layout) * lse_scale
             neg_delta = number_of_rows(C, W, numbers, (i + 1) % C.STAGES, layout)
             s = warpgroup_mma_wait(C.PRODUCTS, deps=[s])
             ring.release(i)
-            added = to_fp32(own_bias.load(layout))
+            added = to_fp32(own_bias.load(layout)) * LOG2_E + neg_lse[:, None]
             if C.HAS_SCORE_MOD:
                 s, _ = soft_cap(C, s, scores)
-                p = gl.exp2(s + (added * LOG2_E + neg_lse[:, None]))
-            else:  # -lse is in units of raw products
-                neg_lse = neg_lse * scores.scale_log2
-                p = gl.exp2(s * scores.scale_log2 + (added * LOG2_E + neg_lse[:, None]))
+                p = gl.exp2(s + added)
+            else:
+                p = gl.exp2(s * scores.scale_log2 + added)
             dp = warpgroup_mma_wait(0, deps=[dp])
-            ring.release(i + 1)
             ds = ds + p * (dp + neg_delta[:, None])
+            ring.release(i + 1)
             i += 2
         ds = hide(C, W, ds, tile, sizes, layout)
         own_bias.store(ds.to(own_bias.dtype))  # none of its warps reads it any more
@@ -187,7 +188,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_
 def gradient_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc, dbias_desc, num_tiles,
     row_blocks, key_blocks, batch, num_heads, group, bias_batch, bias_heads, window_left, window_right, offset,
-    scale, scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
+    scale, scale_log2, softcap_rate, softcap_log2, zero, lse_scale, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most. dbias has the shape of the bias."""
     sizes = Sizes(
@@ -204,8 +205,8 @@ def gradient_kernel(
     bias = make_ring(tiles, 1, 2)
     gl.warp_specialize(
         [
-            (consumer, (C, 0, ring, keys, numbers, bias, dbias_desc, sizes, scores)),
-            (consumer, (C, 1, ring, keys, numbers, bias, dbias_desc, sizes, scores)),
+            (consumer, (C, 0, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
+            (consumer, (C, 1, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
             (producer, (
                 C, ring, keys, numbers, bias, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
                 bias_desc, sizes,

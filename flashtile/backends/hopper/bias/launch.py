@@ -48,8 +48,7 @@ from flashtile.problem import LOG2_E, UNLIMITED
 def variant_of(problem: Problem, config: BiasForwardConfig, shared: bool = True) -> BiasForwardVariant:
     """What the forward kernel is compiled for. ``shared``: sequences share the bias of a head."""
     fields = vars(plain_variant_of(problem, config))
-    # With a bias one key may outweigh the others of its row, and the error of its tanh be that of lse.
-    fields |= {"HAS_SCORE_MOD": False, "TANH_APPROX": False}
+    fields |= {"HAS_SCORE_MOD": False}
     return BiasForwardVariant(
         **fields, BIAS_STAGES=config.BIAS_STAGES, SEQUENCES_FIRST=shared and not problem.varlen
     )
@@ -214,6 +213,7 @@ def gradient_launch(
     variant = gradient_variant_of(problem, has_score_mod)
     sizes = gradient_sizes(problem, variant, bias)
     scalars = sizes._asdict() | plain_backward.numbers_of(problem)._asdict()
+    scalars["lse_scale"] = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E
     return KeptKernel(
         gradient_kernel,
         num_programs(sizes.num_tiles, q.device),

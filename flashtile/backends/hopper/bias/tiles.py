@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from flashtile.backends.hopper import config
 from flashtile.backends.hopper.channels import make_ring
 from flashtile.backends.hopper.compat import async_load, reinterpret
-from flashtile.backends.hopper.inline_asm import to_fp32
+from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -50,12 +50,21 @@ def load_rows(C: gl.constexpr, bias, work, block, n, i):
 
 @gluon.jit
 def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Consumer W of the forward: the first WIDTH keys of its part of use ``i``, [64, WIDTH] in 16 bits."""
+    """Consumer W of the forward: the first WIDTH keys of its part of use ``i``, [64, WIDTH] in 16 bits.
+
+    They are on their way; :func:`release_rows` waits for them.
+    """
     slot = bias.tiles.wait(i)
     tile = bias.tiles.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     if WIDTH < C.BLOCK_N:
         tile = tile.slice(0, WIDTH, dim=1)
-    added = tile.load(layout)
+    return tile.load(layout)
+
+
+@gluon.jit
+def release_rows(bias, i, added):
+    """What :func:`read_rows` has read; use ``i`` is free."""
+    added = wait_for_loads(added)
     bias.tiles.release(i)
     return added
 

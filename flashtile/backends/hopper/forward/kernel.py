@@ -325,13 +325,21 @@ def drop_cells(C: gl.constexpr, p, words, rows):
 
 
 @gluon.jit
-def added_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_layout: gl.constexpr):
-    """What use ``i`` of the channel of the bias adds to scores; read early enough to arrive under a
+def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_layout: gl.constexpr):
+    """What use ``i`` of the channel of the bias adds to scores; asked for early enough to arrive under a
     product."""
     if C.HAS_BIAS:
         return bias_tiles.read_rows(C, W, rows.mods, i, WIDTH, s_layout)
     else:
         return 0
+
+
+@gluon.jit
+def release_bias(C: gl.constexpr, rows, i, added):
+    """What :func:`load_bias` has asked for, arrived; the tile is free."""
+    if C.HAS_BIAS:
+        added = bias_tiles.release_rows(rows.mods, i, added)
+    return added
 
 
 @gluon.jit
@@ -438,9 +446,10 @@ def attend_uncut(
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
         words = dropout_words(C, rows, block, C.BLOCK_N, s_layout)
-        added = added_bias(C, W, C.BLOCK_N, rows, i, s_layout)
+        added = load_bias(C, W, C.BLOCK_N, rows, i, s_layout)
         s = warpgroup_mma_wait(1 if C.DV_PARTS == 1 else 2, deps=[s])
         k.release(i)
+        added = release_bias(C, rows, i, added)
         s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         if C.LISTED:  # noqa: SIM102 - one is known to the compiler, the other is not
             if n >= n_cut:
@@ -483,9 +492,10 @@ def attend_cut(
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
         words = dropout_words(C, rows, block, WIDTH, s_layout)
-        added = added_bias(C, W, WIDTH, rows, i, s_layout)
+        added = load_bias(C, W, WIDTH, rows, i, s_layout)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
+        added = release_bias(C, rows, i, added)
         s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         s = mask(C, s, block, rows, s_layout, is_full)
         weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
@@ -697,9 +707,10 @@ def attend_tile(
     ping_pong.pass_on(W)
     first_block, is_full = visited(C, rows, n)
     words = dropout_words(C, rows, first_block, C.BLOCK_N, s_layout)
-    added = added_bias(C, W, C.BLOCK_N, rows, i, s_layout)
+    added = load_bias(C, W, C.BLOCK_N, rows, i, s_layout)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
+    added = release_bias(C, rows, i, added)
     s = apply_score_mod(C, s, first_block, rows, numbers, s_layout, added)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS:
         s = mask(C, s, first_block, rows, s_layout, is_full)

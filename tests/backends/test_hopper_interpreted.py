@@ -124,7 +124,8 @@ BIAS: Variants = {
     "many-tiles": {"bias": "q-own", "heads_q": 8, "heads_kv": 4, "seqlen_q": 300},
     "more-heads-than-dq-accum-has": {"bias": "hq-own", "batch": 8, "seqlen_q": 70, "seqlen_k": 136},
     "gradient-of-few-cells": {
-        "bias": "bq-own", "batch": 3, "seqlen_q": 200, "seqlen_k": 136, "window_size": (40, 9), "softmax_scale": -0.1
+        "bias": "bq-own", "batch": 3, "seqlen_q": 200, "seqlen_k": 136, "window_size": (40, 9),
+        "softmax_scale": -0.1,
     },
 }  # fmt: skip
 
@@ -134,8 +135,8 @@ BIAS: Variants = {
     [name if name in ("d64", "d128", "softcap") else pytest.param(name, marks=exhaustive) for name in BIAS],
 )
 def test_bias(name: str) -> None:
-    """In the backward its tiles lie where dS will be. With a soft-cap, lse shows how exact a tanh is: a bias
-    lets one key outweigh the others of a row."""
+    """In the forward its tiles are copied over as soon as they are let go of, and a load may be late. In the
+    backward they lie where dS will be."""
     fields = dict(BIAS[name])
     deterministic = fields.pop("deterministic", False)
     case = replace(SMALL, **{**ALIGNED, "name": name, **fields})

@@ -79,8 +79,8 @@ def pin_16_bit(p):
 def wait_for_loads(x):
     """x, in 16 bits and 16 numbers or more a thread, once all of it has come from shared memory.
 
-    An arrival at a barrier does not wait for loads before it, nor does the copy by TMA that it sets free, and a
-    load may wait long behind other warps' exponentials. Like :func:`pin`, this may sleep, if hardly ever.
+    An arrival at a barrier does not wait for loads before it, nor does the copy by TMA that it sets free; and
+    a load may wait long behind other warps' exponentials. Like :func:`pin`, this could sleep.
     """
     return gl.inline_asm_elementwise(
         """{

@@ -95,8 +95,8 @@ def reason_against_bias(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
         return f"it takes a bias for head sizes up to {MOST_COLUMNS}"
     for name, given in (
-        ("alibi_slopes", problem.alibi), ("dropout_p", problem.dropout_p), ("float32 results", problem.partial),
-        ("functions of scores and masks", problem.mods is not None),
+        ("alibi_slopes", problem.alibi), ("dropout_p", problem.dropout_p),
+        ("float32 results", problem.partial), ("functions of scores and masks", problem.mods is not None),
     ):  # fmt: skip
         if given:
             return f"it takes no {name} beside bias"

@@ -112,7 +112,7 @@ def producer(
             load_operands(q_desc, k_desc, neg_lse_desc, ring, keys, numbers, i, tile, b, head, sizes)
             load_operands(do_desc, v_desc, neg_delta_desc, ring, keys, numbers, i + 1, tile, b, head, sizes)
             i += 2
-        t += 1
+        t += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
@@ -148,7 +148,8 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
 def consumer(
     C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale
 ):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every work tile. ``lse_scale`` leads from -lse to log2 units."""
+    """Warpgroup W: rows 64 W to 64 W + 63 of every work tile. ``lse_scale`` leads from -lse to log2
+    units."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     i = 0
@@ -181,7 +182,7 @@ def consumer(
         async_store(dbias_desc, [tile.sequence, tile.head, row, tile.key], bias.tiles.index(W))
         tma.store_wait(0)
         bias.release(t)
-        t += 1
+        t += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon_kernel(do_not_specialize=Sizes._fields)

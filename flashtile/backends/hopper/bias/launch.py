@@ -236,8 +236,8 @@ def backward_variant_of(
 class BackwardLaunch(plain_backward.BackwardLaunch):
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature.
 
-    dbias comes from a kernel of its own (``gradient``), which recomputes the probabilities; for packed sequences
-    and the like from the portable backend's.
+    dbias comes from a kernel of its own (``gradient``), which recomputes the probabilities; for packed
+    sequences and the like from the portable backend's.
     """
 
     kernel = backward_kernel

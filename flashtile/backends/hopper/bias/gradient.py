@@ -188,8 +188,8 @@ def consumer(
 @gluon_kernel(do_not_specialize=Sizes._fields)
 def gradient_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc, dbias_desc, num_tiles,
-    row_blocks, key_blocks, batch, num_heads, group, bias_batch, bias_heads, window_left, window_right, offset,
-    scale, scale_log2, softcap_rate, softcap_log2, zero, lse_scale, C: gl.constexpr,
+    row_blocks, key_blocks, batch, num_heads, group, bias_batch, bias_heads, window_left, window_right,
+    offset, scale, scale_log2, softcap_rate, softcap_log2, zero, lse_scale, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most. dbias has the shape of the bias."""
     sizes = Sizes(

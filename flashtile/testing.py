@@ -41,6 +41,9 @@ LSE_UNITS = 1 / 8
 LEARNED = ("sink", "bias")
 """Arguments beside q, k and v that get gradients."""
 
+SHOWN_ELEMENTS = 64
+"""The most of a tensor among the arguments that a report states one by one."""
+
 LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded")
 """Memory layouts of :func:`random_tensor`."""
 
@@ -476,5 +479,12 @@ def _worst(error: Tensor, actual: Tensor, exact: Tensor, plain: Tensor) -> str:
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> str:
     tensors = [f"{name}: {tuple(t.shape)} strides {t.stride()}" for name, t in (("q", q), ("k", k), ("v", v))]
-    options = [f"{name}={a.tolist() if isinstance(a, Tensor) else a!r}" for name, a in arguments.items()]
+    options = [f"{name}={_shown(a) if isinstance(a, Tensor) else repr(a)}" for name, a in arguments.items()]
     return f"attention({', '.join(tensors + options)}) in {q.dtype} on {q.device}"
+
+
+def _shown(tensor: Tensor) -> str:
+    """Its elements, where they are few."""
+    if tensor.numel() <= SHOWN_ELEMENTS:
+        return str(tensor.tolist())
+    return f"{tuple(tensor.shape)} strides {tensor.stride()} {tensor.dtype}"

@@ -291,6 +291,7 @@ CELLS: Variants = {
     "padding-mask": {"padding": "left", "mask": "hq"},
     "bias": {"bias": "bhq"},
     "bias-own-causal": {"bias": "hq-own", "causal": True},
+    "bias-own": {"bias": "bhq-own", "head_dim": 128},
     "bias-softcap-window": {"bias": "q", "softcap": 2.0, "window_size": (9, 4)},
     "bias-of-keys-sink": {"bias": "b", "sink": "float32"},
     "bias-mask-padding": {"bias": "bh", "mask": "q", "padding": "holes"},

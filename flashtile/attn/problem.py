@@ -103,6 +103,8 @@ class Problem(Results):
     partial: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
+    bias_obstacle: str | None = None
+    """Likewise of the bias, or what else keeps it from the products' tiles."""
 
     @property
     def beyond_distance(self) -> str | None:
@@ -179,6 +181,7 @@ class Problem(Results):
             "bias_grad": options.bias_grad,
             "partial": bool(options.partial),
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
+            "bias_obstacle": None if extras.bias is None else find_bias_obstacle(extras.bias, q.dtype),
         }
         return cls(**fields | others)
 
@@ -204,6 +207,22 @@ class WeightsProblem(Problem):
     @property
     def weights_dtype(self) -> torch.dtype:
         return self.dtype if self.form == "full" else self.lse_dtype
+
+
+def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
+    """Why TMA cannot bring tiles of the bias in ``dtype``, that of q."""
+    if bias.dtype != dtype:
+        return f"it takes a bias in the dtype of q, {dtype}, this one has {bias.dtype}"
+    if bias.shape[2] == 1 or bias.stride(2) == 0:
+        return "it takes a bias of each row, not one that all rows share"
+    steps = [bias.stride(2), *(bias.stride(i) for i in (0, 1) if bias.shape[i] > 1 and bias.stride(i))]
+    aligned = all(step > 0 and step * bias.element_size() % 16 == 0 for step in steps)
+    if address_of(bias) % 16 or bias.stride(3) != 1 or not aligned:
+        return (
+            "bias must start at a multiple of 16 bytes and have positive strides in such multiples, the last "
+            f"1, for TMA, got {tuple(bias.stride())}"
+        )
+    return None
 
 
 def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:

@@ -91,7 +91,8 @@ every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
-    fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1, "ROW_SPLITS": 1} | more
+    fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1, "ROW_SPLITS": 1}
+    fields |= {"SEQUENCES_FIRST": False} | more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
@@ -215,6 +216,15 @@ def test_every_work_tile_of_equal_lengths(batch: int, heads: int, blocks: int) -
         itertools.product(range(batch), range(heads), range(blocks))
     )
     assert all(w.start_k == w.sequence * (16 * blocks - 3) for w in found)
+
+
+def test_sequences_may_come_before_heads() -> None:
+    schedule = make_schedule(5, 3, 40, 77, swizzle=2)._replace(num_tiles=2 * 3 * 5)
+    C = variant(8, 16, SEQUENCES_FIRST=True)
+    found = [find_work_tile(C, tile_index, SimpleNamespace(), schedule) for tile_index in range(30)]
+    assert [(w.head, w.sequence, w.place) for w in found] == list(
+        itertools.product(range(3), range(2), range(5))
+    )
 
 
 @pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 2, 8)])

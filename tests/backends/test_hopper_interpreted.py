@@ -107,6 +107,42 @@ def test_forward(case: Case) -> None:
     check(case, gradients=False)
 
 
+ALIGNED = {"seqlen_k": 304}
+"""A bias's rows must begin at multiples of 16 bytes."""
+BIAS: Variants = {
+    "d64": {"bias": "hq-own", "batch": 2, "seqlen_q": 70, "seqlen_k": 200, "heads_q": 1, "causal": True},
+    "d128": {"bias": "bhq-own", "head_dim": 128},
+    "softcap": {
+        "bias": "q-own", "head_dim": 128, "window_size": (30, 20), "softcap": 5.0, "seqlen_q": 300
+    },
+    "used": {
+        "bias": "q-own", "unused_keys": 40, "batch": 2, "deterministic": True, "dtype": FP16, "sink": "own"
+    },
+    "varlen": {
+        "bias": "hq-own", "head_dim": 128, "lengths": ((100, 160), (1, 1), (0, 10), (200, 70)), "causal": True
+    },
+    "many-tiles": {"bias": "q-own", "heads_q": 8, "heads_kv": 4, "seqlen_q": 300},
+    "more-heads-than-dq-accum-has": {"bias": "hq-own", "batch": 8, "seqlen_q": 70, "seqlen_k": 136},
+    "gradient-of-few-cells": {
+        "bias": "bq-own", "batch": 3, "seqlen_q": 200, "seqlen_k": 136, "window_size": (40, 9),
+        "softmax_scale": -0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("d64", "d128", "softcap") else pytest.param(name, marks=exhaustive) for name in BIAS],
+)
+def test_bias(name: str) -> None:
+    """In the forward its tiles are copied over as soon as they are let go of, and a load may be late. In the
+    backward they lie where dS will be."""
+    fields = dict(BIAS[name])
+    deterministic = fields.pop("deterministic", False)
+    case = replace(SMALL, **{**ALIGNED, "name": name, **fields})
+    check(case, seed=len(name), deterministic=deterministic)
+
+
 @by_name(cases(BACKWARD, {"": {}}))
 def test_backward(case: Case) -> None:
     check(case)

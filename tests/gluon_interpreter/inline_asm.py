@@ -18,9 +18,9 @@ LARGEST_E4M3 = 448.0
 
 
 def same(x: Any, dtype: Any) -> Value:
-    """Registers as they are."""
+    """Registers as they are, once they are there."""
     if isinstance(x, int) or x.dtype == dtype:
-        return x
+        return x if isinstance(x, int) else x.arrived()
     raise KernelError(f"{x.dtype} is taken for {dtype}")
 
 

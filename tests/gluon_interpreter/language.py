@@ -263,6 +263,10 @@ def reinterpret(memory: Tile, dtype: Any, shape: Sequence[Any], layout: Any) -> 
     return memory.reinterpret(dtype, shape)
 
 
+def transposed(x: Value) -> Value:
+    return x.permute(1, 0)
+
+
 def fence_async_shared(cluster: bool = False) -> None:
     current_partition().fence()
 
@@ -287,7 +291,7 @@ COMMON = dict(
     constexpr=same, tensor=None, static_assert=nothing,
 )  # fmt: skip
 CUDA = Names("tl.extra.cuda", gdc_wait=nothing, gdc_launch_dependents=nothing)
-TL = Names("tl", **COMMON, extra=Names("tl.extra", cuda=CUDA))
+TL = Names("tl", **COMMON, dot=products.dot, trans=transposed, extra=Names("tl.extra", cuda=CUDA))
 GL = Names(
     "gl", **COMMON, allocate_shared_memory=allocate_shared_memory, convert_layout=convert_layout,
     num_warps=num_warps, shared_memory_descriptor=None, warp_specialize=warp_specialize,

@@ -84,3 +84,9 @@ def mma_v2(a: Value, b: Value, acc: Value, input_precision: Any = None) -> Value
     if a.dtype != b.dtype:
         raise KernelError(f"{a.dtype} times {b.dtype} is no product")
     return Value(torch.matmul(a.data.float(), b.data.float()) + acc.data, acc.dtype)
+
+
+def dot(a: Value, b: Value, acc: Value | None = None, input_precision: Any = None) -> Value:
+    """a b in fp32, as Triton's kernels have it."""
+    product = a.data.float() @ b.data.float()
+    return Value(product if acc is None else product + acc.data, core.float32)

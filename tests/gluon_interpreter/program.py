@@ -54,6 +54,8 @@ class Partition:
         self.num_groups = 0
         self.stores_in_flight: list[Copy] = []
         self.num_stores = 0
+        self.loads_in_flight: list[Any] = []
+        """From shared memory to registers, since the last fence; some may be over."""
         self._acquired = new_clock()
         """What it has read of other programs, but not fenced."""
 
@@ -73,7 +75,10 @@ class Partition:
         torch.maximum(self.clock, clock, out=self.clock)
 
     def fence(self) -> None:
-        """What was written is there for the async proxy."""
+        """What was written is there for the async proxy, what was loaded in registers."""
+        for loaded in self.loads_in_flight:
+            loaded.arrived()
+        self.loads_in_flight.clear()
         for agent in (self.agent, self.copies):
             self.clock[agent.fenced] = self.clock[agent.number]
         self.tick()
@@ -108,6 +113,9 @@ class Partition:
         number = tile.unknown_reader(self.clock)
         if number is not None:
             self._fault(tile, does, number, False, "read")
+        number = tile.unknown_load(self.clock) if is_async else None
+        if number is not None:
+            self._fault(tile, does, number, False, "loaded")
 
     def _fault(self, tile: Tile, does: str, number: int, is_async: bool, access: str) -> None:
         names = self.program.launch.agents.names

@@ -18,6 +18,8 @@ from gluon_interpreter.program import current_partition
 from gluon_interpreter.values import LAYOUT, TORCH_DTYPES, Value, cast, undefined, value_of
 
 NEVER = 2**31 - 1
+SWIZZLED_BITS = 8 * 128
+"""Of a row, with the widest swizzling."""
 ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
 
 
@@ -44,6 +46,8 @@ class Allocation:
         self.writer = torch.full(list(shape), NOBODY, dtype=torch.int32)
         self.written = torch.full(list(shape), NEVER, dtype=torch.int32)
         self.readers: dict[int, Tensor] = {}
+        self.loads: dict[int, Tensor] = {}
+        """Of loads to registers alone, when they were over."""
         self.data = undefined(shape, TORCH_DTYPES[dtype])
         self.barriers: dict[int, Any] = {}
         """mbarriers that lie here, by the place of their element."""
@@ -113,6 +117,9 @@ class Tile:
             data = self.data.as_strided(tiles, (rows * columns, columns, 1)).transpose(0, 1)
             writer = self.writer.as_strided([*tiles, 1], (rows * columns, columns, 1, 1)).transpose(0, 1)
             return Tile(self.allocation, data.reshape(sizes), dtype, writer, self.name)
+        bits = sizes[-1] * dtype.primitive_bitwidth
+        if dtype == self.dtype and bits == SWIZZLED_BITS and sizes[-1] < self.shape[-1]:
+            return SwizzledParts(self, sizes)  # type: ignore[return-value]
         data = self.data.view(TORCH_DTYPES[dtype]).view(sizes)
         writer = self.writer.reshape(*sizes, -1)
         if writer.data_ptr() != self.writer.data_ptr():
@@ -123,7 +130,10 @@ class Tile:
         partition = current_partition()
         partition.check_read(self, "loads", is_async=False)
         self.record_read(partition.agent, partition.now)
-        return Value(self.data.clone(), self.dtype)
+        self.record_load(partition.agent, NEVER)
+        loaded = Loaded(self.data.clone(), self.dtype, self, partition)
+        partition.loads_in_flight.append(loaded)
+        return loaded
 
     def store(self, value: Value) -> None:
         partition = current_partition()
@@ -137,11 +147,16 @@ class Tile:
         self.data.copy_(data)
 
     def record_read(self, agent: Agent, clock: int) -> None:
-        allocation = self.allocation
-        clocks = allocation.readers.get(agent.number)
+        self._record(self.allocation.readers, agent, clock)
+
+    def record_load(self, agent: Agent, clock: int) -> None:
+        self._record(self.allocation.loads, agent, clock)
+
+    def _record(self, clocks_of: dict[int, Tensor], agent: Agent, clock: int) -> None:
+        clocks = clocks_of.get(agent.number)
         if clocks is None:
-            clocks = allocation.readers[agent.number] = torch.zeros_like(allocation.written)
-        allocation.same_part(clocks, self.writer).fill_(clock)
+            clocks = clocks_of[agent.number] = torch.zeros_like(self.allocation.written)
+        self.allocation.same_part(clocks, self.writer).fill_(clock)
 
     def record_write(self, agent: Agent, clock: int) -> None:
         self.writer.fill_(agent.number)
@@ -155,7 +170,49 @@ class Tile:
 
     def unknown_reader(self, clock: Tensor) -> int | None:
         """The same of reads."""
-        for number, clocks in self.allocation.readers.items():
+        return self._unknown(self.allocation.readers, clock)
+
+    def unknown_load(self, clock: Tensor) -> int | None:
+        """The same of loads to registers, for the async proxy."""
+        return self._unknown(self.allocation.loads, clock)
+
+    def _unknown(self, clocks_of: dict[int, Tensor], clock: Tensor) -> int | None:
+        for number, clocks in clocks_of.items():
             if int(self.allocation.same_part(clocks, self.writer).max()) > int(clock[number]):
                 return number
         return None
+
+
+class Loaded(Value):
+    """What a load brings to registers. It is over when the numbers are first used, or at a fence: an arrival
+    at a barrier does not wait for it, nor does TMA."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, data: Tensor, dtype: Any, tile: Tile, partition: Any) -> None:
+        super().__init__(data, dtype)
+        self._source: tuple[Tile, Any] | None = (tile, partition)
+
+    @property
+    def data(self) -> Any:
+        if self._source is not None:
+            tile, partition = self._source
+            self._source = None
+            tile.record_load(partition.agent, partition.now)
+        return self._data
+
+
+class SwizzledParts:
+    """Tiles as wide as swizzling is, in memory of wider ones [.., rows, columns]: these are stored so many
+    columns of all rows at a time."""
+
+    def __init__(self, tile: Tile, sizes: list[int]) -> None:
+        self._tile, self._sizes = tile, sizes
+
+    def index(self, i: Any) -> Tile:
+        rows, columns = self._sizes[-2:]
+        parts = self._tile.shape[-2] // rows
+        across, part = divmod(int(i), parts)
+        slot, column = divmod(across, self._tile.shape[-1] // columns)
+        tile = self._tile.index(slot).slice(part * rows, rows).slice(column * columns, columns, 1)
+        return tile.reshape(self._sizes[1:])

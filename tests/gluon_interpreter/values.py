@@ -97,6 +97,11 @@ class Value:
     def __repr__(self) -> str:
         return f"{self.dtype}{self.shape}" if self.is_tile else f"{self._data}"
 
+    def arrived(self) -> Value:
+        """Itself, once its registers hold it."""
+        assert self.data is not None
+        return self
+
     def tensor(self) -> torch.Tensor:
         if self.is_tile:
             return self.data

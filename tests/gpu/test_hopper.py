@@ -26,11 +26,12 @@ def serves(case: Case) -> bool:
     rows = [case.batch, case.seqlen_q, case.seqlen_k]
     if case.lengths is not None:
         rows = [len(case.lengths), *(max(row) for row in zip(*case.lengths, strict=True))]
-    beyond_distance = (
-        case.mask, case.padding, case.bias, case.attention_chunk, case.unused_rows
-    )  # fmt: skip
-    most = 128 if case.dropout_p else 256
+    beyond_distance = case.mask, case.padding, case.attention_chunk, case.unused_rows
+    most = 128 if case.dropout_p or case.bias is not None else 256
     tiles = case.dtype in (FP16, BF16) and not any(size % 8 or size > most for size in sizes)
+    if case.bias is not None:
+        own, of_rows = case.bias.endswith("-own"), "q" in case.bias.removesuffix("-own") and rows[1] > 1
+        tiles &= own and of_rows and rows[2] % 8 == 0 and case.alibi is None and not case.dropout_p
     return tiles and all(rows) and not any(beyond_distance)
 
 
@@ -68,6 +69,41 @@ def test_says_why_not(change: dict, reason: str) -> None:
     inputs = replace(LLAMA, name="why-not", **change).inputs("cuda")
     with pytest.raises(NotImplementedError, match=reason):
         flashtile.attention(*inputs.qkv, backend="hopper", **inputs.arguments)
+
+
+BIASES: dict[str, dict] = {
+    "shared": {"bias": "q-own", "batch": 2, "seqlen_q": 900},
+    "of-heads-causal": {"bias": "hq-own", "batch": 2, "causal": True, "heads_kv": 32, "dtype": FP16},
+    "narrow": {"bias": "bhq-own", "batch": 2, "head_dim": 64, "seqlen_q": 333, "seqlen_k": 776},
+    "narrow-causal": {"bias": "hq-own", "head_dim": 72, "causal": True, "softcap": 3.0, "sink": "own"},
+    "window": {"bias": "q-own", "window_size": (300, 20), "head_dim": 40},
+    "used": {"bias": "hq-own", "batch": 3, "unused_keys": 100, "head_dim": 64},
+    "packed": {"bias": "bhq-own", "lengths": ((700, 896), (1, 300), (333, 333)), "causal": True},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", BIASES)
+def test_biases(name: str, deterministic: bool) -> None:
+    replace(LLAMA, name=name, **BIASES[name]).inputs("cuda").check(
+        backend="hopper", deterministic=deterministic
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "keys", "reason"),
+    [
+        (torch.float32, 1024, 1024, "dtype of q"),
+        (BF16, 1, 1024, "all rows share"),
+        (BF16, 1024, 1023, "16 bytes"),
+    ],
+)
+def test_says_why_a_bias_is_not_its(dtype: torch.dtype, rows: int, keys: int, reason: str) -> None:
+    inputs = replace(LLAMA, name="why-not", seqlen_k=keys).inputs("cuda")
+    bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device="cuda")
+    explanation = flashtile.explain(*inputs.qkv, bias=bias)
+    assert explanation.backend == "portable"
+    assert reason in explanation.reasons_against["hopper"]
 
 
 def test_a_thousand_runs_give_the_same_bits() -> None:

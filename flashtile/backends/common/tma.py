@@ -72,6 +72,11 @@ def dense_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: tor
     return View(list(shape), _usable(shape, strides), [1, rows, 1, block_d], dtype)
 
 
+def cells_view(shape: tuple, strides: tuple, rows: int, keys: int, dtype: torch.dtype) -> View:
+    """(batch, heads, seqlen_q, seqlen_k) as a bias is, a block of ``rows`` by ``keys`` of one head."""
+    return View(list(shape), _usable(shape, strides), [1, 1, rows, keys], dtype)
+
+
 def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int, dtype: torch.dtype) -> View:
     """(batch, seqlen, heads / pack, pack, head_dim), a block of ``rows / pack`` rows of ``pack`` heads."""
     batch, seqlen, heads, head_dim = shape

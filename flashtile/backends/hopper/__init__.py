@@ -25,7 +25,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     reason = reason_of_device(problem)
     if reason is not None:
         return reason
-    beyond = replace(problem, dropout_p=0.0).beyond_distance
+    beyond = replace(problem, dropout_p=0.0, bias=False).beyond_distance
     if beyond is not None:
         return f"it has no {beyond}"
     if problem.partial and max(problem.head_dim, problem.head_dim_v) > 128:
@@ -45,6 +45,10 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         from flashtile.backends.hopper.dropout.config import reason_against_dropout
 
         reason = reason_against_dropout(problem)
+    if reason is None and problem.bias:
+        from flashtile.backends.hopper.bias.config import reason_against_bias
+
+        reason = reason_against_bias(problem)
     return reason_of_tensors(problem) if reason is None else reason
 
 
@@ -90,6 +94,10 @@ def configure_forward(problem: Problem):
         from flashtile.backends.hopper.dropout.config import choose_forward as choose_with_dropout
 
         return choose_with_dropout(problem)
+    if problem.bias:
+        from flashtile.backends.hopper.bias.config import choose_forward as choose_with_bias
+
+        return choose_with_bias(problem)
     from flashtile.backends.hopper.forward.config import choose
 
     return choose(problem)
@@ -119,6 +127,10 @@ def prepare_forward(problem: Problem, config):
         from flashtile.backends.hopper.dropout.launch import ForwardLaunch as DropoutLaunch
 
         return DropoutLaunch(problem, config)
+    if problem.bias:
+        from flashtile.backends.hopper.bias.launch import ForwardLaunch as BiasLaunch
+
+        return BiasLaunch(problem, config)
     from flashtile.backends.hopper.forward.launch import ForwardLaunch
 
     return ForwardLaunch(problem, config)
@@ -133,6 +145,10 @@ def prepare_backward(problem: Problem, config):
         from flashtile.backends.hopper.dropout.launch import BackwardLaunch as DropoutLaunch
 
         return DropoutLaunch(problem, config)
+    if problem.bias:
+        from flashtile.backends.hopper.bias.launch import BackwardLaunch as BiasLaunch
+
+        return BiasLaunch(problem, config)
     from flashtile.backends.hopper.backward.config import WideBackwardConfig
 
     if isinstance(config, WideBackwardConfig):

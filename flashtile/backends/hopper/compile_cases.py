@@ -34,8 +34,10 @@ TYPES = {
     "*i32": ("table", "seqused_k", "dq_semaphores", "next_tile", "counters"),
     "*fp32": ("lse", "alibi_slopes", "sink", "neg_lse", "neg_delta", "q_scale", "k_scale", "v_scale"),
     "*bf16": ("dq",),
-    "fp32": ("scale", "scale_log2", "softcap_rate", "softcap_log2", "zero", "keep_scale", "keep"),
-}
+    "fp32": (
+        "scale", "scale_log2", "softcap_rate", "softcap_log2", "zero", "keep_scale", "keep", "lse_scale"
+    ),
+}  # fmt: skip
 """Of the kernels' parameters, by name; descriptors have their views', all others are integers."""
 _TYPE_OF = {name: type_name for type_name, names in TYPES.items() for name in names}
 

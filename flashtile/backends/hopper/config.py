@@ -25,6 +25,9 @@ class WithoutFunctions:
     """What variants of kernels say of functions of scores and masks and of dropout; those of ``mods`` and
     ``dropout`` say otherwise."""
 
+    HAS_BIAS: ClassVar[bool] = False
+    """Scores get an additive bias; variants of ``bias`` have it."""
+    SEQUENCES_FIRST: ClassVar[bool] = False
     HAS_MODS: ClassVar[bool] = False
     HAS_CUTS: ClassVar[bool] = False
     """A mask hides keys by other than their distance to the row."""

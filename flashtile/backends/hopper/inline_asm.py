@@ -76,6 +76,27 @@ def pin_16_bit(p):
 
 
 @gluon.jit
+def wait_for_loads(x):
+    """x, in 16 bits and 16 numbers or more a thread, once all of it has come from shared memory.
+
+    An arrival at a barrier does not wait for loads before it, nor does the copy by TMA that it sets free; and
+    a load may wait long behind other warps' exponentials. Like :func:`pin`, this could sleep.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred never;
+        .reg .b32 some, all;
+        xor.b32 some, $8, $9; xor.b32 all, $10, $11; xor.b32 all, all, some;
+        xor.b32 some, $12, $13; xor.b32 all, all, some; xor.b32 some, $14, $15; xor.b32 all, all, some;
+        setp.eq.u32 never, all, 0x7FC1FFC3;
+        @never nanosleep.u32 0;
+        mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11;
+        mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;
+        }""", "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=16,
+    )  # fmt: skip
+
+
+@gluon.jit
 def copy_registers(p):
     """P, in 16 or 32 bits, copied here to registers that the product before has read until now."""
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth

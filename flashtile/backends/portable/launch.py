@@ -150,13 +150,14 @@ def attention_kernel(
     return KeptKernel(kernel, programs, scalars, (variant,), config)
 
 
-def _dbias_kernel(
+def dbias_kernel_of(
     problem: Problem,
     config: Config,
     inputs: tuple[Tensor, Tensor, Tensor],
     extras: Extras,
     padded_rows: int,
 ) -> KeptKernel:
+    """The kernel of the bias's gradient; ``inputs`` are q, k and v."""
     assert extras.bias is not None
     tile = dbias_tile(config)
     batch, heads, rows, keys = extras.bias.shape
@@ -285,7 +286,7 @@ class BackwardLaunch:
         dbias = None
         if problem.bias_grad and bias is not None:
             if self._dbias is None:
-                self._dbias = _dbias_kernel(problem, self._config, (q, k, v), extras, self._padded_rows)
+                self._dbias = dbias_kernel_of(problem, self._config, (q, k, v), extras, self._padded_rows)
             dbias = bias.new_empty(bias.shape)
             self._dbias(q.device, *inputs, dbias, *others)
         return dq, dk, dv, dsink, dbias

@@ -64,6 +64,7 @@ from flashtile.backends.hopper.backward.scores import (
     row_of,
     slope_of,
 )
+from flashtile.backends.hopper.bias import tiles as bias_tiles
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.columns import column_parts, product_of_rows, store_part
 from flashtile.backends.hopper.compat import (
@@ -166,6 +167,8 @@ def producer(
                 mbarrier.expect(barrier, do_desc.block_type.nbytes + neg_delta_desc.block_type.nbytes)
                 load_rows(C, do_desc, work, row, head, barrier, do.tiles.index(slot))
                 async_load(neg_delta_desc, [statistics, column], barrier, shared.neg_delta.index(slot))
+                if C.HAS_BIAS:
+                    bias_tiles.load_keys(C, pointers.bias, work, head, row, i)
                 i += 1
         if begin >= end:
             following = gl.atomic_add(pointers.next_tile, 1)
@@ -309,6 +312,9 @@ def step(
     if FIRST:
         if C.HAS_DROPOUT:
             words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
+        added = 0
+        if C.HAS_BIAS:
+            added = bias_tiles.read_keys(C, W, mods, i, s_layout)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
         before = i - 1
@@ -317,13 +323,22 @@ def step(
         dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
         if C.HAS_DROPOUT:
             words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
+        added = 0
+        if C.HAS_BIAS:
+            added = bias_tiles.read_keys(C, W, mods, i, s_layout)
         scores = warpgroup_mma_wait(1, deps=[scores])
     softcap_grad = 1.0
     if C.HAS_SCORE_MOD:
         scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout, mods)
+        if C.HAS_BIAS:
+            scores = scores + bias_tiles.in_log2(added)
         p = gl.exp2(scores + row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
+    elif C.HAS_BIAS:
+        p = gl.exp2(scores * numbers.scale_log2 + bias_tiles.in_log2(added))
     else:
         p = gl.exp2(scores * numbers.scale_log2)
+    if C.HAS_BIAS:
+        p = bias_tiles.hide_rows(C, p, m, work, s_layout)
     if CUT:
         p = mask(C, W, p, m, work, schedule, s_layout, mods)
     weights = to_16_bit(p * softcap_grad, dtype)  # dS / dP: P, times the soft-cap's derivative
@@ -335,6 +350,9 @@ def step(
     p = pin_16_bit(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
+    if C.HAS_BIAS:  # noqa: SIM102 - one is known to the compiler, the other is not
+        if i > 0:
+            bias_tiles.release_keys(mods, i - 1)
     dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
@@ -418,6 +436,8 @@ def consumer(
             mods = key_mods(C, work, pointers)
         if C.HAS_DROPOUT:
             mods = key_generator(C, W, work, 0, pointers, schedule)
+        if C.HAS_BIAS:
+            mods = pointers.bias
         if C.LISTED:
             visits = mods.visits  # type: ignore[attr-defined]
             begin, end = 0, visits.count
@@ -508,6 +528,8 @@ def run_partitions(
     )
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_N, C.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [2, C.BLOCK_N, C.BLOCK_M], ds_layout)
+    if C.HAS_BIAS:
+        pointers = bias_tiles.over_ds(C, pointers, ds)
     dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout)
     gradient = gl.allocate_shared_memory(dk_desc.dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

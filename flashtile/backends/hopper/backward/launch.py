@@ -165,7 +165,7 @@ class Kernels(NamedTuple):
 
 
 class BackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``, of one signature."""
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature."""
 
     kernel = backward_kernel
 
@@ -185,6 +185,19 @@ class BackwardLaunch:
     def _more_tensors(self, extras: Any, lse: Tensor) -> tuple:
         return ()
 
+    def _more_views(self, extras: Any) -> dict[str, View]:
+        """Of what TMA moves beside; its tensors are ``_moved_tensors``."""
+        return {}
+
+    def _moved_tensors(self, extras: Any) -> tuple:
+        return ()
+
+    def _bias_gradient(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+    ) -> Tensor | None:
+        """``statistics`` begins with neg_lse and neg_delta."""
+        return None
+
     def __call__(
         self,
         dout: Tensor,
@@ -195,13 +208,13 @@ class BackwardLaunch:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         seqused_k, alibi_slopes = extras.seqused_k, extras.alibi_slopes
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
         # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
-        dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
+        dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
         )
         dq_semaphores = counters
@@ -224,6 +237,7 @@ class BackwardLaunch:
             dq_accum,
             dq_accum,
             *written,
+            *self._moved_tensors(extras),
             table,
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
@@ -234,7 +248,7 @@ class BackwardLaunch:
         )
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
-        return dq, dk, dv, dsink, None
+        return dq, dk, dv, dsink, self._bias_gradient(dout, q, k, v, workspace, extras)
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
         problem, variant, parts = self._problem, self._variant, self._config.parts
@@ -261,7 +275,9 @@ class BackwardLaunch:
             arguments_of(self.kernel, scalars),
             (variant,),
             None,
-            arguments_of(self.kernel, views(problem, variant, q, k, v, resident)),
+            arguments_of(
+                self.kernel, views(problem, variant, q, k, v, resident) | self._more_views(extras)
+            ),
             maxnreg=LAUNCH_REGISTERS[2],
             launch_pdl=True,
         )

@@ -136,8 +136,13 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
         blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     else:
         place = block
-        sequence = head // schedule.num_heads
-        head = head % schedule.num_heads
+        if C.SEQUENCES_FIRST:
+            sequences = schedule.num_tiles // (schedule.num_blocks * schedule.num_heads)
+            sequence = head % sequences
+            head = head // sequences
+        else:
+            sequence = head // schedule.num_heads
+            head = head % schedule.num_heads
         start_q = place * 0
         start_k = sequence * schedule.batch_rows_k
         seqlen_q = schedule.seqlen_q + start_q

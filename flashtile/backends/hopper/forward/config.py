@@ -236,7 +236,7 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
     """Columns in shared memory of q and k, and of v: the fewest of those that the table has together, for as
     many keys. Those of v are a power of two where another table has the configuration, or Triton needs it."""
     windowed, keys = _is_windowed(problem), problem.seqlen_k
-    others = problem.mods is not None or problem.dropout_p > 0 or problem.partial
+    others = problem.mods is not None or problem.dropout_p > 0 or problem.bias or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
     if others or not VIEWS_SPAN_TILES:
         of_v = of_v[-1:]

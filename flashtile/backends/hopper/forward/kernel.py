@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
+from flashtile.backends.hopper.bias import tiles as bias_tiles
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import column_parts, plus_columns, product_of_rows, store_part
 from flashtile.backends.hopper.compat import async_load, async_store, reinterpret
@@ -276,8 +277,9 @@ class Rows(NamedTuple):
     tree: Any
     """What a tree mask says, as a :class:`Tree`; 0 without one."""
     mods: Any
-    """What functions of scores and masks need, as :class:`~flashtile.backends.hopper.mods.cells.CellMods`, or
-    dropout, as :class:`~flashtile.backends.hopper.dropout.cells.Generator`; 0 without either."""
+    """What functions of scores and masks need, as :class:`~flashtile.backends.hopper.mods.cells.CellMods`; or
+    dropout, as :class:`~flashtile.backends.hopper.dropout.cells.Generator`; or a bias, as
+    :class:`~flashtile.backends.hopper.bias.tiles.Bias`; 0 without any."""
 
 
 class Tree(NamedTuple):
@@ -323,11 +325,30 @@ def drop_cells(C: gl.constexpr, p, words, rows):
 
 
 @gluon.jit
-def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """Soft-cap and ALiBi: raw products of block ``n`` to scores in log2 units.
+def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_layout: gl.constexpr):
+    """What use ``i`` of the channel of the bias adds to scores; asked for early enough to arrive under a
+    product."""
+    if C.HAS_BIAS:
+        return bias_tiles.read_rows(C, W, rows.mods, i, WIDTH, s_layout)
+    else:
+        return 0
 
-    Without HAS_SCORE_MOD products, or the tanh of a soft-cap, stay as they are, and the softmax scales them.
-    With KEY_SCALES each key has a scale of its own, in shared memory.
+
+@gluon.jit
+def release_bias(C: gl.constexpr, rows, i, added):
+    """What :func:`load_bias` has asked for, arrived; the tile is free."""
+    if C.HAS_BIAS:
+        added = bias_tiles.release_rows(rows.mods, i, added)
+    return added
+
+
+@gluon.jit
+def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
+    """Soft-cap, bias and ALiBi: raw products of block ``n`` to scores in log2 units.
+
+    Without HAS_SCORE_MOD products, the tanh of a soft-cap, or scores with a bias, which are in natural units,
+    stay as they are, and the softmax scales them. With KEY_SCALES each key has a scale of its own, in
+    shared memory.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
@@ -339,6 +360,8 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
         s = s * numbers.scale_log2
     if C.SCORE_MOD is not None:
         s = modify_scores(C, s, n, rows, numbers, s_layout)
+    if C.HAS_BIAS:
+        s = bias_tiles.plus_bias(s, added, numbers.scale)
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
         s = s - rows.slope[:, None] * gl.abs(plus_columns(between, s.shape[1], s_layout))
@@ -426,9 +449,11 @@ def attend_uncut(
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
         words = dropout_words(C, rows, block, C.BLOCK_N, s_layout)
+        added = load_bias(C, W, C.BLOCK_N, rows, i, s_layout)
         s = warpgroup_mma_wait(1 if C.DV_PARTS == 1 else 2, deps=[s])
         k.release(i)
-        s = apply_score_mod(C, s, block, rows, numbers, s_layout)
+        added = release_bias(C, rows, i, added)
+        s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         if C.LISTED:  # noqa: SIM102 - one is known to the compiler, the other is not
             if n >= n_cut:
                 s = mask(C, s, block, rows, s_layout, is_full)
@@ -470,9 +495,11 @@ def attend_cut(
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
         words = dropout_words(C, rows, block, WIDTH, s_layout)
+        added = load_bias(C, W, WIDTH, rows, i, s_layout)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
-        s = apply_score_mod(C, s, block, rows, numbers, s_layout)
+        added = release_bias(C, rows, i, added)
+        s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         s = mask(C, s, block, rows, s_layout, is_full)
         weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), numbers.scale_log2)
         m = gl.convert_layout(m_new, m.type.layout)
@@ -496,13 +523,17 @@ def tile_blocks(C: gl.constexpr, work, block, left, right):
 
 
 @gluon.jit
-def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr):
-    """Release ``count`` blocks of the tile that none of this warpgroup's rows sees."""
+def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr, bias=None):
+    """Release ``count`` blocks of the tile that none of this warpgroup's rows sees; ``bias`` is its
+    channel."""
     for _ in range(count):
         ping_pong.wait(W, i)
         ping_pong.pass_on(W)
         k.wait(i)
         k.release(i)
+        if bias is not None:
+            bias.wait(i)
+            bias.release(i)
         v.wait(i)
         v.release(i)
         i += 1
@@ -618,11 +649,15 @@ def attend_tile(
     if C.ALIBI:
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * (1 / LN_2)
     mods = 0
+    skipped_bias = None
     if C.HAS_MODS:
         mods = query_mods(C, work, block, pointers)
     if C.HAS_DROPOUT:
         head_of_batch = work.sequence * schedule.num_heads + work.head
         mods = generator_of(head_of_batch, first, pointers.dropout)
+    if C.HAS_BIAS:
+        mods = pointers.bias
+        skipped_bias = mods.tiles
     if C.LISTED:  # visits take the place of blocks
         visits = mods.visits  # type: ignore[attr-defined]
         n_begin, n_end = 0, visits.count
@@ -639,7 +674,7 @@ def attend_tile(
     if C.SINK:  # a key of weight 1 so far, shared out among the quad
         l += 0.25
 
-    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
+    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W, skipped_bias)
     q_part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
     if C.D_PARTS == 1:
         q_tile = q.tiles.index(q_part).reshape([ROWS, C.BLOCK_D])
@@ -675,9 +710,11 @@ def attend_tile(
     ping_pong.pass_on(W)
     first_block, is_full = visited(C, rows, n)
     words = dropout_words(C, rows, first_block, C.BLOCK_N, s_layout)
+    added = load_bias(C, W, C.BLOCK_N, rows, i, s_layout)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
-    s = apply_score_mod(C, s, first_block, rows, numbers, s_layout)
+    added = release_bias(C, rows, i, added)
+    s = apply_score_mod(C, s, first_block, rows, numbers, s_layout, added)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS:
         s = mask(C, s, first_block, rows, s_layout, is_full)
     weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
@@ -708,7 +745,7 @@ def attend_tile(
     if not C.HAS_LEFT:
         o = pv_wait(C, o)
         v.release(i - 1)
-    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W, skipped_bias)
     whole = 1.0
     if C.HAS_DROPOUT:
         whole = numbers.keep_scale
@@ -808,6 +845,8 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
                 for part in gl.static_range(PARTS):
                     q_part = q.tiles.index((slot * WARPGROUPS + w) * PARTS + part)
                     load_queries(C, w, q_desc, work, block, q.full.index(slot), q_part, part * COLUMNS)
+        if C.HAS_BIAS:
+            bias_tiles.load_rows(C, pointers.bias, work, block, key_number, i)
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), V_PARTS * v_desc.block_type.nbytes)
         for part in gl.static_range(V_PARTS):

@@ -57,7 +57,8 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
     that they share.
     """
     group = problem.group_size
-    if problem.varlen or problem.mods is not None or group & (group - 1) or group > WARPGROUP_ROWS:
+    unpacked = problem.varlen or problem.mods is not None or problem.bias
+    if unpacked or group & (group - 1) or group > WARPGROUP_ROWS:
         return 1
     apart = group * math.ceil(problem.seqlen_q / block_m)
     together = math.ceil(problem.seqlen_q * group / block_m)

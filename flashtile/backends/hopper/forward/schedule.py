@@ -138,7 +138,11 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
             gl.load(row + 5),
         )
     tiles_per_head = tiles_of_head(schedule.num_blocks, C.PAIRED)
-    sequence, head, place = dense_tile(tile_index, tiles_per_head, schedule.num_heads, schedule.swizzle)
+    if C.SEQUENCES_FIRST:
+        sequences = schedule.num_tiles // (tiles_per_head * schedule.num_heads)
+        head, sequence, place = dense_tile(tile_index, tiles_per_head, sequences, schedule.swizzle)
+    else:
+        sequence, head, place = dense_tile(tile_index, tiles_per_head, schedule.num_heads, schedule.swizzle)
     zero = tile_index * 0
     start_k = sequence * schedule.batch_rows_k
     seqlen_k = schedule.seqlen_k + zero

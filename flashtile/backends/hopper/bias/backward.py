@@ -1,0 +1,41 @@
+"""The Hopper backward with an additive bias.
+
+The kernel is that without (``backward.kernel``), whose producer brings a tile of the bias with each step, and
+whose consumers add it to the scores (``tiles``). The gradient of the bias is not computed here.
+"""
+
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.hopper.backward.dq_accum import DqAccum, Sizes
+from flashtile.backends.hopper.backward.kernel import run_partitions, wait_for_preprocess
+from flashtile.backends.hopper.backward.schedule import Schedule
+from flashtile.backends.hopper.backward.scores import Numbers
+from flashtile.backends.hopper.bias.tiles import BackwardPointers, Bias
+
+
+@gluon_kernel(do_not_specialize=(*Schedule._fields, *Sizes._fields, "bias_batch", "bias_heads"))
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
+    dv_desc, bias_desc, table, seqused_k, alibi_slopes, dq_semaphores, dq, counters, num_tiles, num_blocks,
+    num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right, alibi_stride, swizzle, row_blocks,
+    total_heads, resident_heads, row_vectors, bias_batch, bias_heads, scale, scale_log2, softcap_rate,
+    softcap_log2, zero, C: gl.constexpr,
+):  # fmt: skip
+    """Grid and ``counters`` as without a bias, beside which there are no ``alibi_slopes``."""
+    wait_for_preprocess()
+    pointers = BackwardPointers(table, seqused_k, counters, Bias(bias_desc, bias_batch, bias_heads, 0))
+    schedule = Schedule(
+        num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
+        alibi_stride, swizzle,
+    )  # fmt: skip
+    added_blocks = counters + 2
+    accum = DqAccum(
+        Sizes(row_blocks, total_heads, resident_heads, row_vectors), dq_semaphores, dq, counters + 1,
+        added_blocks, added_blocks + total_heads,
+    )  # fmt: skip
+    numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
+    run_partitions(
+        C, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
+        dv_desc, pointers, schedule, accum, numbers,
+    )  # fmt: skip

@@ -1,0 +1,285 @@
+"""From a call with a bias to the arguments of the Hopper kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.attn.problem import Extras, Problem
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import contiguous_strides
+from flashtile.backends.common.tma import View, cells_view, dense_view
+from flashtile.backends.hopper.backward import launch as plain_backward
+from flashtile.backends.hopper.backward.config import BackwardConfig
+from flashtile.backends.hopper.backward.launch import Kernels
+from flashtile.backends.hopper.backward.preprocess import statistics_shape
+from flashtile.backends.hopper.bias.backward import backward_kernel
+from flashtile.backends.hopper.bias.config import (
+    GRADIENT_STAGES,
+    BiasBackwardVariant,
+    BiasForwardConfig,
+    BiasForwardVariant,
+    GradientVariant,
+    has_own_gradient,
+)
+from flashtile.backends.hopper.bias.forward import Numbers, forward_kernel
+from flashtile.backends.hopper.bias.gradient import Sizes, gradient_kernel
+from flashtile.backends.hopper.bias.tiles import SQUARE
+from flashtile.backends.hopper.columns import count_products
+from flashtile.backends.hopper.config import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    WARPGROUP_ROWS,
+    padded,
+)
+from flashtile.backends.hopper.forward.launch import Outputs, schedule_of, tile_table, views
+from flashtile.backends.hopper.forward.launch import variant_of as plain_variant_of
+from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable import configure_backward
+from flashtile.backends.portable.launch import dbias_kernel_of, without_sink
+from flashtile.problem import LOG2_E, UNLIMITED
+
+
+def variant_of(problem: Problem, config: BiasForwardConfig, shared: bool = True) -> BiasForwardVariant:
+    """What the forward kernel is compiled for. ``shared``: sequences share the bias of a head."""
+    fields = vars(plain_variant_of(problem, config))
+    fields |= {"HAS_SCORE_MOD": False}
+    return BiasForwardVariant(
+        **fields, BIAS_STAGES=config.BIAS_STAGES, SEQUENCES_FIRST=shared and not problem.varlen
+    )
+
+
+def numbers_of(problem: Problem) -> Numbers:
+    """The floats of the forward."""
+    rate = score_numbers(problem)["softcap_rate"]
+    return Numbers(LOG2_E, rate, problem.softcap or problem.softmax_scale)
+
+
+def own_sizes(bias: Tensor) -> tuple[int, ...]:
+    """Its shape, 1 for sequences or heads that share it by a stride of 0."""
+    return tuple(size if step else 1 for size, step in zip(bias.shape, bias.stride(), strict=True))
+
+
+def is_shared(problem: Problem, bias: Tensor) -> bool:
+    """Whether several sequences have the bias of a head."""
+    return own_sizes(bias)[0] == 1 < problem.batch
+
+
+def integers_of(bias: Tensor) -> dict[str, int]:
+    """The kernels' integers that say how the bias is broadcast."""
+    batch, heads, _, _ = own_sizes(bias)
+    return {"bias_batch": batch, "bias_heads": heads}
+
+
+def rows_view(problem: Problem, variant: BiasForwardVariant, bias: Tensor) -> dict[str, View]:
+    """Of the bias in the forward: a warpgroup's rows, a block of keys."""
+    block = WARPGROUP_ROWS, variant.BLOCK_N
+    return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
+
+
+def squares_view(problem: Problem, bias: Tensor) -> dict[str, View]:
+    """Of the bias in the backward."""
+    block = SQUARE.value, SQUARE.value
+    return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
+
+
+class ForwardLaunch:
+    """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
+
+    writes_into = True
+
+    def __init__(self, problem: Problem, config: BiasForwardConfig) -> None:
+        self._problem = problem
+        self._config = config
+        self._table = tile_table(problem, plain_variant_of(problem, config))
+        self._allocate = Outputs(problem, problem.out_dtype)
+        self._kernel: KeptKernel | None = None
+        self._queued = False
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extras: Extras,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = self._allocate(q, out, lse)
+        kernel = self._kernel
+        if kernel is None:
+            kernel = self._kernel = self._prepare(q, k, v, extras)
+        seqused_k, sink = extras.seqused_k, extras.sink
+        table = lse
+        if self._table is not None:
+            table = self._table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
+        elif self._queued:
+            table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
+        kernel(
+            q.device, q, k, v, out, extras.bias, lse, table, lse if seqused_k is None else seqused_k,
+            lse if sink is None else sink,
+        )  # fmt: skip
+        return out, lse
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> KeptKernel:
+        problem, bias = self._problem, extras.bias
+        assert bias is not None
+        variant = variant_of(problem, self._config, is_shared(problem, bias))
+        self._queued = variant.QUEUED
+        schedule = schedule_of(problem, variant, k)
+        scalars = schedule._asdict() | integers_of(bias) | numbers_of(problem)._asdict()
+        all_views = views(problem, variant, q, k, v) | rows_view(problem, variant, bias)
+        return KeptKernel(
+            forward_kernel,
+            num_programs(schedule.num_tiles, q.device),
+            arguments_of(forward_kernel, scalars),
+            (variant,),
+            None,
+            arguments_of(forward_kernel, all_views),
+            maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
+        )
+
+
+def gradient_variant_of(problem: Problem, has_score_mod: bool) -> GradientVariant:
+    """What the kernel of the bias's gradient is compiled for, beside this backward."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    columns = padded(problem.head_dim)
+    return GradientVariant(
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        SOFTCAP=problem.softcap > 0,
+        HAS_SCORE_MOD=has_score_mod,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=columns,
+        STAGES=GRADIENT_STAGES[columns],
+        PRODUCTS=count_products.fn(problem.head_dim_v),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[2],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+
+
+def gradient_sizes(problem: Problem, variant: GradientVariant, bias: Tensor) -> Sizes:
+    """The integers of the gradient's kernel."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    batch, heads, rows, keys = bias.shape
+    blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
+    return Sizes(
+        num_tiles=batch * heads * blocks[0] * blocks[1],
+        row_blocks=blocks[0],
+        key_blocks=blocks[1],
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        group=problem.group_size,
+        bias_batch=batch,
+        bias_heads=heads,
+        window_left=left,
+        window_right=right,
+        offset=problem.seqlen_k - problem.seqlen_q,
+    )
+
+
+def gradient_views(
+    problem: Problem, variant: GradientVariant, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> dict[str, View]:
+    """Of each tensor that TMA moves, by the parameters of the gradient's kernel."""
+    dtype, columns = problem.dtype, variant.BLOCK_D
+    heads, rows = statistics_shape(problem)
+    statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)
+    block = WARPGROUP_ROWS, variant.BLOCK_N
+    return {
+        "q_desc": dense_view(q.shape, q.stride(), variant.BLOCK_M, columns, dtype),
+        "k_desc": dense_view(k.shape, k.stride(), variant.BLOCK_N, columns, dtype),
+        "v_desc": dense_view(v.shape, v.stride(), variant.BLOCK_N, columns, dtype),
+        "do_desc": dense_view(
+            problem.out_shape, contiguous_strides(problem.out_shape), variant.BLOCK_M, columns, dtype
+        ),
+        "neg_lse_desc": statistics,
+        "neg_delta_desc": statistics,
+        "bias_desc": cells_view(bias.shape, bias.stride(), *block, dtype),
+        "dbias_desc": cells_view(bias.shape, contiguous_strides(bias.shape), *block, dtype),
+    }
+
+
+def gradient_launch(
+    problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> KeptKernel:
+    """The kernel of the bias's gradient for tensors of one signature."""
+    variant = gradient_variant_of(problem, has_score_mod)
+    sizes = gradient_sizes(problem, variant, bias)
+    scalars = sizes._asdict() | plain_backward.numbers_of(problem)._asdict()
+    scalars["lse_scale"] = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E
+    return KeptKernel(
+        gradient_kernel,
+        num_programs(sizes.num_tiles, q.device),
+        arguments_of(gradient_kernel, scalars),
+        (variant,),
+        None,
+        arguments_of(gradient_kernel, gradient_views(problem, variant, q, k, v, bias)),
+        maxnreg=LAUNCH_REGISTERS[2],
+    )
+
+
+def backward_variant_of(
+    problem: Problem, config: BackwardConfig, shared: bool = True
+) -> BiasBackwardVariant:
+    """What the backward kernel is compiled for. ``shared``: sequences share the bias of a head."""
+    fields = vars(plain_backward.variant_of(problem, config))
+    return BiasBackwardVariant(**fields, SEQUENCES_FIRST=shared and not problem.varlen)
+
+
+class BackwardLaunch(plain_backward.BackwardLaunch):
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature.
+
+    dbias comes from a kernel of its own (``gradient``), which recomputes the probabilities; for packed
+    sequences and the like from the portable backend's.
+    """
+
+    kernel = backward_kernel
+    _variant_of = staticmethod(backward_variant_of)
+
+    def __init__(self, problem: Problem, config: BackwardConfig) -> None:
+        super().__init__(problem, config)
+        self._dbias: KeptKernel | None = None
+
+    def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
+        shared = is_shared(self._problem, extras.bias)
+        self._variant = backward_variant_of(self._problem, self._config, shared)
+        return super()._prepare(dlse, q, k, v, extras)
+
+    def _more_integers(self, extras: Any) -> dict[str, int]:
+        return integers_of(extras.bias)
+
+    def _more_views(self, extras: Any) -> dict[str, View]:
+        return squares_view(self._problem, extras.bias)
+
+    def _moved_tensors(self, extras: Any) -> tuple:
+        return (extras.bias,)
+
+    def _bias_gradient(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+    ) -> Tensor | None:
+        problem = self._problem
+        if not problem.bias_grad:
+            return None
+        heads, rows = statistics_shape(problem)
+        bias = extras.bias
+        neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)
+        dbias = bias.new_empty(bias.shape)
+        if has_own_gradient(problem) and own_sizes(bias) == bias.shape:
+            if self._dbias is None:
+                self._dbias = gradient_launch(problem, self._variant.HAS_SCORE_MOD, q, k, v, bias)
+            self._dbias(q.device, q, k, v, dout, neg_lse, neg_delta, bias, dbias)
+            return dbias
+        if self._dbias is None:
+            config = configure_backward(problem)
+            self._dbias = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
+        if not self._variant.HAS_SCORE_MOD:  # its units are those of raw products
+            neg_lse = neg_lse * (problem.softmax_scale * LOG2_E)
+        self._dbias(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *without_sink(extras))
+        return dbias

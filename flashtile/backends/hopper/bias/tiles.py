@@ -1,0 +1,160 @@
+"""Tiles of an additive bias, from TMA to the scores that they are added to.
+
+A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings a tile of it
+for each tile of scores; keys and rows behind the end arrive as zeros. In the forward tiles have shared memory
+of their own. In the backward they lie where dS of the same step will be: a warpgroup reads its part of the
+bias, then writes dS over it.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashtile.backends.hopper import config
+from flashtile.backends.hopper.channels import make_ring
+from flashtile.backends.hopper.compat import async_load, reinterpret
+from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
+
+WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+LOG2_E = gl.constexpr(1.4426950408889634)
+SQUARE = gl.constexpr(64)
+"""Rows and columns of a tile in the backward: 128 bytes a row, whichever of the two sequences is rows."""
+
+
+class Bias(NamedTuple):
+    """The bias of a launch, as partitions see it."""
+
+    desc: Any
+    batch: Any
+    """Sequences and query heads that it tells apart: all or 1."""
+    heads: Any
+    tiles: Any
+    """A channel; 0 where the kernel has not made it yet."""
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, bias, work, block, n, i):
+    """Producer of the forward: the tile of block ``n`` of keys for all warpgroups, as use ``i``."""
+    slot = bias.tiles.acquire(i)
+    barrier = bias.tiles.full.index(slot)
+    mbarrier.expect(barrier, C.WARPGROUPS * bias.desc.block_type.nbytes)
+    sequence, head = min(work.sequence, bias.batch - 1), min(work.head, bias.heads - 1)
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    for w in gl.static_range(WARPGROUPS):
+        row = block * C.BLOCK_M + w * WARPGROUP_ROWS
+        tile = bias.tiles.tiles.index(slot * C.WARPGROUPS + w)
+        async_load(bias.desc, [sequence, head, row, n * C.BLOCK_N], barrier, tile)
+
+
+@gluon.jit
+def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Consumer W of the forward: the first WIDTH keys of its part of use ``i``, [64, WIDTH] in 16 bits.
+
+    They are on their way; :func:`release_rows` waits for them.
+    """
+    slot = bias.tiles.wait(i)
+    tile = bias.tiles.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
+    if WIDTH < C.BLOCK_N:
+        tile = tile.slice(0, WIDTH, dim=1)
+    return tile.load(layout)
+
+
+@gluon.jit
+def release_rows(bias, i, added):
+    """What :func:`read_rows` has read; use ``i`` is free."""
+    added = wait_for_loads(added)
+    bias.tiles.release(i)
+    return added
+
+
+class BackwardPointers(NamedTuple):
+    """Memory that the backward addresses itself, and the bias. What a call has not is never followed."""
+
+    table: Any
+    seqused_k: Any
+    next_tile: Any
+    """The first work tile that no program has taken yet; 0 at the start."""
+    bias: Any
+
+
+@gluon.jit
+def over_ds(C: gl.constexpr, pointers, ds):
+    """The pointers of the backward with the memory of dS, [2, BLOCK_N, BLOCK_M], as the bias's channel."""
+    bias = pointers.bias
+    SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
+    squares = reinterpret(ds, ds.dtype, [SQUARES] + bias.desc.block_type.shape, bias.desc.layout)
+    bias = Bias(bias.desc, bias.batch, bias.heads, make_ring(squares, 2, 2))
+    return BackwardPointers(pointers.table, pointers.seqused_k, pointers.next_tile, bias)
+
+
+@gluon.jit
+def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
+    """The tile of the ``c``-th 64 rows and of the keys of warpgroup W, [1, 1, 64 rows, 64 keys].
+
+    It has the bytes of the same 64 keys by 64 rows of dS, which is stored 64 columns of all keys at a time.
+    """
+    return bias.tiles.tiles.index((slot * (C.BLOCK_M // SQUARE) + c) * 2 + W)
+
+
+@gluon.jit
+def read_square(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot, layout: gl.constexpr):
+    """The same with keys as rows, in registers."""
+    return square_of(C, W, c, bias, slot).reshape([SQUARE, SQUARE]).permute((1, 0)).load(layout)
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, bias, work, head, row, i):
+    """Producer of the backward: the tile of BLOCK_M rows from ``row`` on, as use ``i``."""
+    slot = bias.tiles.acquire(i)
+    barrier = bias.tiles.full.index(slot)
+    SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
+    mbarrier.expect(barrier, 2 * SQUARES * bias.desc.block_type.nbytes)
+    sequence, head = min(work.sequence, bias.batch - 1), min(head, bias.heads - 1)
+    for w in gl.static_range(2):
+        for c in gl.static_range(SQUARES):
+            key = work.place * C.BLOCK_N + w * SQUARE
+            tile = square_of(C, w, c, bias, slot)
+            async_load(bias.desc, [sequence, head, row + c * SQUARE, key], barrier, tile)
+
+
+@gluon.jit
+def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
+    """Consumer W of the backward: its part of use ``i`` with keys as rows, [64, BLOCK_M] in 16 bits."""
+    slot = bias.tiles.wait(i)
+    if C.BLOCK_M == SQUARE:
+        return read_square(C, W, 0, bias, slot, layout)
+    else:
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SQUARE, 16])
+        left = read_square(C, W, 0, bias, slot, half)
+        right = read_square(C, W, 1, bias, slot, half)
+        both = gl.join(left, right).permute((0, 2, 1)).reshape([SQUARE, 2 * SQUARE])
+        return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
+def release_keys(bias, i):
+    """Consumer of the backward: dQ has been made of dS of step ``i``, so that its memory is free."""
+    bias.tiles.release(i)
+
+
+@gluon.jit
+def in_log2(added):
+    """What :func:`read_keys` has read, in log2 units."""
+    return to_fp32(added) * LOG2_E
+
+
+@gluon.jit
+def hide_rows(C: gl.constexpr, p, m, work, layout: gl.constexpr):
+    """P of block ``m``, 0 for rows behind the last of a packed sequence, where the bias may be anything."""
+    if C.VARLEN:
+        rows = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, layout))
+        p = gl.where((rows < work.seqlen_q)[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def plus_bias(s, added, scale):
+    """s * scale + what :func:`read_rows` has read."""
+    return s * scale + to_fp32(added)

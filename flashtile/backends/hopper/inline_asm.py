@@ -97,6 +97,21 @@ def wait_for_loads(x):
 
 
 @gluon.jit
+def wait_for_numbers(x):
+    """:func:`wait_for_loads` for fp32, two numbers a thread."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred never;
+        .reg .b32 all;
+        xor.b32 all, $2, $3;
+        setp.eq.u32 never, all, 0x7FC1FFC3;
+        @never nanosleep.u32 0;
+        mov.b32 $0, $2; mov.b32 $1, $3;
+        }""", "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def copy_registers(p):
     """P, in 16 or 32 bits, copied here to registers that the product before has read until now."""
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth

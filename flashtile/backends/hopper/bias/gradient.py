@@ -24,7 +24,7 @@ from flashtile.backends.hopper.bias.tiles import LOG2_E
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import product_of_rows
 from flashtile.backends.hopper.compat import async_load, async_store
-from flashtile.backends.hopper.inline_asm import to_fp32
+from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_numbers
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
@@ -161,8 +161,8 @@ def consumer(
         for _ in range(tile.rounds):
             s = product(C, W, C.HEAD_DIM, ring, keys, i, layout)
             dp = product(C, W, C.HEAD_DIM_V, ring, keys, i + 1, layout)
-            neg_lse = number_of_rows(C, W, numbers, i % C.STAGES, layout) * lse_scale
-            neg_delta = number_of_rows(C, W, numbers, (i + 1) % C.STAGES, layout)
+            neg_lse = wait_for_numbers(number_of_rows(C, W, numbers, i % C.STAGES, layout)) * lse_scale
+            neg_delta = wait_for_numbers(number_of_rows(C, W, numbers, (i + 1) % C.STAGES, layout))
             s = warpgroup_mma_wait(C.PRODUCTS, deps=[s])
             ring.release(i)
             added = to_fp32(own_bias.load(layout)) * LOG2_E + neg_lse[:, None]

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "linear"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,12 +23,14 @@ import torch
 from linear_calls import CALLS as PRODUCTS
 from linear_calls import make_inputs
 from linear_calls import run as run_product
+from torch import Tensor
 
 import flashtile
 import flashtile.fp8
 from cases import BF16, FP16, FP32, Case
 from decode_cases import CASES as DECODE_CASES
 from decode_cases import DecodeCase, build
+from flashtile import masks
 from flashtile.decode.problem import FP8
 
 RAGGED = ((70, 130), (1, 139), (0, 17), (35, 0), (7, 7))
@@ -125,7 +128,36 @@ def linear(device: str, backend: str | None) -> Iterator[str]:
         yield call.name
 
 
-PARTS = {"attention": attention, "decode": decode, "fp8": fp8, "linear": linear}
+def functions(device: str, backend: str | None) -> Iterator[str]:
+    """Functions of scores and masks, block masks, dropout, and an additive bias with its gradient."""
+    for head_dim in (64, 128):
+        q, k, v = (
+            torch.randn(2, n, heads, head_dim, device=device).to(BF16).requires_grad_()
+            for n, heads in ((200, 4), (333, 2), (333, 2))
+        )
+        bias = torch.randn(1, 4, 200, 333, device=device).to(BF16).requires_grad_()
+        slopes = torch.rand(4, device=device, requires_grad=True)
+        window = masks.window(70, 20)
+        calls: dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]] = {
+            "score_mod": ({"score_mod": masks.alibi(slopes)}, (slopes,)),
+            "block_mask": (
+                {"block_mask": masks.create_block_mask(window, None, None, 200, 333, device)},
+                (),
+            ),
+            "mask_mod": ({"mask_mod": window}, ()),
+            "dropout": ({"dropout_p": 0.1, "causal": True}, ()),
+            "dropout, 15 bits": ({"dropout_p": 0.003}, ()),
+            "bias": ({"bias": bias.detach()}, ()),
+            "bias with its gradient": ({"bias": bias, "causal": True}, (bias,)),
+            "bias by head": ({"bias": bias[:, :, :1], "window_size": (90, 40)}, (bias,)),
+        }
+        for name, (arguments, leaves) in calls.items():
+            out = flashtile.attention(q, k, v, backend=backend, **arguments)
+            torch.autograd.grad(out.float().sum(), (q, k, v, *leaves))
+            yield f"{name}, head_dim {head_dim}"
+
+
+PARTS = {"attention": attention, "functions": functions, "decode": decode, "fp8": fp8, "linear": linear}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,15 @@ from torch import Tensor
 
 import flashtile
 from cases import BF16, FP16, Case, Inputs
+from decode_cases import paged
+from flashtile import masks
+from flashtile.decode import testing
 from targets import Target
 
 pytestmark = pytest.mark.gpu
 
 RUNS = 200
+DECODING_RUNS = 1000
 DENSE = Case(name="race", seqlen_q=701, seqlen_k=1033, heads_q=6, heads_kv=2, causal=True, dtype=FP16)
 LENGTHS = ((513, 700), (1, 300), (0, 9), (700, 257), (64, 64))
 CALLS = [
@@ -23,6 +28,21 @@ CALLS = [
     replace(DENSE, name="race-varlen", lengths=LENGTHS, unused_tail=31),
     replace(DENSE, name="race-everything", softcap=10.0, alibi="batch", window_size=(200, 0)),
 ]
+
+CONTEXTS = [5000, 1, 0, 777, 4096, 300]
+OVER_PAGES: dict[str, dict[str, Any]] = {
+    "one-token": {},
+    "guesses": {"seqlen_q": 8},
+    "guesses-page-1": {"seqlen_q": 8, "page_size": 1},
+    "guesses-fp8": {"seqlen_q": 8, "cache_dtype": torch.float8_e4m3fn},
+    "chunks": {"seqlen_q": 200},
+    "mixed": {"seqlen_q": (1, 1, 0, 300, 64, 8)},
+}
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout_p": 0.1, "causal": True},
+    "mask_mod": {"mask_mod": masks.window(150, 30)},
+    "bias": {"causal": True},
+}
 
 
 class Adversary:
@@ -65,6 +85,50 @@ def test_same_bits_on_a_busy_card(gpu_target: Target, call: Case) -> None:
         differing += ~torch.stack([_same_bits(*pair) for pair in zip(results, expected, strict=True)])
     counts = dict(zip(("out", "lse", "dq", "dk", "dv"), differing.tolist(), strict=True))
     assert not any(counts.values()), f"of {RUNS} runs so many differed: {counts}"
+
+
+@pytest.mark.parametrize("name", OVER_PAGES)
+def test_decoding_same_bits_on_a_busy_card(name: str) -> None:
+    tensors, arguments = paged(CONTEXTS, **OVER_PAGES[name])
+    testing.check(*tensors, causal=True, **arguments)
+    arguments |= {"causal": True, "return_softmax_lse": True}
+    expected = flashtile.flash_attn_with_kvcache(*tensors, **arguments)
+    differing = torch.zeros(2, dtype=torch.int64, device="cuda")
+    adversary = Adversary()
+    for i in range(DECODING_RUNS):
+        adversary.disturb(i)
+        results = flashtile.flash_attn_with_kvcache(*tensors, **arguments)
+        differing += ~torch.stack([_same_bits(*pair) for pair in zip(results, expected, strict=True)])
+    assert not differing.any(), f"of {DECODING_RUNS} runs so many differed in out, lse: {differing.tolist()}"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_functions_same_bits_on_a_busy_card(name: str, head_dim: int) -> None:
+    """Of a call with dropout, a mask or a bias and its gradient; each run draws the same dropout."""
+    torch.manual_seed(0)
+    arguments = dict(FUNCTIONS[name])
+    q, k, v = (
+        torch.randn(2, n, heads, head_dim, device="cuda", dtype=BF16).requires_grad_()
+        for n, heads in ((700, 6), (1033, 2), (1033, 2))
+    )
+    leaves = [q, k, v]
+    if name == "bias":
+        arguments["bias"] = torch.randn(1, 6, 700, 1033, device="cuda", dtype=BF16).requires_grad_()
+        leaves.append(arguments["bias"])
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        out = flashtile.attention(q, k, v, deterministic=True, **arguments)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    expected = results()
+    differing = torch.zeros(len(expected), dtype=torch.int64, device="cuda")
+    adversary = Adversary()
+    for i in range(RUNS):
+        adversary.disturb(i)
+        differing += ~torch.stack([_same_bits(*pair) for pair in zip(results(), expected, strict=True)])
+    assert not differing.any(), f"of {RUNS} runs so many differed: {differing.tolist()}"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ def padded(head_dim: int) -> int:
 
 
 class WithoutFunctions:
-    """What variants of kernels say of functions of scores and masks and of dropout; those of ``mods`` and
-    ``dropout`` say otherwise."""
+    """What variants of kernels say of functions of scores and masks, of dropout and of a bias; those of
+    ``mods``, ``dropout`` and ``bias`` say otherwise."""
 
     HAS_BIAS: ClassVar[bool] = False
-    """Scores get an additive bias; variants of ``bias`` have it."""
+    """Scores get an additive bias."""
     SEQUENCES_FIRST: ClassVar[bool] = False
     HAS_MODS: ClassVar[bool] = False
     HAS_CUTS: ClassVar[bool] = False

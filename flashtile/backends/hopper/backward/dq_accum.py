@@ -61,6 +61,13 @@ class DqAccum(NamedTuple):
 
 
 @gluon.jit
+def accum_of(sizes, dq_semaphores, dq, counters):
+    """``counters``: next_tile, next_part, then added_blocks and converted_parts of each key head."""
+    added_blocks = counters + 2
+    return DqAccum(sizes, dq_semaphores, dq, counters + 1, added_blocks, added_blocks + sizes.total_heads)
+
+
+@gluon.jit
 def proxy_fence():
     """Order what this thread has seen of other programs before what it has TMA do."""
     gl.inline_asm_elementwise(

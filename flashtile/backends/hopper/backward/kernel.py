@@ -32,8 +32,8 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
 from flashtile.backends.hopper.backward.dq_accum import (
     POSTPROCESS_WARPS,
-    DqAccum,
     Sizes,
+    accum_of,
     accum_row,
     make_chunks,
     postprocess,
@@ -575,20 +575,17 @@ def backward_kernel(
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most; each takes work tiles as it comes free.
 
-    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. ``counters``: next_tile, next_part, then
-    added_blocks and converted_parts of each key head.
+    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. ``counters`` are next_tile, then those of
+    ``accum_of``.
     """
     wait_for_preprocess()
-    added_blocks = counters + 2
     pointers = Pointers(table, seqused_k, alibi_slopes, counters)
     schedule = Schedule(
         num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
         alibi_stride, swizzle,
     )  # fmt: skip
     sizes = Sizes(row_blocks, total_heads, resident_heads, row_vectors)
-    accum = DqAccum(
-        sizes, dq_semaphores, dq, counters + 1, added_blocks, added_blocks + total_heads
-    )  # fmt: skip
+    accum = accum_of(sizes, dq_semaphores, dq, counters)
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
     run_partitions(
         C, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,

@@ -7,7 +7,7 @@ whose consumers add it to the scores (``tiles``). The gradient of the bias is no
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper.backward.dq_accum import DqAccum, Sizes
+from flashtile.backends.hopper.backward.dq_accum import Sizes, accum_of
 from flashtile.backends.hopper.backward.kernel import run_partitions, wait_for_preprocess
 from flashtile.backends.hopper.backward.schedule import Schedule
 from flashtile.backends.hopper.backward.scores import Numbers
@@ -29,11 +29,8 @@ def backward_kernel(
         num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
         alibi_stride, swizzle,
     )  # fmt: skip
-    added_blocks = counters + 2
-    accum = DqAccum(
-        Sizes(row_blocks, total_heads, resident_heads, row_vectors), dq_semaphores, dq, counters + 1,
-        added_blocks, added_blocks + total_heads,
-    )  # fmt: skip
+    sizes = Sizes(row_blocks, total_heads, resident_heads, row_vectors)
+    accum = accum_of(sizes, dq_semaphores, dq, counters)
     numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
     run_partitions(
         C, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,

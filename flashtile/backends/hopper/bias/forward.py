@@ -37,11 +37,12 @@ class Numbers(NamedTuple):
 
 @gluon_kernel(do_not_specialize=(*Schedule._fields, "bias_batch", "bias_heads"))
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, bias_desc, lse, table, seqused_k, sink, num_tiles, num_blocks, num_heads,
-    swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left, window_right, alibi_stride, bias_batch,
-    bias_heads, scale_log2, softcap_rate, scale, C: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, bias_desc, lse, table, seqused_k, alibi_slopes, sink, num_tiles,
+    num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left, window_right,
+    alibi_stride, bias_batch, bias_heads, scale_log2, softcap_rate, scale, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most, as without a bias."""
+    """Grid: one program for each multiprocessor at most, as without a bias, beside which there are no
+    ``alibi_slopes``."""
     tiles = make_channel(bias_desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     pointers = Pointers(lse, table, seqused_k, sink, Bias(bias_desc, bias_batch, bias_heads, tiles))
     schedule = Schedule(

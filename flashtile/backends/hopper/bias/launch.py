@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
+from flashtile.attn.problem import Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, cells_view, dense_view
@@ -36,10 +36,9 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     padded,
 )
-from flashtile.backends.hopper.forward.launch import Outputs, schedule_of, tile_table, views
-from flashtile.backends.hopper.forward.launch import variant_of as plain_variant_of
+from flashtile.backends.hopper.forward import launch as plain_forward
+from flashtile.backends.hopper.forward.config import ForwardVariant
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable import configure_backward
 from flashtile.backends.portable.launch import dbias_kernel_of, without_sink
 from flashtile.problem import LOG2_E, UNLIMITED
@@ -47,7 +46,7 @@ from flashtile.problem import LOG2_E, UNLIMITED
 
 def variant_of(problem: Problem, config: BiasForwardConfig, shared: bool = True) -> BiasForwardVariant:
     """What the forward kernel is compiled for. ``shared``: sequences share the bias of a head."""
-    fields = vars(plain_variant_of(problem, config))
+    fields = vars(plain_forward.variant_of(problem, config))
     fields |= {"HAS_SCORE_MOD": False}
     return BiasForwardVariant(
         **fields, BIAS_STAGES=config.BIAS_STAGES, SEQUENCES_FIRST=shared and not problem.varlen
@@ -76,7 +75,7 @@ def integers_of(bias: Tensor) -> dict[str, int]:
     return {"bias_batch": batch, "bias_heads": heads}
 
 
-def rows_view(problem: Problem, variant: BiasForwardVariant, bias: Tensor) -> dict[str, View]:
+def rows_view(problem: Problem, variant: ForwardVariant, bias: Tensor) -> dict[str, View]:
     """Of the bias in the forward: a warpgroup's rows, a block of keys."""
     block = WARPGROUP_ROWS, variant.BLOCK_N
     return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
@@ -88,61 +87,27 @@ def squares_view(problem: Problem, bias: Tensor) -> dict[str, View]:
     return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
 
 
-class ForwardLaunch:
+class ForwardLaunch(plain_forward.ForwardLaunch):
     """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
 
-    writes_into = True
+    _config: BiasForwardConfig
+    kernel = forward_kernel
+    _variant_of = staticmethod(variant_of)
+    _numbers_of = staticmethod(numbers_of)
 
-    def __init__(self, problem: Problem, config: BiasForwardConfig) -> None:
-        self._problem = problem
-        self._config = config
-        self._table = tile_table(problem, plain_variant_of(problem, config))
-        self._allocate = Outputs(problem, problem.out_dtype)
-        self._kernel: KeptKernel | None = None
-        self._queued = False
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> plain_forward.Kernels:
+        shared = is_shared(self._problem, extras.bias)
+        self._variant = variant_of(self._problem, self._config, shared)
+        return super()._prepare(q, k, v, extras)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        extras: Extras,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = self._allocate(q, out, lse)
-        kernel = self._kernel
-        if kernel is None:
-            kernel = self._kernel = self._prepare(q, k, v, extras)
-        seqused_k, sink = extras.seqused_k, extras.sink
-        table = lse
-        if self._table is not None:
-            table = self._table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
-        elif self._queued:
-            table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
-        kernel(
-            q.device, q, k, v, out, extras.bias, lse, table, lse if seqused_k is None else seqused_k,
-            lse if sink is None else sink,
-        )  # fmt: skip
-        return out, lse
+    def _more_integers(self, extras: Any) -> dict[str, int]:
+        return integers_of(extras.bias)
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> KeptKernel:
-        problem, bias = self._problem, extras.bias
-        assert bias is not None
-        variant = variant_of(problem, self._config, is_shared(problem, bias))
-        self._queued = variant.QUEUED
-        schedule = schedule_of(problem, variant, k)
-        scalars = schedule._asdict() | integers_of(bias) | numbers_of(problem)._asdict()
-        all_views = views(problem, variant, q, k, v) | rows_view(problem, variant, bias)
-        return KeptKernel(
-            forward_kernel,
-            num_programs(schedule.num_tiles, q.device),
-            arguments_of(forward_kernel, scalars),
-            (variant,),
-            None,
-            arguments_of(forward_kernel, all_views),
-            maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
-        )
+    def _more_views(self, extras: Any) -> dict[str, View]:
+        return rows_view(self._problem, self._variant, extras.bias)
+
+    def _moved_tensors(self, extras: Any) -> tuple:
+        return (extras.bias,)
 
 
 def gradient_variant_of(problem: Problem, has_score_mod: bool) -> GradientVariant:
@@ -245,11 +210,12 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
 
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         super().__init__(problem, config)
-        self._dbias: KeptKernel | None = None
+        self._gradient: KeptKernel | None = None
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
-        shared = is_shared(self._problem, extras.bias)
-        self._variant = backward_variant_of(self._problem, self._config, shared)
+        problem, bias = self._problem, extras.bias
+        self._variant = backward_variant_of(problem, self._config, is_shared(problem, bias))
+        self._has_own_gradient = has_own_gradient(problem) and own_sizes(bias) == bias.shape
         return super()._prepare(dlse, q, k, v, extras)
 
     def _more_integers(self, extras: Any) -> dict[str, int]:
@@ -271,15 +237,15 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
         bias = extras.bias
         neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)
         dbias = bias.new_empty(bias.shape)
-        if has_own_gradient(problem) and own_sizes(bias) == bias.shape:
-            if self._dbias is None:
-                self._dbias = gradient_launch(problem, self._variant.HAS_SCORE_MOD, q, k, v, bias)
-            self._dbias(q.device, q, k, v, dout, neg_lse, neg_delta, bias, dbias)
+        if self._has_own_gradient:
+            if self._gradient is None:
+                self._gradient = gradient_launch(problem, self._variant.HAS_SCORE_MOD, q, k, v, bias)
+            self._gradient(q.device, q, k, v, dout, neg_lse, neg_delta, bias, dbias)
             return dbias
-        if self._dbias is None:
+        if self._gradient is None:
             config = configure_backward(problem)
-            self._dbias = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
+            self._gradient = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
         if not self._variant.HAS_SCORE_MOD:  # its units are those of raw products
             neg_lse = neg_lse * (problem.softmax_scale * LOG2_E)
-        self._dbias(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *without_sink(extras))
+        self._gradient(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *without_sink(extras))
         return dbias

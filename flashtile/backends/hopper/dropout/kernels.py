@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper.backward import kernel as backward
-from flashtile.backends.hopper.backward.dq_accum import DqAccum, Sizes
+from flashtile.backends.hopper.backward.dq_accum import Sizes, accum_of
 from flashtile.backends.hopper.backward.schedule import Schedule as BackwardSchedule
 from flashtile.backends.hopper.dropout.cells import Dropout
 from flashtile.backends.hopper.forward import kernel as forward
@@ -98,11 +98,8 @@ def backward_kernel(
         num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
         alibi_stride, swizzle,
     )  # fmt: skip
-    added_blocks = counters + 2
-    accum = DqAccum(
-        Sizes(row_blocks, total_heads, resident_heads, row_vectors), dq_semaphores, dq, counters + 1,
-        added_blocks, added_blocks + total_heads,
-    )  # fmt: skip
+    sizes = Sizes(row_blocks, total_heads, resident_heads, row_vectors)
+    accum = accum_of(sizes, dq_semaphores, dq, counters)
     numbers = BackwardNumbers(scale, scale_log2, softcap_rate, softcap_log2, zero, keep_scale, keep)
     backward.run_partitions(
         C, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
+from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward import launch as plain_backward
 from flashtile.backends.hopper.backward.config import BackwardConfig
 from flashtile.backends.hopper.dropout.config import DropoutBackwardVariant, DropoutForwardVariant
@@ -54,10 +54,10 @@ class ForwardLaunch(plain_forward.ForwardLaunch):
     _variant_of = staticmethod(variant_of)
     _numbers_of = staticmethod(numbers_of)
 
-    def _more_integers(self) -> dict[str, int]:
+    def _more_integers(self, extras: Any) -> dict[str, int]:
         return {"drop_threshold": threshold(self._problem.dropout_p)}
 
-    def _more_tensors(self, extras: Extras) -> tuple:
+    def _more_tensors(self, extras: Any) -> tuple:
         return (extras.rng_state,)
 
 

@@ -245,6 +245,7 @@ class ForwardLaunch:
 
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
+        self._config = config
         self._variant = self._variant_of(problem, config)
         self._allocate = Outputs(problem, problem.out_dtype)
         self._kernels: Kernels | None = None
@@ -252,11 +253,18 @@ class ForwardLaunch:
     _variant_of: Callable[..., ForwardVariant] = staticmethod(variant_of)
     _numbers_of: Callable[[Problem], Any] = staticmethod(numbers_of)
 
-    def _more_integers(self) -> dict[str, int]:
-        """Those of the kernel with dropout."""
+    def _more_integers(self, extras: Any) -> dict[str, int]:
+        """Those of the kernels with dropout or a bias."""
         return {}
 
-    def _more_tensors(self, extras: Extras) -> tuple:
+    def _more_tensors(self, extras: Any) -> tuple:
+        return ()
+
+    def _more_views(self, extras: Any) -> dict[str, View]:
+        """Of what TMA moves beside; its tensors are ``_moved_tensors``."""
+        return {}
+
+    def _moved_tensors(self, extras: Any) -> tuple:
         return ()
 
     def __call__(
@@ -272,7 +280,7 @@ class ForwardLaunch:
         out, lse = self._allocate(q, out, lse)
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
-            kernels = self._kernels = self._prepare(q, k, v, alibi_slopes)
+            kernels = self._kernels = self._prepare(q, k, v, extras)
         table = lse
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
@@ -284,6 +292,7 @@ class ForwardLaunch:
             k,
             v,
             out,
+            *self._moved_tensors(extras),
             lse,
             table,
             lse if seqused_k is None else seqused_k,
@@ -293,17 +302,17 @@ class ForwardLaunch:
         )
         return out, lse
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> Kernels:
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
         problem, variant = self._problem, self._variant
-        schedule = schedule_of(problem, variant, k, alibi_slopes)
-        scalars = schedule._asdict() | self._more_integers() | self._numbers_of(problem)._asdict()
+        schedule = schedule_of(problem, variant, k, extras.alibi_slopes)
+        scalars = schedule._asdict() | self._more_integers(extras) | self._numbers_of(problem)._asdict()
         attend = KeptKernel(
             self.kernel,
             num_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
             arguments_of(self.kernel, scalars),
             (variant,),
             None,
-            arguments_of(self.kernel, views(problem, variant, q, k, v)),
+            arguments_of(self.kernel, views(problem, variant, q, k, v) | self._more_views(extras)),
             maxnreg=launch_registers(variant),
         )
         return Kernels(tile_table(problem, variant), attend)

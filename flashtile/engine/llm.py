@@ -16,7 +16,8 @@ from flashtile import machine
 from flashtile.arguments import as_int
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
-from flashtile.engine.model import Model, StepInput
+from flashtile.engine.memory import memory_left
+from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
 from flashtile.engine.runner import Runner
@@ -35,8 +36,6 @@ DTYPES = {
     "float": torch.float32,
 }
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
-CPU_CACHE_BYTES = 2**30
-"""Keys and values on a CPU, unless ``kv_cache_memory_bytes`` says otherwise."""
 
 
 class LLM:
@@ -178,7 +177,7 @@ class LLM:
         else:
             memory = kv_cache_memory_bytes
             if memory is None:
-                memory = _memory_left(network, budget, size, gpu_memory_utilization)
+                memory = memory_left(network, budget, size, gpu_memory_utilization)
             most = seqs * -(-length // size) + 1
             blocks = ranks.least(min(most, memory // block_bytes))
         if blocks < 2:
@@ -426,35 +425,3 @@ def _import_kernels(device: torch.device) -> None:
         modules += ["hopper.linear.launch", "hopper.decode.launch"]
     for name in modules:
         importlib.import_module(f"flashtile.backends.{name}")
-
-
-def _memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:
-    """Bytes for keys and values: the share of the GPU's memory less the weights and the largest step."""
-    device = model.embedding.device
-    if device.type == "cpu":
-        return CPU_CACHE_BYTES
-    config, tokens = model.config, max_num_batched_tokens
-    one = copy.copy(model)  # a layer after another takes as much as one
-    one.layers = model.layers[:1]
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    with torch.inference_mode():
-        caches = torch.zeros(
-            2, 1, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
-            dtype=model.embedding.dtype, device=device,
-        )  # fmt: skip
-        numbers = torch.arange(caches.shape[2], dtype=torch.int32, device=device)
-        zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
-        length = min(tokens, model.rotary[0].shape[0])
-        offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
-        step = StepInput(zeros[:length], zeros[:1], numbers.unsqueeze(0), offsets, length)
-        hidden = one.hidden(step, caches[0], caches[1])
-        one.logits(hidden[:512]).float()
-        torch.cuda.synchronize(device)
-        work = torch.cuda.max_memory_allocated(device) - before - caches.numel() * caches.element_size()
-        del caches, hidden, step
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    graphs = 2**29
-    return int(free - (1 - utilization) * total - work - graphs)

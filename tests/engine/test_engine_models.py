@@ -9,6 +9,7 @@ import torch
 from engine_models import MODELS, folder, greedy, load, prompts, transformers_model
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
+from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix
 
 LENGTH = 14
@@ -44,6 +45,20 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
     manager = llm.engine.scheduler.manager
     manager.check_integrity()
     assert manager.sequences == ()
+
+
+@pytest.mark.parametrize("tokens", [FEW_ROWS // 2, FEW_ROWS + 8])
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_memory_is_measured_by_a_step_through_one_layer(name, tokens):
+    model = load(name).engine.runner.model
+    ran = []
+    hook = mock.patch.object(type(model), "logits", lambda self, hidden: ran.append(hidden.shape) or hidden)
+    with hook:
+        taken = run_one_layer(model, tokens, 4)
+    length = min(tokens, len(model.rotary[0]))
+    assert ran == [(length, model.config.hidden_size)]
+    per_token = 2 * model.kv_heads * model.config.head_dim * model.embedding.itemsize
+    assert taken == -(-tokens // 4) * 4 * per_token
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])

@@ -1,0 +1,52 @@
+"""How much memory keys and values may have."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from flashtile.engine.model import Model, StepInput
+
+CPU_CACHE_BYTES = 2**30
+"""Keys and values on a CPU, unless ``kv_cache_memory_bytes`` says otherwise."""
+GRAPH_BYTES = 2**29
+"""Left for CUDA graphs."""
+
+
+def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:
+    """Bytes for keys and values: the share of the GPU's memory less the weights and the largest step."""
+    device = model.embedding.device
+    if device.type == "cpu":
+        return CPU_CACHE_BYTES
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    caches = run_one_layer(model, max_num_batched_tokens, block_size)
+    torch.cuda.synchronize(device)
+    work = torch.cuda.max_memory_allocated(device) - before - caches
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - utilization) * total - work - GRAPH_BYTES)
+
+
+@torch.inference_mode()
+def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
+    """A step of so many tokens of one prompt, or of the longest that the model takes, through one layer: one
+    after another, all of them take as much. Returns the bytes of the keys and values that it had.
+    """
+    config, device = model.config, model.embedding.device
+    one = copy.copy(model)
+    one.layers = model.layers[-1:]  # the last prepares no other layer's input
+    caches = torch.zeros(
+        2, 1, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
+        dtype=model.embedding.dtype, device=device,
+    )  # fmt: skip
+    numbers = torch.arange(caches.shape[2], dtype=torch.int32, device=device)
+    zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
+    length = min(tokens, model.rotary[0].shape[0])
+    offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
+    step = StepInput(zeros[:length], zeros[:1], numbers.unsqueeze(0), offsets, length)
+    hidden = one.hidden(step, caches[0], caches[1])
+    one.logits(hidden[:512]).float()
+    return caches.nbytes

@@ -85,8 +85,6 @@ class Variant(Layout, WithoutFunctions):
     HAS_SCORE_MOD: bool
     E4M3: bool
     """Of the cache: the consumer converts its tiles."""
-    ROW_SCALES: bool
-    """Each row has a scale of its own, which is positive and enters the exponent."""
     DESCALE: str
     """Scales of an FP8 cache: "none", "head" or "block"."""
     KEY_SCALES: bool
@@ -171,13 +169,13 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
 # The same for FP8 caches, whatever the rows: one warpgroup, and where they fit, two programs on a
 # multiprocessor, of which one converts a tile while the other multiplies. Timed at head_dim 128 alone.
 _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
-    (64, 64): row(1, 128, 4, programs_per_sm=2, spill_budgets=(0, 36)),
+    (64, 64): row(1, 128, 4, programs_per_sm=2, spill_budgets=(80, 36)),
     (64, 128): row(1, 64, 4, programs_per_sm=2),
     (128, 64): row(1, 64, 4, programs_per_sm=2),
-    (128, 128): row(1, 64, 3, programs_per_sm=2, spill_budgets=(0, 8)),
+    (128, 128): row(1, 64, 3, programs_per_sm=2, spill_budgets=(76, 8)),
     (256, 128): row(1, 64, 4),
     (128, 256): row(1, 64, 4, spill_budgets=(0, 20)),
-    (256, 256): row(1, 64, 3, spill_budgets=(132, 188)),
+    (256, 256): row(1, 64, 3, spill_budgets=(476, 188)),
 }
 
 

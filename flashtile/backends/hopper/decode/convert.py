@@ -184,12 +184,6 @@ def scales_of_head(C: gl.constexpr, pointers, head_kv):
 
 
 @gluon.jit
-def sign_of(x):
-    """1, -1 or 0; of NaN NaN."""
-    return gl.where(x > 0.0, 1.0, gl.where(x < 0.0, -1.0, x))
-
-
-@gluon.jit
 def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
     """(the rows ``q`` [64, BLOCK_D] in shared memory as products with the tiles of ``k`` take them, the
     numbers of their scores, by row)."""
@@ -206,8 +200,6 @@ def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.conste
         power = gl.minimum(largest.to(gl.int32, bitcast=True) & EXPONENT, LARGEST)
         power = gl.where(power == 0, ONE, power)
         inverse = (INVERSE - power).to(gl.float32, bitcast=True)
-        if C.ROW_SCALES:  # a scale of keys that is 0 or negative is taken by the queries
-            inverse, k_scale = inverse * sign_of(k_scale), gl.where(k_scale == 0.0, 1.0, gl.abs(k_scale))
         scale = gl.convert_layout(power.to(gl.float32, bitcast=True), row_layout)
         converted = reinterpret(q, dtype, [ROWS, C.BLOCK_D], operand_layout(ROWS, C.BLOCK_D, dtype))
         for part in gl.static_range(C.BLOCK_D // COLUMNS):  # each thread writes what it has read
@@ -215,9 +207,7 @@ def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.conste
             converted.slice(part * COLUMNS, COLUMNS, dim=1).store((x * inverse[:, None]).to(dtype))
         fence_async_shared()
         q = converted
-    scale = scale * k_scale
-    if not C.ROW_SCALES:
-        scale = scale[:, None]
+    scale = (scale * k_scale)[:, None]
     log2, rate = numbers.scale_log2 * scale, numbers.softcap_rate * scale
     if C.KEY_SCALES:
         return q, KeyNumbers(log2, rate, numbers.softcap_log2, k.in_use)

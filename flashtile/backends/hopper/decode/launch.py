@@ -128,8 +128,8 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     fields = layout(packed(problem), config)
     fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
     e4m3 = problem.cache_dtype == FP8
-    scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
-    row_scales = e4m3 and not scaled and problem.dtype == torch.bfloat16 and problem.descale != "block"
+    # Each row of an FP8 call has a scale of its own, so it is not folded into the exponent.
+    scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3
     return Variant(
         **fields,
         PAGE_SIZE=problem.page_size,
@@ -143,9 +143,8 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
         ALIBI=problem.alibi,
         SINK=problem.sink,
         HAS_TREE=problem.tree,
-        HAS_SCORE_MOD=scaled or (e4m3 and not row_scales),
+        HAS_SCORE_MOD=scaled,
         E4M3=e4m3,
-        ROW_SCALES=row_scales,
         DESCALE=problem.descale,
         KEY_SCALES=problem.descale == "block",
         BALANCED=balanced,

@@ -119,7 +119,6 @@ class ForwardVariant(WithoutFunctions):
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     KEY_SCALES: ClassVar[bool] = False
-    ROW_SCALES: ClassVar[bool] = False
 
 
 F = ForwardConfig

@@ -390,8 +390,7 @@ def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
 
 @gluon.jit
 def online_softmax(C: gl.constexpr, s, m, scale_log2):
-    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive, and
-    with ROW_SCALES [rows].
+    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive.
 
     With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451) the maximum stays what it was
     until a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m whatever m is, so that out and
@@ -400,8 +399,6 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     top = gl.max(s, 1)
     if not C.HAS_SCORE_MOD:
         top = top * scale_log2
-    if C.ROW_SCALES:
-        scale_log2 = scale_log2[:, None]
     if C.LAZY_RESCALE:
         m_new = gl.where(top > m + LAG_LOG2, top, m)
     else:

@@ -21,11 +21,11 @@ PICTURE = ROOT / "docs" / "assets" / "speed.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 
 PANELS = [
-    ("2026-11-21-h100-hopper-forward.json", "forward", "paper-d128", "Forward, head_dim 128"),
-    ("2026-11-21-h100-hopper-forward.json", "forward", "paper-d128-causal", "Forward, head_dim 128, causal"),
-    ("2026-11-21-h100-hopper-backward-overlapped.json", "backward", "paper-d128", "Backward, head_dim 128"),
+    ("2026-11-23-h200-paper-grid-forward.json", "forward", "paper-d128", "Forward, head_dim 128"),
+    ("2026-11-23-h200-paper-grid-forward.json", "forward", "paper-d128-causal", "Forward, head_dim 128, causal"),
+    ("2026-11-23-h200-paper-grid-backward.json", "backward", "paper-d128", "Backward, head_dim 128"),
     (
-        "2026-11-21-h100-hopper-backward-overlapped.json", "backward", "paper-d128-causal",
+        "2026-11-23-h200-paper-grid-backward.json", "backward", "paper-d128-causal",
         "Backward, head_dim 128, causal",
     ),
 ]  # fmt: skip

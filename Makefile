@@ -10,6 +10,8 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Test processes share the cores: one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
+# Only files with one of these words have interpreted tests. To import the others takes a worker ten seconds.
+INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
@@ -32,7 +34,7 @@ test-cpu: $(READY)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter and not exhaustive"
 
 test-interpreter: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m interpreter
 
 test-compile: $(READY) ## compile every configuration of every kernel; make test leaves out those that tell little
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal

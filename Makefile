@@ -53,7 +53,7 @@ test-architectures: $(READY) ## compile portable kernels for GPUs that nobody me
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton \
-	  $(RUN) -m pytest tests/backends/newest_triton.py -n $(WORKERS) --dist worksteal
+	  $(RUN) -m pytest tests/backends/newest_triton.py -m "not exhaustive" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-oldest-triton: $(READY) ## compile all kernels, as make test does, with the oldest Triton that the package takes
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \

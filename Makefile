@@ -10,6 +10,8 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Test processes share the cores: one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
+# Only files with one of these words have interpreted tests. To import the others takes a worker ten seconds.
+INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
@@ -32,7 +34,7 @@ test-cpu: $(READY)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter and not exhaustive"
 
 test-interpreter: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m interpreter
 
 test-compile: $(READY) ## compile every configuration of every kernel; make test leaves out those that tell little
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
@@ -51,7 +53,7 @@ test-architectures: $(READY) ## compile portable kernels for GPUs that nobody me
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton \
-	  $(RUN) -m pytest tests/backends/newest_triton.py -n $(WORKERS) --dist worksteal
+	  $(RUN) -m pytest tests/backends/newest_triton.py -m "not exhaustive" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-oldest-triton: $(READY) ## compile all kernels, as make test does, with the oldest Triton that the package takes
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \

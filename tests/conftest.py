@@ -20,6 +20,11 @@ settings.register_profile(
 )
 settings.load_profile("flashtile")
 
+if INTERPRETING:
+    import triton_interpreter
+
+    triton_interpreter.spare()
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``target``: every target; ``gpu_target``: those on a GPU; ``case`` beside ``target``: its cases."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -28,6 +29,12 @@ FLOORS = (
 """Each may import from those before it, never from those after."""
 
 
+@functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
+@functools.cache
 def imported(module: str) -> list[tuple[str, str | None, bool]]:
     """(module, name or None, whether when it is loaded) of each import of flashtile's own, types left out."""
     found: list[tuple[str, str | None, bool]] = []
@@ -42,7 +49,7 @@ def imported(module: str) -> list[tuple[str, str | None, bool]]:
                 found.extend((child.module, alias.name, at_load) for alias in child.names)
             walk(child, at_load and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
 
-    walk(ast.parse(FILES[module].read_text()), True)
+    walk(tree(module), True)
     return [entry for entry in found if entry[0].split(".")[0] == "flashtile"]
 
 
@@ -67,11 +74,10 @@ def test_no_private_name_crosses_a_module(module):
         for source, name, _ in imported(module)
         if name is not None and name.startswith("_") and not name.startswith("__")
     ]
-    tree = ast.parse(FILES[module].read_text())
     modules = {name for source, name, _ in imported(module) if f"{source}.{name}" in FILES}
     private += [
         f"{node.value.id}.{node.attr}"
-        for node in ast.walk(tree)
+        for node in ast.walk(tree(module))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in modules

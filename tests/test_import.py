@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -32,23 +33,39 @@ def run(code, **environment):
     return json.loads(result.stdout)
 
 
+@functools.cache
+def loaded() -> dict:
+    """What one import brings and changes, and then, of the algorithms'."""
+    return run(
+        "import json, sys, torch\n"
+        "def state():\n"
+        "    return [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_threads(),\n"
+        "            torch.initial_seed(), str(torch.get_rng_state().sum()),\n"
+        "            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]\n"
+        "torch.manual_seed(1)\n"
+        "modules, before = set(sys.modules), state()\n"
+        "import flashtile\n"
+        "found = {'unchanged': before == state(), 'brought': sorted(set(sys.modules) - modules)}\n"
+        "found |= {'triton': 'triton' in sys.modules, 'cuda': torch.cuda.is_initialized()}\n"
+        "import flashtile.algorithms.flash2, flashtile.algorithms.paged\n"
+        "print(json.dumps(found | {'triton of algorithms': 'triton' in sys.modules}))"
+    )
+
+
 def test_import_loads_torch_and_the_standard_library_only():
     """What torch itself does not bring in does not come with flashtile, and no CUDA context is made."""
-    code = (
-        "import json, sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import flashtile\n"
-        "brought = sorted(set(sys.modules) - before)\n"
-        "print(json.dumps([brought, 'triton' in sys.modules, torch.cuda.is_initialized()]))"
-    )
-    brought, triton, cuda = run(code)
+    brought = loaded()["brought"]
     assert {name.split(".")[0] for name in brought} - set(sys.stdlib_module_names) <= {"flashtile", "torch"}
     assert not [name for name in brought if name.startswith(("torch._inductor", "torch._dynamo"))]
     ours = [name.split(".")[1:] for name in brought if name.startswith("flashtile.")]
     assert not [parts for parts in ours if parts[0] in PARTS]
     assert not [parts for parts in ours if parts[0] == "backends" and parts[1:2] not in ([], ["common"])]
-    assert not triton
-    assert not cuda
+    assert not loaded()["triton"]
+    assert not loaded()["cuda"]
+
+
+def test_importing_the_algorithms_imports_no_triton():
+    assert not loaded()["triton of algorithms"]
 
 
 def test_a_call_on_the_cpu_needs_no_triton():
@@ -65,18 +82,7 @@ def test_a_call_on_the_cpu_needs_no_triton():
 
 
 def test_import_leaves_torch_as_it_is():
-    code = (
-        "import json, torch\n"
-        "def state():\n"
-        "    return [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_threads(),\n"
-        "            torch.initial_seed(), str(torch.get_rng_state().sum()),\n"
-        "            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]\n"
-        "torch.manual_seed(1)\n"
-        "before = state()\n"
-        "import flashtile\n"
-        "print(json.dumps(before == state()))"
-    )
-    assert run(code) is True
+    assert loaded()["unchanged"]
 
 
 def test_every_name_is_there():

@@ -3,6 +3,8 @@
 Gluon is experimental and changes with each release, so the newest one compiles a part of the configurations:
 of each kernel and head size, equal for q and v, the last with sequences of one length and the last with
 variable ones, which have the most features; of the FP8 kernel only these, and v in rows for one head size.
+Of these the widest heads tell, of those that are multiplied in one piece and of those in parts; the others
+are marked ``exhaustive`` (``make test-newest-triton ARGS="-m compile"``).
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ MORE_SPILLS = 1280
 3.9.0 spills up to 1236 more."""
 
 
-def representative_cases() -> list[CompileCase]:
+def representative_cases() -> list:
     chosen = {}
     cases: list[CompileCase] = []
     for module in (hopper_forward, hopper_backward, hopper_fp8):
         cases += module.compile_cases(HOPPER)
     for case in cases:
         variant = case.constants.get("C")
-        block_d, block_dv, *others = (
-            getattr(variant, name, None) for name in ("BLOCK_D", "BLOCK_DV", "VARLEN", "PACK", "V_TRANSPOSED")
+        block_d, block_dv, parts, *others = (
+            getattr(variant, name, None)
+            for name in ("BLOCK_D", "BLOCK_DV", "D_PARTS", "VARLEN", "PACK", "V_TRANSPOSED")
         )
         if isinstance(variant, Fp8Variant):
             if not variant.VARLEN:
@@ -40,11 +43,20 @@ def representative_cases() -> list[CompileCase]:
             if not variant.V_TRANSPOSED:
                 block_d = block_dv = None
         if block_d == block_dv:
-            chosen[(case.kernel.fn.__module__, case.kernel.fn.__name__, block_d, *others)] = case
-    return list(chosen.values())
+            kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
+            chosen[(*kernel, block_d, *others)] = case, (*kernel, parts not in (None, 1), *others)
+    widest = {code: case for case, code in sorted(chosen.values(), key=lambda pair: width(pair[0]))}
+    return [
+        pytest.param(case, id=case.name, marks=() if widest[code] is case else (pytest.mark.exhaustive,))
+        for case, code in chosen.values()
+    ]
 
 
-@pytest.mark.parametrize("case", representative_cases(), ids=lambda case: case.name)
+def width(case: CompileCase) -> int:
+    return getattr(case.constants.get("C"), "BLOCK_D", 0)
+
+
+@pytest.mark.parametrize("case", representative_cases())
 def test_compiles_within_its_limits(case: CompileCase) -> None:
     found = report(case, HOPPER)
     assert found.shared <= found.shared_limit, triton.__version__

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ HOPPER = "sm_90a"
 TENSOR_CORE = {"sm_80": "mma", HOPPER: "wgmma"}
 CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
 TILE = ("BLOCK_M", "BLOCK_N")
-WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V")
+WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_WIDE")
 
 
 def type_of_q(case: CompileCase) -> str:
@@ -39,15 +41,27 @@ def constants_of(case: CompileCase) -> dict:
     return vars(case.constants["C"]) if "C" in case.constants else {}
 
 
+def q_of_a_tile(case: CompileCase) -> Any:
+    """Its type; of a tensor descriptor element and width of heads, however many dimensions lead to them."""
+    found = re.match(r"tensordesc<(\w+)\[.*?(\d+)\],", type_of_q(case))
+    return found.groups() if found else type_of_q(case)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def telling() -> set[tuple[str, str]]:
-    """(architecture, name) of cases that compile each value of each constant but the width of heads, with the
-    widest heads and the most features that have it; and, with the fewest, each tile of each kernel for Hopper
-    and each kernel for the others. Heads of q and v are as wide as each other."""
+    """(architecture, name) of cases that compile each value of each constant but the width of heads.
+
+    First, with the widest heads and the most features, values that are no numbers and other architectures'
+    numbers; then, with the fewest, Hopper's numbers, each tile of each kernel for Hopper and each kernel for
+    the others. Heads of q and v are as wide as each other."""
     heavy = [(arch, case) for arch in CASES for case in sorted(CASES[arch], key=weight, reverse=True)]
     chosen: set[tuple[str, str]] = set()
     values, tiles = set(), set()
 
-    def choose(arch: str, case: CompileCase, by_tile: bool) -> None:
+    def choose(arch: str, case: CompileCase, fewest: bool) -> None:
         constants = constants_of(case)
         width = constants.get("BLOCK_D")
         if case.exhaustive or (width is not None and constants.get("BLOCK_DV", width) != width):
@@ -55,17 +69,22 @@ def telling() -> set[tuple[str, str]]:
         kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
         own_values = {(*kernel, *item) for item in constants.items() if item[0] not in WIDTHS}
         sizes = case.num_warps, case.num_stages, *map(constants.get, TILE)
-        tile = arch, *kernel, type_of_q(case), *(sizes if arch == HOPPER else ())
-        if (tile in tiles) if by_tile else (own_values <= values):
+        tile = arch, *kernel, q_of_a_tile(case), *(sizes if arch == HOPPER else ())
+        new = own_values - values
+        if fewest:
+            tells = bool(new) or tile not in tiles
+        else:
+            tells = any(arch != HOPPER or not is_number(value) for *_, value in new)
+        if not tells:
             return
         chosen.add((arch, case.name))
         values.update(own_values)
         tiles.add(tile)
 
     for arch, case in heavy:
-        choose(arch, case, by_tile=False)
+        choose(arch, case, fewest=False)
     for arch, case in reversed(heavy):
-        choose(arch, case, by_tile=True)
+        choose(arch, case, fewest=True)
     return chosen
 
 

@@ -157,8 +157,22 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("lengths", [(70, 70), (33, 90), (90, 33)], ids=str)
+SHAPES = (70, 70), (33, 90), (90, 33)
+
+
+def pairs(*blocks: Any) -> Any:
+    """Each of CALLS with each of ``blocks``, and each of SHAPES with each of both."""
+    return pytest.mark.parametrize(
+        ("call", "lengths", "blocks"),
+        [
+            (call, SHAPES[(i + j) % len(SHAPES)], block)
+            for i, call in enumerate(CALLS)
+            for j, block in enumerate(blocks)
+        ],
+        ids=str,
+    )
+
+
 class TestAnyBlocks:
     """Results meet the error rule wherever the edges of blocks fall."""
 
@@ -171,17 +185,14 @@ class TestAnyBlocks:
         dout = testing.random_gradients(q, v)[0]
         testing.check(q, k, v, dout=dout, dlse=dlse, function=using(**configs), **arguments)
 
-    @pytest.mark.parametrize(
-        ("blocks", "softcap"),
-        [((8, 5, 2), 3.0), ((64, 16, 1), 0.0), ((16, 64, 100), 3.0), ((1, 7, 3), 0.0)],
-        ids=str,
-    )
-    def test_tiled(self, call, lengths, blocks, softcap) -> None:
-        tiled = Tiled(*blocks, torch.float32)
+    @pairs((8, 5, 2, 3.0), (64, 16, 1, 0.0), (16, 64, 100, 3.0), (1, 7, 3, 0.0))
+    def test_tiled(self, call, lengths, blocks) -> None:
+        *sizes, softcap = blocks
+        tiled = Tiled(*sizes, torch.float32)
         self.check(call, lengths, {"softcap": softcap}, forward=tiled, backward=tiled, backward_lse=tiled)
         self.check(call, lengths, {"softcap": softcap}, forward=tiled, backward_lse=tiled)
 
-    @pytest.mark.parametrize("blocks", [(1, 10**6), (16, 1), (24, 24 * 200 * 2 + 1), (128, 10**6)], ids=str)
+    @pairs((1, 10**6), (16, 1), (24, 24 * 200 * 2 + 1), (128, 10**6))
     def test_fused(self, call, lengths, blocks) -> None:
         fused = Fused(torch.float32, *blocks)
         self.check(call, lengths, {}, forward=fused, backward=fused)

@@ -101,7 +101,7 @@ class AsyncLLM:
         try:
             await self.call(add)
         except asyncio.CancelledError:
-            self._send(lambda: self._abort(request_id, stream))
+            self.abort_soon(stream)
             raise
         return stream
 
@@ -123,11 +123,15 @@ class AsyncLLM:
                 yield output
         finally:
             if not finished:
-                self._send(lambda: self._abort(request_id, stream))
+                self.abort_soon(stream)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with ``finish_reason`` "abort"."""
         await self.call(lambda engine: self._abort(request_id, None))
+
+    def abort_soon(self, stream: Stream) -> None:
+        """End a request, without waiting: who is being cancelled may not get to wait for anything."""
+        self._send(lambda: self._abort(stream.request_id, stream))
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
         """Run a function of the engine between two of its steps, on its thread; its result or its error."""
@@ -194,8 +198,8 @@ class AsyncLLM:
             self._close(error, expected=False)
 
     def _abort(self, request_id: str, stream: Stream | None) -> None:
-        """Where the request is still the stream's."""
-        if stream is None or self._streams.get(request_id) is stream:
+        """Where the request is still the stream's. An engine that has ended told every stream already."""
+        if self.error is None and (stream is None or self._streams.get(request_id) is stream):
             self._deliver(self.engine.abort(request_id))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:

@@ -20,15 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "assets" / "speed.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 
+FORWARD = "2026-11-23-h200-paper-grid-forward.json"
+BACKWARD = "2026-11-23-h200-paper-grid-backward.json"
 PANELS = [
-    ("2026-11-23-h200-paper-grid-forward.json", "forward", "paper-d128", "Forward, head_dim 128"),
-    ("2026-11-23-h200-paper-grid-forward.json", "forward", "paper-d128-causal", "Forward, head_dim 128, causal"),
-    ("2026-11-23-h200-paper-grid-backward.json", "backward", "paper-d128", "Backward, head_dim 128"),
-    (
-        "2026-11-23-h200-paper-grid-backward.json", "backward", "paper-d128-causal",
-        "Backward, head_dim 128, causal",
-    ),
-]  # fmt: skip
+    (FORWARD, "forward", "paper-d128", "Forward, head_dim 128"),
+    (FORWARD, "forward", "paper-d128-causal", "Forward, head_dim 128, causal"),
+    (BACKWARD, "backward", "paper-d128", "Backward, head_dim 128"),
+    (BACKWARD, "backward", "paper-d128-causal", "Backward, head_dim 128, causal"),
+]
 """File, pass and series of each panel, and its title."""
 
 CONTESTANTS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -45,7 +44,7 @@ class Job:
                 if isinstance(stream, BaseException):
                     raise self._as_api_error(stream) from None
         except BaseException:
-            await self._abort()
+            self._abort()
             raise
         timeout = self.service.limits.request_timeout
         self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
@@ -57,7 +56,7 @@ class Job:
         self._timer.cancel()
         for task in self._tasks:
             task.cancel()
-        await self._abort()
+        self._abort()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(which prompt, its output) as they come, until all are finished."""
@@ -134,13 +133,13 @@ class Job:
 
     def _expire(self) -> None:
         self._expired = True
-        self._aborting = asyncio.ensure_future(self._abort(forget=False))
+        self._abort(forget=False)
 
-    async def _abort(self, forget: bool = True) -> None:
+    def _abort(self, forget: bool = True) -> None:
         """What is not finished; its last outputs are read by nobody if it is forgotten."""
-        left = list(self._open)
+        left = list(self._open.values())
         if forget:
             self._open.clear()
             self.service.metrics.finished["abort"] += len(left)
-        with contextlib.suppress(EngineDeadError):  # which has ended them itself
-            await asyncio.gather(*(self.service.asynchronous.abort(one) for one in left))
+        for stream in left:
+            self.service.asynchronous.abort_soon(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -12,6 +13,9 @@ import pytest
 from serving import MODEL, Running, running
 from soak import soak
 
+from flashtile.engine.server.fields import Body
+from flashtile.engine.server.job import Job
+from flashtile.engine.server.protocol import read_completion
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS = "/v1/completions"
@@ -74,6 +78,33 @@ def test_who_hangs_up_aborts_its_requests(server, stream):
     wait_for(lambda: is_idle(server))
     assert server.metric('vllm:request_success_total{model_name="alphabet",finished_reason="abort"}') == 2
     assert server.complete(prompt="a", max_tokens=1)["choices"][0]["text"] == "b"
+
+
+def test_a_handler_cancelled_twice_aborts_its_requests(server):
+    """A write fails, which ends the handler, and the connection's end cancels it meanwhile."""
+    service = server.service
+
+    async def cancelled_twice():
+        fields = {name: value for name, value in LONG.items() if name != "model"}
+        call = read_completion(Body({**fields, "prompt": ["abc", "xyz"]}), 0)
+        prompts = await service.prepare(call)
+
+        async def answer():
+            async with Job(service, call, "twice", prompts) as job:
+                entered.set()
+                async for _ in job:
+                    pass
+
+        entered = asyncio.Event()
+        task = asyncio.create_task(answer())
+        await entered.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    server.do(cancelled_twice())
+    wait_for(lambda: is_idle(server))
 
 
 def test_a_refused_prompt_takes_the_others_of_its_call_with_it(server):

@@ -6,7 +6,7 @@ Nothing is packed together and put back, and no layer waits for the device:
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
 import functools
 import os
 from collections.abc import Callable
@@ -46,10 +46,6 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     It takes query, key and value as (batch, heads, seqlen, head_dim), and returns out (batch, seqlen, heads,
     head_dim) with weights (batch, heads, seqlen, keys) or None.
     """
-    collector: Any = None
-    with contextlib.suppress(ImportError):  # of another version
-        from transformers.utils.output_capturing import _active_collector as collector
-
     @functools.wraps(original)
     def serve(
         module: Any,
@@ -68,7 +64,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         of_scores = attention_mask is not None and attention_mask.dim() == 4
         if not others.get("output_attentions") and not torch.compiler.is_compiling():
             # Some models tell their attention nothing of it.
-            others["output_attentions"] = _collects_weights(collector)
+            others["output_attentions"] = _collects_weights()
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
         if not with_scores and (others.get("cache") is not None or torch.compiler.is_compiling()):
             return original(
@@ -262,10 +258,19 @@ def _refuse_packed(position_ids: Tensor | None, batch: int, others: dict[str, An
         )
 
 
-def _collects_weights(collector: Any) -> bool:
+def _collects_weights() -> bool:
     """Whether weights are among what Transformers' hooks collect in this forward pass."""
-    collected = None if collector is None else collector.get()
+    collected = _collector().get()
     return collected is not None and any("attentions" in name for name in collected)
+
+
+@functools.cache
+def _collector() -> Any:
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # of another version
+        return contextvars.ContextVar("nothing", default=None)
+    return _active_collector
 
 
 def _is_causal(module: Any) -> bool:

@@ -386,6 +386,37 @@ def test_what_would_be_left_out_is_refused():
     assert not torch.equal(first, second)  # attention_dropout drops
 
 
+def test_what_a_model_adds_to_causality_is_not_left_out():
+    """A picture's tokens see each other in Gemma 3; PaliGemma's prefix does, and is causal without one."""
+    shared = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = transformers.SiglipVisionConfig(image_size=16, patch_size=8, **shared)
+    shared |= {"vocab_size": 96, "num_key_value_heads": 2, "head_dim": 8}
+    text = transformers.Gemma3TextConfig(
+        sliding_window=5, layer_types=["sliding_attention", "full_attention"], **shared
+    )
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(2, 3, 16, 16, generator=generator)
+    picture = torch.full((2, 4), 95)
+    tokens = torch.cat([TOKENS[:2, :5], picture, TOKENS[:2]], 1)
+    of_both = {"vision_config": vision, "image_token_id": 95}
+    config = transformers.Gemma3Config(text_config=text, mm_tokens_per_image=4, **of_both)
+    models = pair("Gemma3ForConditionalGeneration", config)
+    check_logits(models, input_ids=tokens, pixel_values=pictures, token_type_ids=(tokens == 95).long())
+
+    text = {"model_type": "gemma", **shared}
+    config = transformers.PaliGemmaConfig(text_config=text, projection_dim=32, **of_both)
+    models = pair("PaliGemmaForConditionalGeneration", config)
+    tokens = torch.cat([picture, TOKENS[:2]], 1)
+    suffix = (torch.arange(16) >= 8).long().expand(2, -1)
+    for types in (suffix, None):
+        check_logits(models, input_ids=tokens, pixel_values=pictures, token_type_ids=types)
+
+
+def check_logits(models: tuple, **inputs: torch.Tensor | None) -> None:
+    expected, found = (model(**inputs).logits for model in models)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+
+
 def test_a_mask_of_scores_is_read_as_it_is():
     eager, ours = decoders("llama")
     mask = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.3

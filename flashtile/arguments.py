@@ -100,11 +100,16 @@ def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
 
 
 def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
-    """(mask, key_padding_mask) of a mask: the latter alone if every row and head sees the same keys."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or q.dim() != 4 or k.dim() != 4:
+    """(mask, key_padding_mask) of a mask: the latter alone if every row and head sees the same keys.
+
+    A mask that is wrong stays one, for the errors name it.
+    """
+    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (mask, q, k)):
         return mask, None
     batch, heads, rows, keys = mask.shape
     if heads != 1 or rows != 1 or keys != k.shape[1] or batch not in (1, q.shape[0]):
+        return mask, None
+    if mask.dtype != torch.bool or mask.device != q.device or q.dtype == torch.float8_e4m3fn:
         return mask, None
     return None, mask[:, 0, 0].expand(q.shape[0], -1)
 
@@ -128,7 +133,10 @@ def with_unit_stride(tensor: Any) -> Any:
     """``tensor``, or a copy of one whose last stride is not 1, as FlashAttention makes it."""
     if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
-    return tensor.contiguous() if tensor.shape[-1] > 1 and tensor.layout == torch.strided else tensor
+    if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
+        return tensor
+    # contiguous() would leave one without elements as it is.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def as_int(name: str, value: Any) -> Any:

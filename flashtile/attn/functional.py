@@ -195,7 +195,7 @@ def attention(
         cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
         is seqused_q is None
     ):
-        if mask is not None and key_padding_mask is None:
+        if mask is not None and key_padding_mask is score_mod is mask_mod is block_mask is None:
             mask, key_padding_mask = padding_of(mask, q, k)
         extras = Extras(
             cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias,

@@ -28,10 +28,12 @@ ERRORS = (TypeError, ValueError, NotImplementedError)
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
     """``error`` of a call within a call, with the names that arguments have for the outer one's caller.
 
-    What stands in quotes is a value, not a name.
+    What stands in quotes is a value, not a name, and behind the first line stands the caller's own code.
     """
     words = "|".join(map(re.escape, names))
-    return type(error)(re.sub(rf"(?<!')\b({words})\b(?!')", lambda match: names[match[0]], str(error)))
+    first, *code = str(error).splitlines(keepends=True)
+    first = re.sub(rf"(?<!')\b({words})\b(?!')", lambda match: names[match[0]], first)
+    return type(error)("".join((first, *code)))
 
 
 def check_dense(name: str, tensor: Any) -> None:

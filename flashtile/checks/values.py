@@ -77,12 +77,12 @@ def check_decode_values(
     else:
         batch = q.shape[0]
     most = capacity(k_cache, tensors.block_table)
-    _check_between("cache_seqlens", tensors.cache_seqlens, 0, most, _capacity_words(k_cache, tensors))
-    _check_between("cache_leftpad", tensors.cache_leftpad, 0, most, "the capacity of a sequence")
+    check_between("cache_seqlens", tensors.cache_seqlens, 0, most, _capacity_words(k_cache, tensors))
+    check_between("cache_leftpad", tensors.cache_leftpad, 0, most, "the capacity of a sequence")
     _check_rows(k_cache, tensors.cache_batch_idx)
     lengths = sequence_lengths(batch, most, tensors, options.seqlen_new)
     if lengths is not None:
-        _check_between(
+        check_between(
             "cache_seqlens with the new tokens", lengths, 0, most, _capacity_words(k_cache, tensors)
         )
     if tensors.block_table is not None:
@@ -108,13 +108,13 @@ def check_append_values(
     else:
         assert tensors.cache_seqlens is not None
         batch = tensors.cache_seqlens.shape[0]
-        _check_between("cache_seqlens", tensors.cache_seqlens, 0, most, _capacity_words(k_cache, tensors))
+        check_between("cache_seqlens", tensors.cache_seqlens, 0, most, _capacity_words(k_cache, tensors))
         _check_rows(k_cache, tensors.cache_batch_idx)
         seqlen_new = k.shape[1] if tensors.cu_seqlens_k_new is None else 0
         lengths = sequence_lengths(batch, most, tensors, seqlen_new)
         assert lengths is not None
         words = _capacity_words(k_cache, tensors)
-        _check_between("cache_seqlens with the tokens to append", lengths, 0, most, words)
+        check_between("cache_seqlens with the tokens to append", lengths, 0, most, words)
         if tensors.block_table is not None:
             _check_table(k_cache, tensors.block_table, lengths)
         _check_angles(k, lengths, tensors, options)
@@ -164,7 +164,7 @@ def check_copy_values(
     num_blocks = k_cache.shape[-4]
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
     for name, blocks in (("sources", sources), ("destinations", destinations)):
-        _check_between(f"block_pairs ({name})", blocks, 0, num_blocks - 1, "the last block of the pool")
+        check_between(f"block_pairs ({name})", blocks, 0, num_blocks - 1, "the last block of the pool")
     again = _first_repeated(destinations)
     if again is not None:
         raise ValueError(f"block_pairs must write each block once, got destination {again} twice")
@@ -181,7 +181,7 @@ def _capacity_words(k_cache: Tensor, tensors: CacheTensors | AppendTensors) -> s
     )
 
 
-def _check_between(name: str, values: Tensor | None, least: int, most: int, words: str) -> None:
+def check_between(name: str, values: Tensor | None, least: int, most: int, words: str) -> None:
     if values is None or not values.numel() or _within(values, least, most):
         return
     wrong = ((values < least) | (values > most)).nonzero()
@@ -195,7 +195,7 @@ def _within(values: Tensor, least: int, most: int) -> bool:
 
 
 def _check_rows(k_cache: Tensor, cache_batch_idx: Tensor | None) -> None:
-    _check_between("cache_batch_idx", cache_batch_idx, 0, k_cache.shape[0] - 1, "the last row of the cache")
+    check_between("cache_batch_idx", cache_batch_idx, 0, k_cache.shape[0] - 1, "the last row of the cache")
 
 
 def _check_table(k_cache: Tensor, block_table: Tensor, lengths: Tensor) -> None:
@@ -227,9 +227,9 @@ def _check_angles(k: Tensor, lengths: Tensor, tensors: AppendTensors, options: A
         count = torch.maximum(count, queries if options.rotate_q_by_token else queries.clamp(max=1))
     last = torch.where(count > 0, first + count - 1, first.new_zeros(()))
     name = "cache_seqlens" if tensors.rotary_seqlens is None else "rotary_seqlens"
-    _check_between(name, first, 0, 2**31 - 1, "positions")
+    check_between(name, first, 0, 2**31 - 1, "positions")
     rows = tensors.rotary_cos.shape[0]
-    _check_between(
+    check_between(
         f"{name} with the tokens to rotate", last, 0, max(rows - 1, 0), "the last row of rotary_cos"
     )
 

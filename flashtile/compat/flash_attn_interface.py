@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.arguments import check_flag
 from flashtile.attn.functional import attention
-from flashtile.checks.arguments import ERRORS, renamed
+from flashtile.checks.arguments import ERRORS, check_dense, check_int32, renamed
+from flashtile.checks.values import check_between
 from flashtile.decode import functional as decoding
 from flashtile.decode.functional import flash_attn_combine
+from flashtile.op.operation import reads_values
 
 __all__ = [
     "flash_attn_combine",
@@ -47,6 +50,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """:func:`flashtile.attention`; (out, lse) with ``return_attn_probs``."""
+    check_flag("return_attn_probs", return_attn_probs)
     return attention(
         q, k, v, qv=qv, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         attention_chunk=attention_chunk, deterministic=deterministic, q_descale=q_descale,
@@ -73,9 +77,10 @@ def flash_attn_qkvpacked_func(
 
     Or (batch, seqlen, num_heads_q + 2 heads_kv, head_dim) with ``num_heads_q``.
     """
+    check_dense("qkv", qkv)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+    elif qkv.dim() == 4 and num_heads_q is not None and num_heads_q in range(qkv.shape[2] - 2, 0, -2):
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
     else:
@@ -118,6 +123,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """:func:`flashtile.attention` of packed sequences; (out, lse) with ``return_attn_probs``."""
+    check_flag("return_attn_probs", return_attn_probs)
     return attention(
         q, k, v, qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale,
@@ -176,7 +182,7 @@ def flash_attn_with_kvcache(
                     "takes one for each page"
                 )
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = page_table.index_select(0, cache_batch_idx), None
+        page_table, cache_batch_idx = _chosen_rows(page_table, cache_batch_idx), None
     try:
         return decoding.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -202,6 +208,17 @@ def get_scheduler_metadata(
 ) -> Tensor:
     """What ``scheduler_metadata`` takes: empty, for there is nothing to prepare."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _chosen_rows(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
+    """The rows of ``page_table`` that the sequences have."""
+    check_dense("page_table", page_table)
+    check_dense("cache_batch_idx", cache_batch_idx)
+    check_int32("cache_batch_idx", cache_batch_idx, (cache_batch_idx.numel(),), "(batch,)", page_table)
+    if reads_values(page_table):
+        most = page_table.shape[0] - 1
+        check_between("cache_batch_idx", cache_batch_idx, 0, most, "the last row of page_table")
+    return page_table.index_select(0, cache_batch_idx)
 
 
 def _refuse(**arguments: Any) -> None:

@@ -9,6 +9,7 @@ names: ``s_aux`` is the attention sink.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,9 @@ LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
 BIASED = ("t5", "mt5", "umt5")
 """Model types that support no flash implementation only because they add a bias to their scores."""
 
+LEAVING_OUT = ("gpt_neo",)
+"""Model types whose code for flash implementations leaves their windows out."""
+
 _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
 
 
@@ -46,9 +50,9 @@ def register(as_flash_attention: bool = False) -> None:
             installed flash-attn package is not used then. :func:`unregister` first, to change it.
 
     A model refuses what flashtile does not serve: with a ValueError if it supports no flash implementation
-    and is not one of :data:`BIASED`; with a NotImplementedError ``output_attentions=True`` where sequences
-    are packed. For others a second pass over queries and keys gives the weights, before dropout; they have no
-    gradient, and those of padded queries mean nothing.
+    and is not one of :data:`BIASED`, or is one of :data:`LEAVING_OUT`; with a NotImplementedError
+    ``output_attentions=True`` where sequences are packed. For others a second pass over queries and keys
+    gives the weights, before dropout; they have no gradient, and those of padded queries mean nothing.
     A mask of its own, (batch, heads or 1, seqlen_q, seqlen_k), is read as it is.
 
     Raises:
@@ -215,7 +219,8 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
             attn_implementation = NAMES[0]
         if attn_implementation in NAMES + _PAGED:
             model = type(self)
-            if not self._supports_flash_attn and self.config.model_type not in BIASED:
+            served = self._supports_flash_attn or self.config.model_type in BIASED
+            if not served or self.config.model_type in LEAVING_OUT:
                 raise ValueError(
                     f"attn_implementation={asked_for!r}: {model.__name__} supports no flash "
                     'attention; use "sdpa" or "eager"'
@@ -223,10 +228,19 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
             listed = model._compatible_flash_implementations
             if listed and any("flash" in name for name in listed) and NAMES[0] not in listed:
                 model._compatible_flash_implementations = [*listed, *NAMES]
+            _lend(sys.modules[model.__module__])
         chosen = check(self, attn_implementation, *arguments, **named)
         return asked_for if asked_for in literal else chosen
 
     return choose
+
+
+def _lend(module: Any) -> None:
+    """A model with classes of its own for each implementation calls Transformers' function by a name that its
+    module imports only where FlashAttention's package is."""
+    if any(name.endswith("_ATTENTION_CLASSES") for name in vars(module)):
+        loading, _ = _modules()
+        vars(module).setdefault("_flash_attention_forward", loading._flash_attention_forward)
 
 
 def _modules() -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ Nothing is packed together and put back, and no layer waits for the device:
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 from collections.abc import Callable
@@ -45,7 +46,6 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     It takes query, key and value as (batch, heads, seqlen, head_dim), and returns out (batch, seqlen, heads,
     head_dim) with weights (batch, heads, seqlen, keys) or None.
     """
-
     @functools.wraps(original)
     def serve(
         module: Any,
@@ -62,6 +62,9 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         of_scores = attention_mask is not None and attention_mask.dim() == 4
+        if not others.get("output_attentions") and not torch.compiler.is_compiling():
+            # Some models tell their attention nothing of it.
+            others["output_attentions"] = _collects_weights()
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
         if not with_scores and (others.get("cache") is not None or torch.compiler.is_compiling()):
             return original(
@@ -253,6 +256,21 @@ def _refuse_packed(position_ids: Tensor | None, batch: int, others: dict[str, An
             "output_attentions must be False, and there must be no position bias or mask of scores, where "
             'sequences are packed or lie in pages: use model.set_attn_implementation("eager") for them'
         )
+
+
+def _collects_weights() -> bool:
+    """Whether weights are among what Transformers' hooks collect in this forward pass."""
+    collected = _collector().get()
+    return collected is not None and any("attentions" in name for name in collected)
+
+
+@functools.cache
+def _collector() -> Any:
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # of another version
+        return contextvars.ContextVar("nothing", default=None)
+    return _active_collector
 
 
 def _is_causal(module: Any) -> bool:

@@ -127,11 +127,17 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
     """Transformers' function that makes the mask of a forward pass, reading it on the way.
 
     The result is None where no key is padding; otherwise the mask of keys. Over a static cache it says how
-    many keys there are: without it attention would take the cache's unwritten places for keys.
+    many keys there are: without it attention would take the cache's unwritten places for keys. What a model
+    adds to causality and windows makes it a mask of scores: Gemma 3's pictures see all of themselves.
     """
 
     @functools.wraps(original)
     def mask(*, kv_length: int, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+        if _says_more(**named):
+            from transformers.masking_utils import sdpa_mask
+
+            always = {"kv_length": kv_length, "attention_mask": attention_mask, "allow_is_causal_skip": False}
+            return sdpa_mask(**named | always)
         if attention_mask is None and "allow_is_bidirectional_skip" not in named:
             written = int(named["q_offset"]) + named["q_length"] - named["kv_offset"]
             if written < kv_length:
@@ -147,6 +153,18 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
         return keys
 
     return mask
+
+
+def _says_more(
+    mask_function: Callable[..., Any] | None = None, use_vmap: bool = False, config: Any = None, **others: Any
+) -> bool:
+    """Whether a mask is another than those of causality, windows and packed sequences: a model has joined a
+    function of its own to them, or blocks. With ``use_bidirectional_attention`` its attention says that it
+    sees both ways: a function that says it, too, is no more, and causality is."""
+    both_ways = getattr(config, "use_bidirectional_attention", None) is True
+    if use_vmap or both_ways:
+        return use_vmap != both_ways
+    return getattr(mask_function, "__qualname__", "").startswith("or_masks.")
 
 
 def seen_by_window(keys: Tensor, seqlen_q: int, causal: bool, reach: int) -> Tensor:

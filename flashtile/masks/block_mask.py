@@ -106,10 +106,12 @@ def create_block_mask(
         torch.Size([1, 1024, 2, 16])
     """
     for name, value in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if value is not None and (not isinstance(value, int) or value < 0):
+        if value is None and name in ("B", "H"):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
-    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    if len(sizes) != 2 or any(size < 16 or size % 16 for size in sizes):
+    sizes = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(sizes) != 2 or any(type(size) is not int or size < 16 or size % 16 for size in sizes):
         raise ValueError(f"BLOCK_SIZE must be multiples of 16, got {BLOCK_SIZE}")
     mask_mod = as_mask_mod(mask_mod)
     program, tensors, *_ = traced("mask_mod", mask_mod)

@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from flashtile.arguments import check_flag
 from flashtile.attn.functional import attention
-from flashtile.checks.arguments import check_dense
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
+
+_OF_FLEX = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 
 def flex_attention(
@@ -53,6 +56,8 @@ def flex_attention(
         >>> flashtile.flex_attention(query, key, value, score_mod=relative).shape
         torch.Size([1, 2, 128, 16])
     """
+    check_flag("enable_gqa", enable_gqa)
+    check_flag("return_lse", return_lse)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dense(name, tensor)
         if tensor.dim() != 4:
@@ -65,13 +70,16 @@ def flex_attention(
         )
     if kernel_options:
         raise NotImplementedError(f"kernel_options must be None or empty, got {kernel_options}")
-    out, lse = attention(
-        *(tensor.transpose(1, 2) for tensor in (query, key, value)),
-        softmax_scale=scale,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        return_lse=True,
-        backend=backend,
-    )
+    try:
+        out, lse = attention(
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            softmax_scale=scale,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            return_lse=True,
+            backend=backend,
+        )
+    except ERRORS as error:
+        raise renamed(error, _OF_FLEX) from error.__cause__
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -45,8 +45,8 @@ def window(left: int, right: int, offset: int = 0) -> MaskMod:
 
 
 def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
-    """A prefix that everyone sees, and causal behind it (Raffel et al. 2020, arXiv:1910.10683, section
-    3.2.1).
+    """A prefix that everyone sees, and causal behind it (Raffel et al. 2020, arXiv:1910.10683,
+    section 3.2.1).
 
     Args:
         length: of the prefix; a tensor (batch,) of ints has one for each sequence.
@@ -182,8 +182,8 @@ def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
     Examples:
         >>> from flashtile import masks
         >>> bias = torch.arange(5.0)[None]  # of the distances -2 to 2
-        >>> modified = masks.relative_position(bias)(0.0, 0, torch.tensor(0), torch.tensor(1),
-        torch.arange(5)) >>> modified.tolist()
+        >>> relative_position = masks.relative_position(bias)
+        >>> relative_position(0.0, 0, torch.tensor(0), torch.tensor(1), torch.arange(5)).tolist()
         [1.0, 2.0, 3.0, 4.0, 4.0]
     """
     if bias.dim() != 2 or bias.shape[1] % 2 == 0:

@@ -114,7 +114,12 @@ class MaskMod(Mod):
 
 
 class ScoreMod(Mod):
-    """``score_mod(score, batch, head, q_idx, kv_idx)``: the score that takes its place."""
+    """``score_mod(score, batch, head, q_idx, kv_idx)``: the score that takes its place.
+
+    Examples:
+        >>> flashtile.masks.score_mod(lambda score, batch, head, q_idx, kv_idx: score / (1 + kv_idx))
+        <score_mod <lambda>>
+    """
 
     kind = "score_mod"
 
@@ -127,8 +132,8 @@ def mask_mod(function: Callable[..., Any]) -> MaskMod:
 
     Args:
         function: ``function(batch, head, q_idx, kv_idx)`` of four ints to a bool, in torch's operations. It
-            is
-            FlexAttention's ``mask_mod``. Positions count from 0 within a sequence; ``head`` is a query head.
+            is FlexAttention's ``mask_mod``. Positions count from 0 within a sequence; ``head`` is a query
+            head.
 
     Raises:
         TypeError: it does not compile; the text shows its line.
@@ -237,7 +242,7 @@ def _guard(value: Any, guards: _Guards, seen: set[int]) -> bool:
         return all(_guard(part, guards, seen) for part in value)
     if isinstance(value, types.ModuleType):
         return value.__name__ in _KNOWN_MODULES
-    if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
+    if isinstance(value, types.FunctionType) and not (value.__module__ or "").startswith("torch."):
         return all(was is _MISSING or _guard(was, guards, seen) for was in _read_by(value, guards))
     builtin = isinstance(value, (types.BuiltinFunctionType, type))
     return builtin or (getattr(value, "__module__", None) or "").startswith("torch")

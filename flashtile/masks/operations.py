@@ -82,7 +82,9 @@ def _simplify_or(a: Any, b: Any) -> Any:
 def _tensors(*operands: Any) -> tuple[Tensor, ...]:
     """For functions of torch that take no numbers: numbers of the kind of the tensor beside them."""
     given = [operand for operand in operands if isinstance(operand, Tensor)]
-    like = given[0] if given else torch.zeros(())
+    if not given:
+        return tuple(map(torch.tensor, operands))
+    like = given[0]
     return tuple(
         operand if isinstance(operand, Tensor) else _number_like(operand, like) for operand in operands
     )

@@ -348,7 +348,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clamp": _clamp,
     "clip": _clamp,
     "square": lambda recorder, x: _pow(recorder, x, 2),
-    "relu": lambda recorder, x: recorder.arithmetic("maximum", x, 0.0),
+    "relu": lambda recorder, x, inplace=False: recorder.arithmetic("maximum", x, 0.0),
 }
 """torch's functions, and methods of tensors, that compile; underscores around their names are left out."""
 

@@ -47,6 +47,16 @@ def launched(monkeypatch):
     return recorder.launched
 
 
+def test_a_mask_of_keys_alone_is_called_a_mask():
+    q, mask = torch.zeros(2, 5, 2, 8), torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"^mask must be bool, got torch\.float32"):
+        flashtile.attention(q, q, q, mask=mask.float())
+    with pytest.raises(ValueError, match=r"^mask is on meta"):
+        flashtile.attention(q, q, q, mask=mask.to("meta"))
+    with pytest.raises(TypeError, match=r"^q must be a torch\.Tensor, got str"):
+        flashtile.attention("q", q, q, mask=mask)
+
+
 def requires_grad(arguments):
     """The same call with a gradient wanted, where its tensors can have one."""
 

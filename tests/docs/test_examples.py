@@ -19,14 +19,14 @@ import flashtile.integrations.transformers
 import flashtile.padding
 
 MADE_BY_US = {
-    "Array", "Batch", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant",
+    "Array", "Batch", "BlockMask", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant",
     "ParallelEstimate", "ParallelExplanation", "Span", "Step", "Usage",
 }  # fmt: skip
 """Classes that users get and never make."""
 
 MODULES = (
     "flashtile", "flashtile.fp8", "flashtile.io_model", "flashtile.kv_cache", "flashtile.algorithms",
-    "flashtile.parallel",
+    "flashtile.masks", "flashtile.parallel",
 )  # fmt: skip
 
 WHOLE_ALGORITHMS = {

@@ -244,6 +244,39 @@ def test_flash_attention_3_s_cache(installed):
         fa3.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, page_table=table)
 
 
+def test_bad_calls_of_flash_attention_3_name_its_arguments(installed):
+    import flash_attn_interface as fa3
+
+    pages = torch.randn(2, 8, 4, 2, 8).unbind()
+    table, rows = torch.zeros(3, 2, dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32)
+    q, lengths = torch.randn(2, 1, 4, 8), torch.tensor([5, 8], dtype=torch.int32)
+    over_pages = {"cache_seqlens": lengths, "page_table": table}
+    with pytest.raises(ValueError, match=r"cache_batch_idx must be from 0 to 2 .*page_table.*got 3"):
+        fa3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=rows, **over_pages)
+    with pytest.raises(TypeError, match=r"cache_batch_idx must be a torch\.Tensor, got list"):
+        fa3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=[1, 2], **over_pages)
+    with pytest.raises(TypeError, match="cache_batch_idx must be int32"):
+        fa3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=torch.ones(2), **over_pages)
+    with pytest.raises(TypeError, match="return_attn_probs must be True or False"):
+        fa3.flash_attn_func(q, q, q, return_attn_probs=1)
+    for num_heads_q in (4, 6):
+        with pytest.raises(ValueError, match="qkv must have shape"):
+            fa3.flash_attn_qkvpacked_func(q, num_heads_q=num_heads_q)
+    with pytest.raises(TypeError, match=r"qkv must be a torch\.Tensor, got list"):
+        fa3.flash_attn_qkvpacked_func([q])
+
+
+def test_no_gradient_is_written_where_one_has_no_place(installed):
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+    q, k, v = (t.detach() for t in tensors((2, 6, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)))
+    out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, None, False)
+    dq, dk, dv = (torch.full_like(t, 7.0) for t in (q, k, v))
+    with pytest.raises(ValueError, match=r"dk must have the shape of k, \(2, 7, 2, 8\), got \(2, 7, 1, 8\)"):
+        _flash_attn_backward(out, q, k, v, out, lse, dq, dk[:, :, :1], dv, 0.0, None, False)
+    assert all((t == 7.0).all() for t in (dq, dk, dv))
+
+
 def test_what_flash_attention_takes_is_taken():
     """Any negative window is unlimited, and a last stride that is not 1 is copied, with its gradient."""
     q, k, v = tensors((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
@@ -256,6 +289,7 @@ def test_what_flash_attention_takes_is_taken():
     )
     apart = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
     assert all(t.stride(-1) != 1 for t in apart)
+    assert not flashtile.flash_attn_func(apart[0], apart[1][:, :0], apart[2][:, :0]).any()
     out = flashtile.flash_attn_func(*apart)
     assert torch.equal(out, expected)
     compiled = torch.compile(flashtile.attention, backend="eager", fullgraph=True)

@@ -325,6 +325,14 @@ def test_attention_weights_are_those_of_eager(name):
             check_weights(one, other, mask == 1 if step == 0 else torch.ones(3, 1, dtype=torch.bool))
 
 
+def test_weights_are_collected_where_a_model_does_not_ask_its_attention_for_them():
+    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    eager, ours = pair("GPT2LMHeadModel", config)
+    expected, found = (m(TOKENS, attention_mask=MASK, output_attentions=True) for m in (eager, ours))
+    check_weights(found.attentions, expected.attentions, MASK == 1)
+    assert not ours(TOKENS).attentions
+
+
 def check_weights(found: tuple, expected: tuple, rows: torch.Tensor) -> None:
     """Of every layer, at the queries that are there."""
     assert len(found) == len(expected) > 0
@@ -336,7 +344,29 @@ def check_weights(found: tuple, expected: tuple, rows: torch.Tensor) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("GPTJ", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+        ("Falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}),
+    ],
+)
+def test_models_that_call_transformers_function_by_name(kind, own):
+    """Their modules import it only beside FlashAttention's package."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=96, bos_token_id=1, eos_token_id=2, num_kv_heads=2, new_decoder_architecture=True, **own
+    )
+    eager, ours = pair(f"{kind}ForCausalLM", config)
+    for mask in (MASK, MASK.flip(1)):
+        expected, found = (m(TOKENS, attention_mask=mask).logits[mask == 1] for m in (eager, ours))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
 def test_what_would_be_left_out_is_refused():
+    kinds = [[["global", "local"], 1]]
+    config = transformers.GPTNeoConfig(hidden_size=32, num_layers=2, attention_types=kinds)
+    with pytest.raises(ValueError, match="GPTNeoModel supports no flash attention"):
+        transformers.GPTNeoModel._from_config(config, attn_implementation=NAMES[0])
     with pytest.raises(ValueError, match=r"SwitchTransformersModel supports no flash attention.*sdpa"):
         transformers.SwitchTransformersModel._from_config(
             transformers.SwitchTransformersConfig(
@@ -354,6 +384,37 @@ def test_what_would_be_left_out_is_refused():
     torch.manual_seed(0)
     first, second = (ours.train()(TOKENS).logits for _ in range(2))
     assert not torch.equal(first, second)  # attention_dropout drops
+
+
+def test_what_a_model_adds_to_causality_is_not_left_out():
+    """A picture's tokens see each other in Gemma 3; PaliGemma's prefix does, and is causal without one."""
+    shared = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = transformers.SiglipVisionConfig(image_size=16, patch_size=8, **shared)
+    shared |= {"vocab_size": 96, "num_key_value_heads": 2, "head_dim": 8}
+    text = transformers.Gemma3TextConfig(
+        sliding_window=5, layer_types=["sliding_attention", "full_attention"], **shared
+    )
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(2, 3, 16, 16, generator=generator)
+    picture = torch.full((2, 4), 95)
+    tokens = torch.cat([TOKENS[:2, :5], picture, TOKENS[:2]], 1)
+    of_both = {"vision_config": vision, "image_token_id": 95}
+    config = transformers.Gemma3Config(text_config=text, mm_tokens_per_image=4, **of_both)
+    models = pair("Gemma3ForConditionalGeneration", config)
+    check_logits(models, input_ids=tokens, pixel_values=pictures, token_type_ids=(tokens == 95).long())
+
+    text = {"model_type": "gemma", **shared}
+    config = transformers.PaliGemmaConfig(text_config=text, projection_dim=32, **of_both)
+    models = pair("PaliGemmaForConditionalGeneration", config)
+    tokens = torch.cat([picture, TOKENS[:2]], 1)
+    suffix = (torch.arange(16) >= 8).long().expand(2, -1)
+    for types in (suffix, None):
+        check_logits(models, input_ids=tokens, pixel_values=pictures, token_type_ids=types)
+
+
+def check_logits(models: tuple, **inputs: torch.Tensor | None) -> None:
+    expected, found = (model(**inputs).logits for model in models)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
 
 
 def test_a_mask_of_scores_is_read_as_it_is():

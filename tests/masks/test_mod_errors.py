@@ -49,6 +49,10 @@ def _returns_a_mask(score, batch, head, q_idx, kv_idx):  # this line
     return q_idx >= kv_idx
 
 
+def _named_q_and_k(s, b, h, q, k):
+    return s if q > k else -s
+
+
 WRONG = {
     _branch: "torch.where",
     _python_number: "use torch's functions",
@@ -108,6 +112,7 @@ def call(**arguments):
 
 
 CAUSAL = masks.causal()
+DTYPES = torch.float32, torch.float16, torch.float32
 BLOCKS = masks.create_block_mask(CAUSAL, None, None, 32, 32)
 NINE = [torch.ones(2) for _ in range(9)]
 BAD_CALLS = {
@@ -149,6 +154,26 @@ BAD_CALLS = {
         ValueError,
         "BLOCK_SIZE must be multiples of 16, got 24",
     ),
+    "block-size-of-floats": (
+        lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=(32.0, 32.0)),
+        ValueError,
+        r"BLOCK_SIZE must be multiples of 16, got \(32\.0, 32\.0\)",
+    ),
+    "no-block-size": (
+        lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=None),
+        ValueError,
+        "BLOCK_SIZE must be multiples of 16, got None",
+    ),
+    "no-length": (
+        lambda: masks.create_block_mask(CAUSAL, None, None, 32, None),
+        ValueError,
+        "KV_LEN must be an int of at least 0, got None",
+    ),
+    "batch": (
+        lambda: masks.create_block_mask(CAUSAL, True, None, 32, 32),
+        ValueError,
+        "B must be an int of at least 0, got True",
+    ),
     "length": (
         lambda: masks.create_block_mask(CAUSAL, None, None, -1, 32),
         ValueError,
@@ -163,6 +188,31 @@ BAD_CALLS = {
         lambda: flashtile.flex_attention(*(torch.ones(1, h, 4, 8) for h in (2, 1, 1))),
         ValueError,
         "enable_gqa must be True",
+    ),
+    "flex-dtype": (
+        lambda: flashtile.flex_attention(*(torch.ones(1, 2, 4, 8, dtype=d) for d in DTYPES)),
+        TypeError,
+        "key has dtype torch.float16, but query has torch.float32",
+    ),
+    "flex-scale": (
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), scale="1"),
+        TypeError,
+        "^scale must be a number",
+    ),
+    "flex-return-lse": (
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), return_lse=1),
+        TypeError,
+        "return_lse must be True or False",
+    ),
+    "flex-mod": (
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), score_mod=_named_q_and_k),
+        TypeError,
+        r"(?s)score_mod does not compile: a branch.*: return s if q > k else -s",
+    ),
+    "mask-of-keys": (
+        call(mask_mod=CAUSAL, mask=torch.ones(1, 1, 1, 32, dtype=torch.bool)),
+        NotImplementedError,
+        "^mask must be None beside score_mod, mask_mod and block_mask",
     ),
     "options": (
         lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), kernel_options={"BLOCK_M": 64}),

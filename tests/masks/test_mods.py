@@ -83,6 +83,16 @@ def test_derivatives_of_every_operation() -> None:
     assert torch.autograd.gradcheck(attend, (q, k, v, slopes, bias))
 
 
+def test_numbers_that_a_condition_chooses_are_ints_where_they_were() -> None:
+    table = torch.arange(9.0)
+    q = torch.randn(1, 4, 2, 8)
+    out = flashtile.attention(
+        q, q, q, score_mod=lambda s, b, h, q_idx, kv_idx: s + table[torch.where(q_idx < kv_idx, 5, 0)]
+    )
+    later = torch.ones(4, 4).triu(1)[None, None]
+    torch.testing.assert_close(out, flashtile.attention(q, q, q, bias=5 * later))
+
+
 def test_a_block_mask_alone_decides_what_is_computed() -> None:
     """Lists that leave a block out hide it, and one in the full list takes no mask, in both directions."""
     block_mask = masks.create_block_mask(masks.causal(), None, None, 64, 64, BLOCK_SIZE=32)

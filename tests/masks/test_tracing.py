@@ -64,6 +64,14 @@ def test_what_is_kept_lives_no_longer_than_its_function() -> None:
     assert gone() is None
 
 
+def test_a_function_without_a_module_is_kept_like_any_other() -> None:
+    scope = {"torch": torch}
+    exec("def made(score, b, h, q_idx, kv_idx): return torch.nn.functional.relu(score)", scope)
+    made = scope["made"]
+    assert made.__module__ is None
+    assert traced("score_mod", made) is traced("score_mod", made)
+
+
 @pytest.mark.parametrize("name", MODS)
 def test_the_text_says_all_of_a_program(name) -> None:
     for kind in ("score_mod", "mask_mod"):

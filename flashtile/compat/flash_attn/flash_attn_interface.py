@@ -24,6 +24,7 @@ from flashtile.attn.functional import (
 from flashtile.attn.gradients import attention_backward
 from flashtile.attn.probabilities import signed_probabilities
 from flashtile.attn.problem import Extras
+from flashtile.checks.arguments import check_dense
 from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.dropout import draw_state
 
@@ -143,6 +144,7 @@ def _flash_attn_backward(
 
     Nothing is returned: there is no ``softmax_d`` beside them.
     """
+    _check_buffers((q, k, v), (dq, dk, dv))
     gradients = attention_backward(
         dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
@@ -177,6 +179,7 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> None:
     """Write the gradients into dq, dk and dv, as :func:`_flash_attn_backward`."""
+    _check_buffers((q, k, v), (dq, dk, dv))
     gradients = attention_backward(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
@@ -190,6 +193,18 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _check_buffers(tensors: tuple[Tensor, ...], buffers: tuple[Tensor | None, ...]) -> None:
+    for name, tensor, buffer in zip("qkv", tensors, buffers, strict=True):
+        if buffer is None:
+            continue
+        check_dense(name, tensor)
+        check_dense(f"d{name}", buffer)
+        if buffer.shape != tensor.shape:
+            raise ValueError(
+                f"d{name} must have the shape of {name}, {tuple(tensor.shape)}, got {tuple(buffer.shape)}"
+            )
 
 
 def _write(gradients: tuple[Any, ...], *buffers: Tensor | None) -> None:

@@ -43,6 +43,10 @@ class Workload:
         kind = f"b{self.batch}-ctx{self.context}" if self.context else f"requests{self.batch}"
         return f"{NAME}-{self.model}-{kind}"
 
+    @property
+    def shape(self) -> str:
+        return f"B {self.batch}, {self.context} tokens" if self.context else f"{self.batch} requests"
+
     def requests(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
         """(prompts, tokens of each answer)."""
         if self.context:

@@ -211,7 +211,7 @@ def test_inspect_s_table_is_whole_where_nothing_is_a_terminal(command, monkeypat
     """As in a file or a pipe, whose width rich takes to be 80."""
     from flashtile.commands import inspect as module
 
-    name = "hopper forward head_dim 128/128 128x128 causal q in registers o in parts queue"
+    name = "hopper forward head_dim 128/128 128x128 causal"
     made = CompileReport(
         name, "sm_90a", registers=168, spill_stores=0, spill_loads=0, stack=0, shared=197120, threads=384,
         tensor_core={"wgmma": 120}, lost_barriers=0, spill_budget=0, shared_limit=232448,

@@ -34,6 +34,8 @@ NEEDS_GPU = "# needs a GPU\n"
 
 NEEDS_TRANSFORMERS = "# needs transformers\n"
 """Likewise, of one that needs the extra of that name."""
+NEEDS_MODEL = "# needs a model\n"
+"""Likewise, of one that reads ``flashtile-demo/model``; a small one stands there in the tests."""
 NEEDS_SERVER = "# needs a server\n"
 """First line of one that the server's own tests run."""
 
@@ -73,8 +75,21 @@ def run_python(document: Path, *, gpu: bool) -> None:
             continue
         if code.startswith(NEEDS_TRANSFORMERS) and find_spec("transformers") is None:
             continue
+        if code.startswith(NEEDS_MODEL) and not wrote_model(Path("flashtile-demo/model")):
+            continue
         if gpu or not code.startswith(NEEDS_GPU):
             exec(compiled, namespace)
+
+
+def wrote_model(folder: Path) -> bool:
+    """Put a small random model where ``flashtile demo`` leaves one; False without the extra "engine"."""
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
+        return False
+    from flashtile.demo.huggingface import save_llama
+    from flashtile.demo.llama import Llama, sized
+
+    save_llama(Llama(sized(layers=1, heads=2, embed=32)), folder, max_position_embeddings=64)
+    return True
 
 
 def shell_commands(document: Path) -> list[list[str]]:

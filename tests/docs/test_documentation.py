@@ -171,6 +171,12 @@ def test_shell_commands_exist(document):
             assert program in {"cd", "curl", "pre-commit", "pytest"}, words
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_scripts_in_the_text_exist(document):
+    scripts = set(re.findall(r"\b(?:benchmarks|examples|scripts)/[\w/]+\.py\b", document.read_text()))
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
 @pytest.mark.parametrize("document", documents_with("bash", "flashtile "))
 def test_read_only_commands_run(document):
     testing = pytest.importorskip("typer.testing")

@@ -79,6 +79,9 @@ def run(
 ) -> dict[str, Any]:
     """Every workload with every contender that is named (all that can run, if none is), as a document for
     JSON. One contender is in memory at a time; ``rep`` is only of the measurement of reading."""
+    large = [workload.name for workload in chosen if workload.model != SMALL_MODEL]
+    if large and device.type == "cpu":
+        raise ValueError(f"device must be a GPU for {large[0]}, got cpu, where {NAME}-{SMALL_MODEL} runs")
     for name in names:
         if name not in (*CONTENDERS, "none"):
             raise ValueError(f"peer must be none or one of {', '.join(CONTENDERS)}, got {name!r}")

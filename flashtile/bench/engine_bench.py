@@ -43,6 +43,10 @@ class Workload:
         kind = f"b{self.batch}-ctx{self.context}" if self.context else f"requests{self.batch}"
         return f"{NAME}-{self.model}-{kind}"
 
+    @property
+    def shape(self) -> str:
+        return f"B {self.batch}, {self.context} tokens" if self.context else f"{self.batch} requests"
+
     def requests(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
         """(prompts, tokens of each answer)."""
         if self.context:
@@ -75,6 +79,9 @@ def run(
 ) -> dict[str, Any]:
     """Every workload with every contender that is named (all that can run, if none is), as a document for
     JSON. One contender is in memory at a time; ``rep`` is only of the measurement of reading."""
+    large = [workload.name for workload in chosen if workload.model != SMALL_MODEL]
+    if large and device.type == "cpu":
+        raise ValueError(f"device must be a GPU for {large[0]}, got cpu, where {NAME}-{SMALL_MODEL} runs")
     for name in names:
         if name not in (*CONTENDERS, "none"):
             raise ValueError(f"peer must be none or one of {', '.join(CONTENDERS)}, got {name!r}")

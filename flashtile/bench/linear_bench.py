@@ -48,6 +48,10 @@ class Workload:
     def name(self) -> str:
         return f"{NAME}-{self.model}-m{self.rows}"
 
+    @property
+    def shape(self) -> str:
+        return f"M {self.rows}, products of a layer"
+
 
 WORKLOADS = tuple(
     Workload(model, rows) for model in SHAPES for rows in ((1, 16) if model == SMALL_MODEL else ROWS)

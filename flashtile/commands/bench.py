@@ -180,7 +180,8 @@ def _bench_others(
         if json_path is not None:
             json_path.write_text(json.dumps(document, indent=1) + "\n")
 
-    with bad_parameters():
+    with bad_parameters(), progress_bar(Console(stderr=True)) as progress:
+        progress.add_task(f"{kind.NAME}: {len(chosen)} workloads", total=None)
         document = kind.run(chosen, device, rounds, rep, peer_names, after_cell)
     out.print(kind.table(document))
     ours = [cell["results"].get(kind.OURS, {}).get("status") for cell in document["cells"]]
@@ -227,6 +228,11 @@ def _workload_table() -> Table:
     table = Table("name", "shape", "mask", "tags", title="workloads", title_justify="left")
     for w in workloads.WORKLOADS:
         table.add_row(w.name, w.shape, w.mask, ", ".join(w.tags))
+    for kind in (linear_bench, engine_bench):
+        whole = kind.select([kind.NAME])
+        for other in kind.WORKLOADS:
+            tags = [kind.NAME] * (other in whole) + [f"{kind.NAME}-{other.model}"]
+            table.add_row(other.name, other.shape, "", ", ".join(tags))
     return table
 
 

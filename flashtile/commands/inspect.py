@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from flashtile.commands.options import bad_parameters, output_file
+from flashtile.commands.options import bad_parameters, console, output_file
 from flashtile.compile_report import ARCHITECTURES, CompileReport, architecture, every_case, reports
 
 _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: this GPU's, else sm_90a."
@@ -33,7 +33,7 @@ def inspect(
     Exits with 1 if a configuration spills more than its budget, needs more shared memory than there is, or
     should use tensor cores and does not.
     """
-    console = Console()
+    out = console()
     with bad_parameters():
         names = dict.fromkeys(architecture(name).name for name in arch or [_default_arch()])
     chosen = {name: [case for case in every_case(name) if kernel in case.name] for name in names}
@@ -45,15 +45,15 @@ def inspect(
         ready = reports(cases, name, None if jobs is None else min(jobs, len(cases)))
         progress = Console(stderr=True)
         done = list(track(ready, f"compiling for {name}", len(cases), console=progress, transient=True))
-        console.print(_table(name, done))
+        out.print(_table(name, done))
         found += done
     if json_file is not None:
         rows = [asdict(report) | {"violations": report.violations} for report in found]
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
     unsound = [report for report in found if report.violations]
     for report in unsound:
-        console.print(f"[red]{report.arch} {report.name}: {'; '.join(report.violations)}[/]", soft_wrap=True)
-    console.print(f"{len(found)} configurations, {len(unsound)} beyond their limits")
+        out.print(f"[red]{report.arch} {report.name}: {'; '.join(report.violations)}[/]", soft_wrap=True)
+    out.print(f"{len(found)} configurations, {len(unsound)} beyond their limits")
     if unsound:
         raise typer.Exit(1)
 
@@ -72,7 +72,8 @@ def _table(arch: str, found: list[CompileReport]) -> Table:
     limit = ARCHITECTURES[arch].shared_limit
     counts = ("threads", "registers", "spill stores", "loads", "budget", "stack", "shared")
     table = Table(
-        Column("kernel", overflow="fold"), *(Column(count, justify="right") for count in counts),
+        Column("kernel", overflow="fold", min_width=24),
+        *(Column(count, justify="right", overflow="fold") for count in counts),
         "tensor core", Column("seconds", justify="right"),
         title=f"{arch}: {limit} bytes of shared memory a block", title_justify="left",
     )  # fmt: skip

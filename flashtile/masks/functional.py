@@ -57,9 +57,10 @@ def check_beside(extras: Extras, options: Options) -> None:
             )
     for name, tensor in zip(Extras._fields, extras, strict=True):
         if tensor is not None and name not in BESIDE:
+            hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(
-                f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor: write it in "
-                "mask_mod (flashtile.masks.document, padding)"
+                f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor: write it "
+                f"in {hint}"
             )
 
 

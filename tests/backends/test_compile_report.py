@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # noqa: E
 from typer.testing import CliRunner  # noqa: E402
 
 from flashtile import compile_report  # noqa: E402
-from flashtile.compile_report import ARCHITECTURES, CompileCase, report, reports  # noqa: E402
+from flashtile.compile_report import ARCHITECTURES, CompileCase, CompileReport, report, reports  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
@@ -180,11 +180,11 @@ def command(monkeypatch):
 
     from flashtile.commands import inspect as module
 
-    def run(cases: list[CompileCase], *arguments: str):
+    def run(cases: list[CompileCase], *arguments: str, columns: int = 200):
         monkeypatch.setattr(module, "every_case", lambda arch: cases)
         app = typer.Typer()
         app.command()(module.inspect)
-        return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+        return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
 
     return run
 
@@ -205,6 +205,22 @@ def test_inspect_fails_above_the_budget(command):
     assert result.exit_code == 1
     assert "2 configurations, 1 beyond their limits" in result.output
     assert command([product(), spilling()], "--arch", "sm_90a", "--kernel", "64x64").exit_code == 0
+
+
+def test_inspect_s_table_is_whole_where_nothing_is_a_terminal(command, monkeypatch):
+    """As in a file or a pipe, whose width rich takes to be 80."""
+    from flashtile.commands import inspect as module
+
+    name = "hopper forward head_dim 128/128 128x128 causal"
+    made = CompileReport(
+        name, "sm_90a", registers=168, spill_stores=0, spill_loads=0, stack=0, shared=197120, threads=384,
+        tensor_core={"wgmma": 120}, lost_barriers=0, spill_budget=0, shared_limit=232448,
+        expects_tensor_cores=True, seconds=9.9,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "reports", lambda cases, arch, jobs: iter([made]))
+    output = command([product()], "--arch", "sm_90a", columns=80).output
+    assert name in output
+    assert " 197120 " in output
 
 
 def test_inspect_names_bad_arguments(command):

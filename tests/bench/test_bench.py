@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 from flashtile import reference
 from flashtile.bench import (
     contestants,
+    engine_bench,
     gate,
+    linear_bench,
     peers,
     report,
     report_charts,
@@ -571,7 +573,8 @@ class TestCommands:
     def test_bench_lists(self):
         result = self.invoke(bench, "--list", "--device", "cpu")
         assert result.exit_code == 0
-        assert all(w.name in result.output for w in WORKLOADS)
+        others = (*linear_bench.WORKLOADS, *engine_bench.WORKLOADS)
+        assert all(w.name in result.output for w in (*WORKLOADS, *others))
         assert all(p.name in result.output for p in contestants.peers("attention"))
 
     @pytest.mark.parametrize(

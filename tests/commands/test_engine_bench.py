@@ -16,6 +16,7 @@ from flashtile.cli import application
     ("arguments", "text"),
     [
         (["-w", "engine-else"], "workload must be engine or one of"),
+        (["-w", "engine"], "must be a GPU for engine-llama-2-7b-b1-ctx1024, got cpu, where engine-ci runs"),
         (["-w", "engine-ci", "--dtype", "float16"], "engine workloads take --peers"),
         (["-w", "engine-ci", "--peers", "vllm"], "peer must be none or one of flashtile"),
         (["-w", "engine-ci", "--peers", "transformers-compile"], "needs a CUDA device"),

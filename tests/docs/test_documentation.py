@@ -34,6 +34,9 @@ NEEDS_GPU = "# needs a GPU\n"
 
 NEEDS_TRANSFORMERS = "# needs transformers\n"
 """Likewise, of one that needs the extra of that name."""
+NEEDS_MODEL = "# needs a model\n"
+"""Likewise, of one that reads ``flashtile-demo/model``; a small one stands there in the tests. None runs on
+a GPU, whose memory an engine takes and other tests share."""
 NEEDS_SERVER = "# needs a server\n"
 """First line of one that the server's own tests run."""
 
@@ -73,8 +76,21 @@ def run_python(document: Path, *, gpu: bool) -> None:
             continue
         if code.startswith(NEEDS_TRANSFORMERS) and find_spec("transformers") is None:
             continue
+        if code.startswith(NEEDS_MODEL) and (gpu or not wrote_model(Path("flashtile-demo/model"))):
+            continue
         if gpu or not code.startswith(NEEDS_GPU):
             exec(compiled, namespace)
+
+
+def wrote_model(folder: Path) -> bool:
+    """Put a small random model where ``flashtile demo`` leaves one; False without the extra "engine"."""
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
+        return False
+    from flashtile.demo.huggingface import save_llama
+    from flashtile.demo.llama import Llama, sized
+
+    save_llama(Llama(sized(layers=1, heads=2, embed=32)), folder, max_position_embeddings=64)
+    return True
 
 
 def shell_commands(document: Path) -> list[list[str]]:
@@ -154,6 +170,12 @@ def test_shell_commands_exist(document):
             assert all((ROOT / script).exists() for script in scripts), words
         else:
             assert program in {"cd", "curl", "pre-commit", "pytest"}, words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+def test_scripts_in_the_text_exist(document):
+    scripts = set(re.findall(r"\b(?:benchmarks|examples|scripts)/[\w/]+\.py\b", document.read_text()))
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
 @pytest.mark.parametrize("document", documents_with("bash", "flashtile "))

@@ -144,6 +144,11 @@ BAD_CALLS = {
         NotImplementedError,
         "seqused_k must be None beside score_mod, mask_mod and block_mask",
     ),
+    "beside-bias": (
+        call(mask_mod=CAUSAL, bias=torch.zeros(1, 1, 32, 32)),
+        NotImplementedError,
+        "bias must be None beside .*: write it in score_mod",
+    ),
     "out": (
         call(mask_mod=CAUSAL, out=torch.empty(1, 32, 2, 8)),
         NotImplementedError,

@@ -136,7 +136,10 @@ class FastTokenizer(Tokenizer):
         path = folder / "tokenizer.json"
         try:
             self.loaded = Loaded.from_file(str(path))
-        except Exception as error:  # the package raises bare Exceptions
+            self.loaded.encode("")  # with tokens around it, which the file may lack
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare Exceptions, and panics, which are none
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
         self.loaded.no_truncation()  # which training may have left in the file, as it may padding
         self.loaded.no_padding()
@@ -170,6 +173,7 @@ class _FastStream(TextStream):
 
     CONTEXT = 5
     UNFINISHED = "\ufffd"
+    MOST_WAITING = 16  # tokens without a text of their own; each step decodes all of them
 
     def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -182,10 +186,13 @@ class _FastStream(TextStream):
 
     def step(self, token: int) -> str:
         self.window.append(token)
-        text = self._text()
-        if len(text) <= len(self.shown) or text.endswith(self.UNFINISHED):
-            return ""
+        text, waiting = self._text(), len(self.window) - self.read
         new = text[len(self.shown) :]
+        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MOST_WAITING:
+            return ""
+        if text == self.shown:  # special tokens, which are left out
+            del self.window[self.read :]
+            return ""
         del self.window[: self.read]
         self.read, self.shown = len(self.window), self._text()
         return new

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from flashtile.cli import application
 from flashtile.demo.huggingface import save_llama
 from flashtile.demo.llama import Llama, sized
-from flashtile.engine import LLM, RequestOutputKind, SamplingParams
+from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -142,6 +142,17 @@ def test_streams_of_tokenizers_say_what_decoding_says(words):
     assert reader.text == ""
 
 
+@pytest.mark.parametrize(("token", "text"), [("<0x80>", "\ufffd"), ("</s>", "")])
+def test_tokens_that_never_become_text_are_not_decoded_again_and_again(words, token, text):
+    tokenizer = load_tokenizer(words)
+    stream = tokenizer.stream(tokenizer.encode("the quick"))
+    token = tokenizer.loaded.token_to_id(token)
+    shown = "".join(stream.step(token) for _ in range(200))
+    assert len(stream.window) < 40
+    fox = tokenizer.encode("fox")
+    assert shown + "".join(map(stream.step, fox)) + stream.flush() == 200 * text + " fox"
+
+
 def test_tokens_beyond_the_bytes_have_no_text():
     tokenizer = ByteTokenizer()
     tokens = [97, 300, 0xE2, 256, 0x98, 0x83]
@@ -158,6 +169,17 @@ def test_a_prompt_is_neither_cut_nor_filled_up_as_in_training(words, tmp_path):
     loaded.save(str(tmp_path / "tokenizer.json"))
     for text in ("fox", "the quick brown fox jumps"):
         assert load_tokenizer(tmp_path).encode(text) == load_tokenizer(words).encode(text)
+
+
+def test_a_tokenizer_that_begins_with_a_token_that_it_lacks_is_refused(words, tmp_path):
+    content = json.loads((words / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "<lost>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": single[1:], "special_tokens": {}
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def test_special_tokens_and_ends_come_from_the_folder(words, tmp_path):

@@ -177,7 +177,7 @@ class LLM:
             if c is not None and one is not None
         )
         if num_gpu_blocks_override is not None:
-            blocks = ranks.least(_between("num_gpu_blocks_override", num_gpu_blocks_override, None, 1, 2**30))
+            blocks = ranks.least(_between("num_gpu_blocks_override", num_gpu_blocks_override, None, 2, 2**30))
         else:
             if kv_cache_memory_bytes is None:
                 memory = memory_left(network, budget, size, utilization)

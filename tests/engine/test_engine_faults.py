@@ -333,6 +333,7 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens must be at least"),
         ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes must be at least two blocks"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0"),
+        ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be from 2"),
         ({"swap_space": -1}, "swap_space must be at least 0"),
         ({"swap_space": float("inf")}, "swap_space must be at least 0"),
         ({"swap_space": "4"}, "swap_space must be a number"),

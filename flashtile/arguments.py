@@ -56,11 +56,11 @@ def make_options(
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
         max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _as_float("softmax_scale", softmax_scale, "a number or None")
+        softmax_scale = as_float("softmax_scale", softmax_scale, "a number or None")
     if type(softcap) is not float:
-        softcap = _as_float("softcap", softcap, "a number")
+        softcap = as_float("softcap", softcap, "a number")
     if type(dropout_p) is not float:
-        dropout_p = _as_float("dropout_p", dropout_p, "a number")
+        dropout_p = as_float("dropout_p", dropout_p, "a number")
     if type(attention_chunk) is not int:
         attention_chunk = as_int("attention_chunk", attention_chunk)
     if type(causal) is not bool:
@@ -152,7 +152,7 @@ def as_int(name: str, value: Any) -> Any:
     raise TypeError(f"{name} must be an int, got {_named(value)}")
 
 
-def _as_float(name: str, value: Any, allowed: str) -> Any:
+def as_float(name: str, value: Any, allowed: str) -> Any:
     """A float from any real number (ints, numpy floats)."""
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
@@ -233,7 +233,7 @@ def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None
     """(a number for all heads, one for each), of which one is None."""
     if isinstance(softmax_max, Tensor):
         return None, softmax_max
-    return _as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
+    return as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
 
 
 def contiguous_qv(qv: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flashtile.commands.options import bad_parameters
+from flashtile.commands.options import bad_models
 
 DEMO = Path("flashtile-demo") / "model"
 
@@ -44,18 +44,17 @@ def generate(
         raise typer.BadParameter(
             f"a model's folder must be given: there is no {DEMO}, which flashtile demo makes"
         )
-    with bad_parameters():
+    with bad_models():
+        if beams and (n != 1 or stop):
+            raise ValueError("n and stop must be left out with beams")
         params = SamplingParams(
             n=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens,
             stop=stop, output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
         search = BeamSearchParams(beams, max_tokens) if beams else None
-        try:
-            llm = LLM(
-                model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device
-            )
-        except OSError as error:
-            raise ValueError(str(error)) from None
+        llm = LLM(
+            model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device
+        )
         engine, tokenizer = llm.engine, llm.get_tokenizer()
         for i, text in enumerate(texts):
             prompt: Any = text

@@ -29,6 +29,16 @@ def bad_parameters() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
+@contextmanager
+def bad_models() -> Iterator[None]:
+    """:func:`bad_parameters`, and so for a model's folder that cannot be read."""
+    with bad_parameters():
+        try:
+            yield
+        except (OSError, ModuleNotFoundError) as error:
+            raise ValueError(str(error)) from None
+
+
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
     """The arguments and options of a command as its command line would have them, some of them changed."""
     values, found = {**context.params, **changed}, []

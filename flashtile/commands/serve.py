@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 
-from flashtile.commands.options import as_arguments, bad_parameters, parse_device
+from flashtile.commands.options import as_arguments, bad_models, bad_parameters, parse_device
 
 KEY = "FLASHTILE_API_KEY"
 TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -63,7 +63,8 @@ def serve(
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
     try:
         from flashtile.engine import LLM
-        from flashtile.engine.parallel import dismiss, follow, lead, start_others
+        from flashtile.engine.config import read_config
+        from flashtile.engine.parallel import check_divides, dismiss, follow, lead, start_others
         from flashtile.engine.server.replicas.process import end_with_stdin
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
@@ -94,24 +95,22 @@ def serve(
     others: list[Any] = []
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
         command, own_device = command_of(as_arguments(context)), parse_device(device)
+        with bad_models():  # said once, before each process says it
+            check_divides(read_config(model), tensor_parallel_size)
         others, _store = start_others(command, tensor_parallel_size, own_device)
     elif os.environ.get("RANK", "0") != "0":
         for number in (signal.SIGTERM, signal.SIGINT):  # the first process says when it is over
             signal.signal(number, signal.SIG_IGN)
     end_with_stdin()
-    with bad_parameters():
-        try:
-            llm = LLM(
-                model, tokenizer=tokenizer, dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=device,
-                load_format=load_format, seed=seed, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
-                enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
-                speculative_config=speculation, tensor_parallel_size=tensor_parallel_size,
-            )  # fmt: skip
-        except (OSError, ModuleNotFoundError) as error:
-            raise ValueError(str(error)) from None
-
+    with bad_models():
+        llm = LLM(
+            model, tokenizer=tokenizer, dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=device,
+            load_format=load_format, seed=seed, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
+            enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
+            speculative_config=speculation, tensor_parallel_size=tensor_parallel_size,
+        )  # fmt: skip
     engine = llm.engine
     if engine.runner.ranks.rank:
         try:

@@ -211,7 +211,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         raise fields.refuse("head_dim", "even, because rotary positions turn pairs")
     layers, vocab_size = fields.size("num_hidden_layers", most=2**12), fields.size("vocab_size")
     activation = values.get("hidden_activation") or values.get("hidden_act") or "silu"
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise NotImplementedError(
             f"{source}: hidden_act must be one of {', '.join(ACTIVATIONS)}, got {activation!r:.80}"
         )

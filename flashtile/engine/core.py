@@ -149,12 +149,16 @@ class Engine:
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         self.scheduler.add(request)
+        options = {"priority": priority, "cache_salt": cache_salt}
+        try:
+            self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
+        except BaseException:  # what others cannot be told, as a function that cannot be sent
+            self._end(request, "error")
+            raise
         self._numbers += 1
         self.requests[request_id] = request
         if isinstance(params, BeamSearchParams):
             self._beams[request] = BeamSearch(request, params)
-        options = {"priority": priority, "cache_salt": cache_salt}
-        self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
         return request
 
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -167,7 +171,10 @@ class Engine:
                     f"a prompt must have prompt or prompt_token_ids, got {sorted(unknown)}"
                 )
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            prompt = text if tokens is None else tokens
+            given = text if tokens is None else tokens
+            if not (text is None or isinstance(text, str)) or isinstance(tokens, str):
+                raise TypeError("prompt must be a string and prompt_token_ids a list of tokens")
+            prompt = given
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a prompt must be tokens: there is no tokenizer")
@@ -280,7 +287,8 @@ class Engine:
             # What the step computed, and who shares it, is unknown: nobody may find it again.
             logger.exception("a step failed; its requests end with an error")
             self.scheduler.reset_prefix_cache()
-            for request in {entry.sequence.request for entry in schedule.entries}:
+            taking_part = [*(entry.sequence for entry in schedule.entries), *schedule.swapped]
+            for request in {sequence.request for sequence in taking_part}:
                 self._end(request, "error", f"{type(error).__name__}: {error}")
                 touched[request] = None
             self.scheduler.reset_prefix_cache()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flashtile import machine
-from flashtile.arguments import as_int
+from flashtile.arguments import as_float, as_int, check_flag
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
@@ -133,6 +133,10 @@ class LLM:
             raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
         length = _between("max_model_len", max_model_len, config.max_position_embeddings, 1, 2**30)
+        check_flag("enable_prefix_caching", enable_prefix_caching)
+        check_flag("enforce_eager", enforce_eager)
+        utilization = as_float("gpu_memory_utilization", gpu_memory_utilization, "a number")
+        host_bytes = as_float("swap_space", swap_space, "a number") * 2**30
         seqs = _between("max_num_seqs", max_num_seqs, None, 1, 2**16)
         budget = _between(
             "max_num_batched_tokens", max_num_batched_tokens,
@@ -140,10 +144,10 @@ class LLM:
         )  # fmt: skip
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be above 0, at most 1, got {gpu_memory_utilization}"
-            )
+        if not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0, at most 1, got {utilization}")
+        if not 0 <= host_bytes < 2**63:
+            raise ValueError(f"swap_space must be at least 0, and memory that there can be, got {swap_space}")
         text = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or folder))
         if text is not None and text.vocab_size > config.vocab_size:
             raise ValueError(
@@ -173,22 +177,21 @@ class LLM:
             if c is not None and one is not None
         )
         if num_gpu_blocks_override is not None:
-            blocks = ranks.least(_between("num_gpu_blocks_override", num_gpu_blocks_override, None, 1, 2**30))
+            blocks = ranks.least(_between("num_gpu_blocks_override", num_gpu_blocks_override, None, 2, 2**30))
         else:
-            memory = kv_cache_memory_bytes
-            if memory is None:
-                memory = memory_left(network, budget, size, gpu_memory_utilization)
+            if kv_cache_memory_bytes is None:
+                memory = memory_left(network, budget, size, utilization)
+            else:
+                memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes)
             most = seqs * -(-length // size) + 1
             blocks = ranks.least(min(most, memory // block_bytes))
         if blocks < 2:
             raise ValueError(
                 f"kv_cache_memory_bytes must be at least two blocks of {block_bytes}, got room for {blocks}"
             )
-        if swap_space < 0:
-            raise ValueError(f"swap_space must be at least 0, got {swap_space}")
         manager = BlockManager(
             blocks, size, max_sequences=seqs, max_seqlen=length,
-            num_host_blocks=int(swap_space * 2**30) // block_bytes,
+            num_host_blocks=int(host_bytes) // block_bytes,
             window_left=_common_window(config, draft_config),
         )  # fmt: skip
         scheduler = Scheduler(
@@ -205,6 +208,7 @@ class LLM:
             speculator=None if speculation is None else make_speculator(speculation),
         )  # fmt: skip
         self._ids = itertools.count()
+        self._finished: dict[str, RequestOutput] = {}  # not given back yet
 
     def generate(
         self,
@@ -274,6 +278,8 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[RequestOutput]:
         """The likeliest continuations of each prompt, the best first in ``outputs``."""
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         many = _as_prompts(prompts)
         return self._run(many, [params] * len(many), None)
 
@@ -286,10 +292,10 @@ class LLM:
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """Compute until all that is queued is finished; the finished requests in the order of their ids."""
-        finished = []
         while self.engine.has_unfinished:
-            finished += [output for output in self.engine.step() if output.finished]
-        return sorted(finished, key=lambda output: (len(output.request_id), output.request_id))
+            self._step()
+        finished, self._finished = self._finished, {}
+        return sorted(finished.values(), key=lambda output: (len(output.request_id), output.request_id))
 
     def get_tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
@@ -325,14 +331,22 @@ class LLM:
         if len(priorities) != len(prompts):
             raise ValueError(f"priority must be {len(prompts)} many, one a prompt, got {len(priorities)}")
         ids = self._add(prompts, params, priorities)
-        found: dict[str, RequestOutput] = {}
+        left = set(ids)
         try:
-            while len(found) < len(ids):
-                found |= {output.request_id: output for output in self.engine.step() if output.finished}
+            while left:
+                left.difference_update(self._step())
         except BaseException:
-            self.engine.abort([one for one in ids if one not in found])
+            self.engine.abort(left)
+            for one in ids:
+                self._finished.pop(one, None)
             raise
-        return [found[one] for one in ids]
+        return [self._finished.pop(one) for one in ids]
+
+    def _step(self) -> dict[str, RequestOutput]:
+        """Requests that have finished, whoever has asked for them."""
+        finished = {output.request_id: output for output in self.engine.step() if output.finished}
+        self._finished |= finished
+        return finished
 
     def _add(
         self,
@@ -386,7 +400,7 @@ def _weight_dtype(dtype: Any, config: ModelConfig, device: torch.device) -> torc
 def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
     if name == "auto":
         return dtype
-    if name not in CACHE_DTYPES:
+    if not isinstance(name, str) or name not in CACHE_DTYPES:
         raise ValueError(f"kv_cache_dtype must be auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
     return CACHE_DTYPES[name]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.arguments import as_int
+from flashtile.arguments import as_int, check_flag
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 """(tokens of the answer so far, logits (vocab_size,) float32) -> logits, which may be the same, changed."""
 
+LEAST_TEMPERATURE = 1e-30
 MAX_N = 1024
 MAX_STOPS = 64
 MAX_LISTED = 2**16
@@ -43,8 +44,8 @@ class SamplingParams:
         top_p: only the likeliest tokens, as many as needed for this much probability.
         top_k: only the likeliest so many; 0 or -1 is all.
         min_p: only tokens with at least this share of the likeliest one's probability.
-        seed: makes the answer repeatable, whatever else is computed beside it. None: each request differs,
-            repeatable by the seed of the engine and the order of requests alone.
+        seed: makes the answer repeatable, whatever else is computed beside it. None or -1: each request
+            differs, repeatable by the seed of the engine and the order of requests alone.
         stop: texts that end an answer; it is cut before them unless ``include_stop_str_in_output``.
         stop_token_ids: tokens that end it, beside the model's own.
         ignore_eos: go on after the model's end token.
@@ -107,7 +108,7 @@ class SamplingParams:
         self.presence_penalty = _float("presence_penalty", self.presence_penalty, -2, 2)
         self.frequency_penalty = _float("frequency_penalty", self.frequency_penalty, -2, 2)
         self.repetition_penalty = _float("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        self.temperature = _float("temperature", self.temperature, 0, 1e6)
+        self.temperature = _temperature(self.temperature)
         self.top_p = _float("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p must be above 0 and at most 1, got 0")
@@ -115,6 +116,8 @@ class SamplingParams:
         self.min_p = _float("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             self.seed = _int("seed", self.seed, -(2**63), 2**63 - 1)
+            if self.seed == -1:
+                self.seed = None
         self.stop = _strings("stop", self.stop)
         self.stop_token_ids = _tokens("stop_token_ids", self.stop_token_ids)
         if self.max_tokens is not None:
@@ -123,12 +126,14 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 setattr(self, name, _int(name, getattr(self, name), -1, 2**20))
-        self.allowed_token_ids = _tokens("allowed_token_ids", self.allowed_token_ids) or None
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _tokens("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must not be empty: no token could be chosen")
         self.logit_bias = _bias(self.logit_bias)
         self._refuse_what_is_not_served()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            if type(getattr(self, name)) is not bool:
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
+            check_flag(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.60}")
         if not self.detokenize and self.stop:
@@ -193,9 +198,17 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         self.beam_width = _int("beam_width", self.beam_width, 1, MAX_N)
         self.max_tokens = _int("max_tokens", self.max_tokens, 1, 2**30)
-        self.temperature = _float("temperature", self.temperature, 0, 1e6)
+        self.temperature = _temperature(self.temperature)
         self.length_penalty = _float("length_penalty", self.length_penalty, -100, 100)
         self.stop_token_ids = _tokens("stop_token_ids", self.stop_token_ids)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            check_flag(name, getattr(self, name))
+
+
+def _temperature(value: Any) -> float:
+    """0, or enough that logits divided by it stay finite in float32."""
+    found = _float("temperature", value, 0, 1e6)
+    return max(found, LEAST_TEMPERATURE) if found else 0.0
 
 
 def _int(name: str, value: Any, least: int, most: int) -> int:

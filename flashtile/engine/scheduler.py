@@ -47,11 +47,13 @@ class Schedule:
         entries: what it computes.
         moves: (what, pairs of blocks) to be done before, in this order.
         preempted: sequences that lost their memory for it.
+        swapped: sequences whose blocks the moves bring to the host or back.
     """
 
     entries: list[Entry] = field(default_factory=list)
     moves: list[tuple[str, Copies]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    swapped: list[Sequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -330,6 +332,7 @@ class Scheduler:
             except OutOfBlocksError:
                 continue
             step.move(what, pairs)
+            step.swapped += together
             for one in together:
                 (self.running if out else self.waiting).remove(one)
                 one.state, one.num_cached = State.SWAPPED if out else State.RUNNING, 0

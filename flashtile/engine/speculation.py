@@ -123,6 +123,8 @@ class DraftModel:
 
 def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftModel:
     """From vLLM's ``speculative_config``; errors name what is wrong with it."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"speculative_config must be a dict, got {type(config).__name__} {config!r:.60}")
     values = dict(config)
     method = values.pop("method", "draft_model" if "model" in values else None)
     if method not in ("ngram", "draft_model"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Tokenizer(ABC):
 
     def apply_chat_template(
         self,
+        /,
         messages: Iterable[Mapping[str, Any]],
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -81,14 +84,12 @@ class Tokenizer(ABC):
         messages = [_checked_message(message) for message in messages]
         if not messages:
             raise ValueError("messages must not be empty")
-        text = _render(
-            template,
-            messages=messages,
-            tools=list(tools) if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            **self.special_tokens,
-            **variables,
-        )
+        shown = {
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = _render(template, {**self.special_tokens, **variables, **shown})
         if continue_final_message:
             last = messages[-1]["content"]
             if not isinstance(last, str) or last.strip() not in text:
@@ -100,7 +101,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes; of the models that the demo trains."""
+    """UTF-8 bytes; of the models that the demo trains. What other tokens a model has are no text."""
 
     vocab_size = 256
     chat_template = PLAIN_CHAT
@@ -109,7 +110,7 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8", errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(tokens).decode("utf-8", errors="replace")
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return _ByteStream()
@@ -120,7 +121,7 @@ class _ByteStream(TextStream):
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def step(self, token: int) -> str:
-        return self.decoder.decode(bytes([token]))
+        return self.decoder.decode(bytes([token])) if token < 256 else ""
 
     def flush(self) -> str:
         return self.decoder.decode(b"", final=True)
@@ -135,8 +136,13 @@ class FastTokenizer(Tokenizer):
         path = folder / "tokenizer.json"
         try:
             self.loaded = Loaded.from_file(str(path))
-        except Exception as error:  # the package raises bare Exceptions
+            self.loaded.encode("")  # with tokens around it, which the file may lack
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare Exceptions, and panics, which are none
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
+        self.loaded.no_truncation()  # which training may have left in the file, as it may padding
+        self.loaded.no_padding()
         self.vocab_size = self.loaded.get_vocab_size(with_added_tokens=True)
         config = _tokenizer_config(folder)
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -167,6 +173,7 @@ class _FastStream(TextStream):
 
     CONTEXT = 5
     UNFINISHED = "\ufffd"
+    MOST_WAITING = 16  # tokens without a text of their own; each step decodes all of them
 
     def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -179,10 +186,13 @@ class _FastStream(TextStream):
 
     def step(self, token: int) -> str:
         self.window.append(token)
-        text = self._text()
-        if len(text) <= len(self.shown) or text.endswith(self.UNFINISHED):
-            return ""
+        text, waiting = self._text(), len(self.window) - self.read
         new = text[len(self.shown) :]
+        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MOST_WAITING:
+            return ""
+        if text == self.shown:  # special tokens, which are left out
+            del self.window[self.read :]
+            return ""
         del self.window[: self.read]
         self.read, self.shown = len(self.window), self._text()
         return new
@@ -246,7 +256,7 @@ def _checked_message(message: Any) -> dict[str, Any]:
     return message
 
 
-def _render(template: str, **variables: Any) -> str:
+def _render(template: str, variables: Mapping[str, Any]) -> str:
     """In Jinja's sandbox: a template comes with the weights, from anywhere."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -258,15 +268,23 @@ def _render(template: str, **variables: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.filters["tojson"] = _to_json
     try:
-        return environment.from_string(template).render(**variables)
-    except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"the chat template does not take these messages: {error}") from None
+        return environment.from_string(template).render(variables)
+    except Exception as error:  # a template can raise whatever Python can
+        found = str(error) or type(error).__name__
+        raise ValueError(f"the chat template does not take these messages: {found}") from None
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Jinja's own escapes for HTML."""
-    import json
-
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """With Transformers' arguments; Jinja's own escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -99,6 +99,33 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch):
     assert engine.scheduler.manager.sequences == ()
 
 
+def test_a_step_that_fails_ends_those_whose_memory_it_was_to_move(monkeypatch):
+    """A sequence on its way to the host has no keys and values anywhere, where the copy was not made."""
+    llm = load("llama3", num_gpu_blocks_override=7, block_size=4, swap_space=0.001, max_num_seqs=2)
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=12)
+    for name, length in (("a", 5), ("b", 6)):  # so that b has the last block when a wants one
+        engine.add_request(name, prompts()[1][:length], params)
+    monkeypatch.setattr(engine.runner, "_move", lambda *_: 1 / 0)
+    while engine.has_unfinished:
+        outputs = engine.step()
+    assert engine.last_schedule.swapped
+    assert {one.request_id: one.outputs[0].finish_reason for one in outputs} == {"a": "error", "b": "error"}
+    assert (engine.requests, engine.scheduler.manager.sequences) == ({}, ())
+
+
+def test_a_request_that_other_processes_cannot_be_told_of_is_not_taken():
+    llm = load("llama3")
+
+    def tell(*change):
+        raise AttributeError("cannot be pickled")
+
+    llm.engine.on_change = tell
+    with pytest.raises(AttributeError):
+        llm.engine.add_request("a", [1], SamplingParams())
+    assert not llm.engine.has_unfinished
+    assert not llm.engine.scheduler.waiting
+
+
 def serve(work, **options):
     """What ``work`` gives for an engine in its thread, which is shut down after it."""
     llm = load("llama3", **options)
@@ -203,6 +230,7 @@ CONFIG = {**SIZES, "model_type": "llama"}
         ({"head_dim": 7}, ConfigError, "head_dim must be even"),
         ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps must be a positive number"),
         ({"hidden_act": "relu"}, NotImplementedError, "hidden_act must be one of silu"),
+        ({"hidden_act": ["silu"]}, NotImplementedError, "hidden_act must be one of silu"),
         ({"rope_scaling": {"type": "longrope"}}, NotImplementedError, "rope_type must be one of"),
         ({"rope_scaling": {"type": "linear"}}, ConfigError, "factor must be a positive number"),
         ({"rope_scaling": [1]}, ConfigError, "rope_parameters must be an object"),
@@ -305,12 +333,20 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens must be at least"),
         ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes must be at least two blocks"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0"),
+        ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be from 2"),
         ({"swap_space": -1}, "swap_space must be at least 0"),
+        ({"swap_space": float("inf")}, "swap_space must be at least 0"),
+        ({"swap_space": "4"}, "swap_space must be a number"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
+        ({"kv_cache_memory_bytes": "1G"}, "kv_cache_memory_bytes must be an int"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False"),
+        ({"kv_cache_dtype": ["fp8"]}, "kv_cache_dtype must be auto"),
+        ({"speculative_config": "ngram"}, "speculative_config must be a dict"),
         ({"device": "tpu"}, "device must be cuda"),
     ],
 )
 def test_options_of_the_engine_are_refused_by_name(options, message):
-    with pytest.raises((ValueError, NotImplementedError), match=message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         load("llama3", **options)
 
 

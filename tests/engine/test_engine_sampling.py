@@ -10,7 +10,7 @@ from engine_models import VOCABULARY, greedy, load, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.engine import SamplingParams
+from flashtile.engine import BeamSearchParams, SamplingParams
 from flashtile.engine.sampler import Choice, choose, gumbel, keep, penalise, stream_seed
 
 LENGTH = 14
@@ -105,9 +105,14 @@ def test_seeds_of_the_engine_and_of_requests():
     assert len({tuple(map(tuple, answer)) for answer in first}) == 5
 
 
+def test_vllms_seed_of_none():
+    assert SamplingParams(seed=-1).seed is None
+
+
 def test_temperature_zero_and_one_token_left_are_greedy():
     expected = [[tokens[:6]] for tokens in greedy("llama3", LENGTH)]
-    for params in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}):
+    small = ({"temperature": 1e-4}, {"temperature": 1e-39})  # by the latter no logit can be divided
+    for params in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, *small):
         assert answers(load("llama3"), SamplingParams(max_tokens=6, seed=1, **params)) == expected
 
 
@@ -200,11 +205,19 @@ def test_a_processor_that_fails_ends_its_own_request_alone():
         ({"structured_outputs": {"json": {}}}, "structured_outputs is not supported"),
         ({"bad_words": ["x"]}, "bad_words is not supported"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_or_served_is_refused(arguments, message):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(message)):
         SamplingParams(**arguments)
+
+
+def test_a_beam_search_has_parameters_of_its_own():
+    with pytest.raises(TypeError, match="include_stop_str_in_output must be True or False"):
+        BeamSearchParams(2, 4, include_stop_str_in_output="no")
+    with pytest.raises(TypeError, match="params must be BeamSearchParams"):
+        load("llama3").beam_search([1], SamplingParams())
 
 
 def test_what_the_model_cannot_do_is_refused_and_nothing_stays():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from flashtile.cli import application
 from flashtile.demo.huggingface import save_llama
 from flashtile.demo.llama import Llama, sized
-from flashtile.engine import LLM, RequestOutputKind, SamplingParams
+from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -141,6 +142,46 @@ def test_streams_of_tokenizers_say_what_decoding_says(words):
     assert reader.text == ""
 
 
+@pytest.mark.parametrize(("token", "text"), [("<0x80>", "\ufffd"), ("</s>", "")])
+def test_tokens_that_never_become_text_are_not_decoded_again_and_again(words, token, text):
+    tokenizer = load_tokenizer(words)
+    stream = tokenizer.stream(tokenizer.encode("the quick"))
+    token = tokenizer.loaded.token_to_id(token)
+    shown = "".join(stream.step(token) for _ in range(200))
+    assert len(stream.window) < 40
+    fox = tokenizer.encode("fox")
+    assert shown + "".join(map(stream.step, fox)) + stream.flush() == 200 * text + " fox"
+
+
+def test_tokens_beyond_the_bytes_have_no_text():
+    tokenizer = ByteTokenizer()
+    tokens = [97, 300, 0xE2, 256, 0x98, 0x83]
+    stream = tokenizer.stream([])
+    assert "".join(map(stream.step, tokens)) + stream.flush() == tokenizer.decode(tokens) == "a☃"
+
+
+def test_a_prompt_is_neither_cut_nor_filled_up_as_in_training(words, tmp_path):
+    """A tokenizer.json keeps the truncation and padding that it was last used with."""
+    tokenizers = pytest.importorskip("tokenizers")
+    loaded = tokenizers.Tokenizer.from_file(str(words / "tokenizer.json"))
+    loaded.enable_truncation(3)
+    loaded.enable_padding(length=40)
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    for text in ("fox", "the quick brown fox jumps"):
+        assert load_tokenizer(tmp_path).encode(text) == load_tokenizer(words).encode(text)
+
+
+def test_a_tokenizer_that_begins_with_a_token_that_it_lacks_is_refused(words, tmp_path):
+    content = json.loads((words / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "<lost>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": single[1:], "special_tokens": {}
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
 def test_special_tokens_and_ends_come_from_the_folder(words, tmp_path):
     tokenizer = load_tokenizer(words)
     assert tokenizer.eos_token_ids == (2,)
@@ -167,12 +208,41 @@ def test_chat_templates(words, llm):
         ([user], "{% for %}", "does not take these messages"),
         ([user], "{{ ''.__class__.__mro__ }}", "does not take these messages"),
         ([user], "{{ 1 / 0 }}", "does not take these messages"),
+        ([user], "{{ '{x}'.format() }}", "does not take these messages"),
+        ([user], "{{ 'x' * 10**18 }}", "does not take these messages"),
     ]:
         with pytest.raises(ValueError, match=message):
             tokenizer.apply_chat_template(messages, template)
+    template = "{{ strftime_now('%Y') }} {{ tools|tojson(ensure_ascii=False, separators=(',', ':')) }}"
+    text = tokenizer.apply_chat_template([user], template, tools=[{"é": [1, 2]}])
+    assert re.fullmatch(r'\d{4} \[{"é":\[1,2\]}\]', text)
+    named = {"self": "s", "template": "t", "bos_token": "b"}  # a template's own variables may have any name
+    template = "{{ template }}{{ bos_token }}"
+    assert tokenizer.apply_chat_template([user], template, **named) == "tb"
     outputs = llm.chat([[user], [parts]], SamplingParams(temperature=0, max_tokens=4))
     assert [output.prompt for output in outputs] == ["user: hi\nassistant:"] * 2
     assert [output.outputs[0].text for output in outputs] == [";<=>"] * 2
+
+
+def test_who_asks_in_between_takes_nobodys_answers(llm):
+    """Requests that are queued run beside those of ``generate``, and stay to be waited for."""
+    short, long = (SamplingParams(temperature=0, max_tokens=count) for count in (2, 8))
+    first = llm.enqueue("abc", short)
+    (output,) = llm.generate("mno", long)
+    assert output.outputs[0].text == "pqrstuvw"
+    second = llm.enqueue("xyz", short)
+    outputs = llm.wait_for_completion()
+    assert [one.request_id for one in outputs] == first + second
+    assert [one.outputs[0].text for one in outputs] == ["de", "{|"]
+    assert llm.wait_for_completion() == []
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"prompt_token_ids": "97"}, {"prompt": [97]}, {"prompt": 5, "prompt_token_ids": [97]}]
+)
+def test_texts_and_tokens_are_not_taken_for_each_other(llm, prompt):
+    with pytest.raises(TypeError, match="prompt must be a string and prompt_token_ids a list"):
+        llm.generate(prompt)
 
 
 def test_generate_shows_answers_and_refuses_in_a_line(bytes_folder, tmp_path):
@@ -192,6 +262,7 @@ def test_generate_shows_answers_and_refuses_in_a_line(bytes_folder, tmp_path):
         ((bytes_folder, "x", "--temperature", -1), "temperature"),
         ((bytes_folder, "x" * 128), "max_model_len"),
         ((bytes_folder, "x", "--dtype", "int3"), "dtype"),
+        ((bytes_folder, "x", "--beams", 2, "--stop", "a"), "stop"),
     ]:
         refused = run(*bad)
         assert refused.exit_code == 2

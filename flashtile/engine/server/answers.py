@@ -94,27 +94,28 @@ async def stream_events(
     hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
     ended: set[tuple[int, int]] = set()
     try:
-        async for prompt, output in job:
-            while first:
-                await send([first.pop(0)])
-            usage.add(prompt, output)
-            for answer in output.outputs:
-                key = prompt, answer.index
-                if key in ended or not (answer.token_ids or answer.text or answer.finished):
-                    continue
-                if answer.finished:
-                    ended.add(key)
-                for choice in chunks(prompt, output, answer):
-                    await send([choice])
-        if call.include_usage:
-            last = f'data: {opening},"choices":[],"usage":{to_json(usage.body())}}}\n\n'
-            await response.write(last.encode())
-    except ApiError as error:
-        await response.write(f"data: {to_json(error.body())}\n\n".encode())
+        try:
+            async for prompt, output in job:
+                while first:
+                    await send([first.pop(0)])
+                usage.add(prompt, output)
+                for answer in output.outputs:
+                    key = prompt, answer.index
+                    if key in ended or not (answer.token_ids or answer.text or answer.finished):
+                        continue
+                    if answer.finished:
+                        ended.add(key)
+                    for choice in chunks(prompt, output, answer):
+                        await send([choice])
+            if call.include_usage:
+                last = f'data: {opening},"choices":[],"usage":{to_json(usage.body())}}}\n\n'
+                await response.write(last.encode())
+        except ApiError as error:
+            await response.write(f"data: {to_json(error.body())}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
     finally:
         hang_up.cancel()
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
     return response
 
 

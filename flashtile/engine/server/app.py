@@ -127,6 +127,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         found = error
     except web.HTTPRequestEntityTooLarge as error:
         found = ApiError(f"the body is too large: {error.text}", status=413, code="body_too_large")
+    except web.RequestPayloadError as error:
+        found = ApiError(f"the body cannot be read: {error}", code="invalid_json")
     except web.HTTPException as error:
         found = ApiError(f"{request.method} {request.path:.200}: {error.reason}", status=error.status)
     except EngineDeadError as error:
@@ -147,16 +149,16 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 async def _tokenize(request: web.Request, service: Service, body: Body) -> web.Response:
     call, tokenizer = protocol.read_tokenize(body), service.tokenizer
 
-    def encode() -> list[int]:
+    def work() -> web.Response:
         text = call.prompt if call.conversation is None else service.render(call.conversation)
         assert text is not None
-        return tokenizer.encode(text, call.add_special_tokens)
+        tokens = tokenizer.encode(text, call.add_special_tokens)
+        answer = {"count": len(tokens), "max_model_len": service.engine.max_model_len, "tokens": tokens}
+        if call.return_token_strs:
+            answer["token_strs"] = [tokenizer.decode([token], False) for token in tokens]
+        return web.json_response(answer)
 
-    tokens = await asyncio.to_thread(encode)
-    answer = {"count": len(tokens), "max_model_len": service.engine.max_model_len, "tokens": tokens}
-    if call.return_token_strs:
-        answer["token_strs"] = [tokenizer.decode([token], False) for token in tokens]
-    return web.json_response(answer)
+    return await asyncio.to_thread(work)  # of a long text it takes seconds
 
 
 async def _detokenize(request: web.Request, service: Service, body: Body) -> web.Response:
@@ -164,7 +166,8 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
     if tokens and max(tokens) >= most:
         raise ApiError(f"tokens must be below {most}, got {max(tokens)}", "tokens", code="invalid_value")
     try:
-        return web.json_response({"prompt": service.tokenizer.decode(tokens, False)})
+        text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
+        return web.json_response({"prompt": text})
     except ValueError as error:
         raise refused(error, (), "tokens") from None
 

@@ -77,6 +77,8 @@ def test_a_server_from_start_to_end(process):
         (["MODEL", "--api-key", ""], "api_key must be"),
         (["MODEL", "--device", "tpu"], "tpu"),
         (["MODEL", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["MODEL", "--swap-space", "inf"], "swap_space must be"),
+        (["MODEL", "--tensor-parallel-size", "3"], "tensor_parallel_size must divide"),
     ],
 )
 def test_bad_options_are_errors_of_the_command_line(model, options, said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 from serving import MAX_MODEL_LEN, MODEL, running
@@ -345,6 +346,32 @@ def test_an_error_has_its_status_and_names_the_field(server, path, fields, statu
     assert (body["error"]["param"], body["error"]["code"]) == (param, code)
     if fields.get("stream") is None and status == 400:
         assert server.ask(path, {**fields, "stream": True})[0] == 400  # before the first event
+
+
+def test_a_body_that_is_not_in_its_encoding(server):
+    status, body = server.ask(COMPLETIONS, {"prompt": "a"}, {"Content-Encoding": "gzip"})
+    assert (status, body["error"]["code"]) == (400, "invalid_json")
+
+
+def test_variables_of_a_template_have_any_name(server):
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    status, _ = server.ask(CHAT, {**fields, "chat_template_kwargs": {"self": 1, "template": "x"}})
+    assert status == 200
+
+
+def test_long_texts_do_not_keep_the_others_waiting(server, monkeypatch):
+    """Tokens of megabytes are told apart beside the loop."""
+    threads, decode = set(), server.service.tokenizer.decode
+
+    def watched(*given):
+        threads.add(threading.current_thread())
+        return decode(*given)
+
+    monkeypatch.setattr(server.service.tokenizer, "decode", watched)
+    assert server.ask("/tokenize", {"prompt": "abc", "return_token_strs": True})[0] == 200
+    assert server.ask("/detokenize", {"tokens": [97]})[0] == 200
+    assert threads
+    assert server.thread not in threads
 
 
 def test_a_form_or_a_text_is_no_call(server):

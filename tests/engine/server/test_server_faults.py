@@ -10,9 +10,11 @@ import threading
 import time
 
 import pytest
+from aiohttp import web
 from serving import MODEL, Running, running
 from soak import soak
 
+from flashtile.engine.server import answers
 from flashtile.engine.server.fields import Body
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import read_completion
@@ -133,6 +135,18 @@ def test_a_body_that_does_not_come_ends_with_an_error(model):
         assert (response.status, json.loads(response.read())["error"]["code"]) == (408, "timeout")
         connection.close()
         assert server.service.in_flight == 0
+
+
+def test_who_does_not_take_the_end_of_an_answer_is_hung_up_on(model, monkeypatch):
+    async def never(response):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(answers, "SLOW_READER", 0.0)
+    monkeypatch.setattr(web.StreamResponse, "write_eof", never)
+    with running(model, Limits(request_timeout=0.5)) as server:
+        stream = server.send(COMPLETIONS, {**LONG, "stream": True, "max_tokens": 1})
+        wait_for(lambda: is_idle(server))
+        stream.close()
 
 
 def test_one_call_too_many_is_told_to_come_again(model):

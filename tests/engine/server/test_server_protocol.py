@@ -94,7 +94,7 @@ def test_a_wrong_field_of_a_conversation_is_named(param, body):
     ("field", "value"),
     [
         ("stop", ["a"]), ("top_p", 0.5), ("seed", 1), ("logprobs", 1), ("stream", True),
-        ("logit_bias", {"1": 1}), ("n", 0), ("length_penalty", "long"),
+        ("logit_bias", {"1": 1}), ("n", 0), ("length_penalty", "long"), ("ignore_eos", "no"),
     ],
 )  # fmt: skip
 def test_a_beam_search_refuses_what_it_cannot_do(field, value):

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -20,7 +22,7 @@ from flashtile.cli import application
 from flashtile.commands.options import as_arguments
 from flashtile.commands.serve import environments_of
 from flashtile.engine.server.replicas import process
-from flashtile.engine.server.replicas.front import Front
+from flashtile.engine.server.replicas.front import Front, serve_replicas
 from flashtile.engine.server.replicas.process import Replica
 from flashtile.engine.server.replicas.routing import PIECE, SLACK, Routing, prompt_of
 from flashtile.engine.server.service import Limits
@@ -147,12 +149,46 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
             for one in replicas:
                 await one.wait()
         await runner.cleanup()
-        broken = Replica(0, [sys.executable, "-c", "raise SystemExit(5)"], os.environ)
-        broken.start()
-        assert not await broken.wait_until_up()
-        await broken.wait()
+        for code, restarts in ((5, process.MOST_FAILURES - 1), (process.BAD_ARGUMENTS, 0)):
+            broken = Replica(0, [sys.executable, "-c", f"raise SystemExit({code})"], os.environ)
+            broken.start()
+            assert not await broken.wait_until_up()
+            await broken.wait()
+            assert (broken.exit_code, broken.restarts) == (code, restarts)
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_wrong_arguments_of_replicas_end_the_command():
+    replicas = [Replica(i, [sys.executable, "-c", "raise SystemExit(2)"], os.environ) for i in range(2)]
+    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, lambda port: None) == 2
+
+
+def test_a_client_that_is_gone_gets_no_second_answer(monkeypatch):
+    asked = []
+
+    async def ask(*given):
+        asked.append(given)
+        raise aiohttp.ClientConnectionResetError
+
+    async def read():
+        return b"{}"
+
+    front = Front([SimpleNamespace(in_flight=0, is_up=True, number=i) for i in range(2)], Limits())
+    monkeypatch.setattr(front, "_ask", ask)
+    request = SimpleNamespace(read=read, transport=SimpleNamespace(is_closing=lambda: True))
+    with pytest.raises(ConnectionError):
+        asyncio.run(front._pass_on(request))
+    assert len(asked) == 1
+
+
+def test_a_replica_that_waits_for_its_parent_can_end():
+    """With the exit code that it wants: a thread that reads ``sys.stdin`` would abort it."""
+    program = "from flashtile.engine.server.replicas.process import *; import time; end_with_stdin()"
+    command = [sys.executable, "-c", f"{program}; time.sleep(0.2)"]
+    environment = {**os.environ, process.ORPHAN: "1", "PYTHONPATH": str(Path(process.__file__).parents[4])}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as found:
+        assert found.wait(60) == 0
 
 
 def test_a_replica_ends_when_its_parent_does(monkeypatch):

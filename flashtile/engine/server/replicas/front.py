@@ -19,7 +19,7 @@ from aiohttp import web
 
 from flashtile.engine.server.app import answer_errors
 from flashtile.engine.server.errors import ApiError
-from flashtile.engine.server.replicas.process import Replica
+from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, prompt_of
 from flashtile.engine.server.run import LAST_WORDS
 from flashtile.engine.server.service import Limits
@@ -85,6 +85,8 @@ class Front:
             try:
                 return await self._ask(request, body, replica)
             except Gone as error:
+                if request.transport is None or request.transport.is_closing():
+                    raise ConnectionResetError("the client is gone") from None
                 logger.warning("replica %d did not answer: %s", replica.number, error or type(error).__name__)
             finally:
                 replica.in_flight -= 1
@@ -195,7 +197,7 @@ def serve_replicas(
     on_start: Callable[[int], None],
 ) -> int:
     """Serve until SIGTERM or SIGINT, which the replicas get, too; a second one hurries them. The exit code: 1
-    if the replicas could not be started, or have all been given up.
+    if the replicas could not be started, or have all been given up; 2 if their arguments are wrong.
 
     Args:
         on_start: called with the port when calls are taken.
@@ -232,7 +234,10 @@ def serve_replicas(
         await all_ended
         if stopping.is_set() and started.done() and all(started.result()):
             code = 0
+        elif all(replica.given_up and replica.exit_code == BAD_ARGUMENTS for replica in replicas):
+            code = BAD_ARGUMENTS
         started.cancel()
+        await asyncio.gather(started, return_exceptions=True)
         await site.stop()
         await runner.cleanup()
         return code

@@ -18,6 +18,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a replica is started again; twice as long each time that it did not come up."""
 MOST_FAILURES = 3
 """Starts in a row that end before the replica serves; then it is given up."""
+BAD_ARGUMENTS = 2
+"""The exit code of a command line that is wrong: it will not be right the next time."""
 
 ORPHAN = "FLASHTILE_END_WITH_STDIN"
 """In the environment of a replica: :func:`end_with_stdin`."""
@@ -30,8 +32,12 @@ def end_with_stdin() -> None:
     if not os.environ.pop(ORPHAN, None):
         return
 
+    descriptor = sys.stdin.fileno()
+
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not by sys.stdin: Python aborts at its end while a thread waits there.
+        while os.read(descriptor, 2**16):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -49,6 +55,7 @@ class Replica:
         in_flight: calls that have been given to it.
         restarts: how often it was started again.
         given_up: it did not come up and is not tried any more.
+        exit_code: of the last time that it has ended by itself.
     """
 
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]):
@@ -56,6 +63,7 @@ class Replica:
         self.url: str | None = None
         self.in_flight = self.restarts = self._failures = 0
         self.given_up = False
+        self.exit_code = 0
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -92,13 +100,13 @@ class Replica:
         pause = FIRST_PAUSE
         while not self._stopping.is_set():
             begun = time.monotonic()
-            code = await self._serve_once()
+            self.exit_code = code = await self._serve_once()
             if self._stopping.is_set():
                 return
             logger.error("replica %d has ended with code %d", self.number, code)
             if time.monotonic() - begun > LONGEST_PAUSE:
                 pause = FIRST_PAUSE
-            if self._failures >= MOST_FAILURES:
+            if self._failures >= (1 if code == BAD_ARGUMENTS else MOST_FAILURES):
                 self.given_up = True
                 self._changed.set()
                 return

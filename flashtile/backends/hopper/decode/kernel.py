@@ -48,22 +48,11 @@ from flashtile.backends.hopper.decode.work import (
     start_dependents,
     wait_for_table,
 )
-from flashtile.backends.hopper.forward.kernel import (
-    LN_2,
-    Rows,
-    Tree,
-    apply_score_mod,
-    attend_cut,
-    attend_uncut,
-    mask,
-    online_softmax,
-    pv_product,
-    qk_product,
-    quad_sums,
-    scale_rows,
-    skip_blocks,
-)
+from flashtile.backends.hopper.forward.attend import attend_cut, attend_uncut, skip_blocks
+from flashtile.backends.hopper.forward.products import pv_product, qk_product, scale_rows
+from flashtile.backends.hopper.forward.rows import Rows, Tree
 from flashtile.backends.hopper.forward.schedule import Numbers, own_blocks
+from flashtile.backends.hopper.forward.scores import LN_2, apply_score_mod, mask, online_softmax, quad_sums
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import (

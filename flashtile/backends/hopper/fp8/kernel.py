@@ -26,26 +26,11 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load
-from flashtile.backends.hopper.forward.kernel import (
-    LN_2,
-    WARPGROUP_ROWS,
-    apply_score_mod,
-    load_keys,
-    load_queries,
-    mask,
-    mask_rows,
-    own_range,
-    own_rows,
-    qk_product,
-    rows_in,
-    scale_rows,
-    skip_blocks,
-    store_lse,
-    store_rows,
-    tile_blocks,
-    whole_end,
-)
+from flashtile.backends.hopper.forward.attend import skip_blocks
+from flashtile.backends.hopper.forward.products import qk_product, scale_rows
+from flashtile.backends.hopper.forward.rows import mask_rows, own_rows, rows_in
 from flashtile.backends.hopper.forward.schedule import (
+    WARPGROUP_ROWS,
     Numbers,
     Pointers,
     Schedule,
@@ -54,9 +39,14 @@ from flashtile.backends.hopper.forward.schedule import (
     next_tile,
     num_own_tiles,
     num_parts,
+    own_range,
     query_blocks,
     snake_order,
+    tile_blocks,
+    whole_end,
 )
+from flashtile.backends.hopper.forward.scores import LN_2, apply_score_mod, mask
+from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_lse, store_rows
 from flashtile.backends.hopper.fp8.softmax import (
     LEAST,
     P_LOG2,

@@ -20,10 +20,12 @@ import decode_cases
 import flashtile
 from cases import BF16, Case
 from flashtile.backends.hopper import channels
-from flashtile.backends.hopper.backward import dq_accum, wide_dkv
+from flashtile.backends.hopper.backward import dq_accum, step, wide_dkv
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.decode import gather
+from flashtile.backends.hopper.forward import attend as forward_attend
 from flashtile.backends.hopper.forward import kernel as forward
+from flashtile.backends.hopper.forward import products, tiles
 from flashtile.backends.hopper.fp8 import kernel as fp8_forward
 from flashtile.backends.hopper.linear import kernel as linear
 from gluon_interpreter import Edited, KernelError, interpreted
@@ -81,31 +83,31 @@ SOME_END = "global memory at .* by a (TMA store|load).* knows of no end"
 MANY_HEADS_RUN = "backward, many heads"
 FAULTS: list[tuple[str, Any, str, str, str]] = [
     # A wait less.
-    ("forward", forward.tile_of_v, "v.wait(i)", "i % v.STAGES",
+    ("forward", products.tile_of_v, "v.wait(i)", "i % v.STAGES",
      r"multiplies by b, v\.tiles\[\d\], written by a load that completes on v\.full\[\d\]"),
-    ("forward", forward.attend_tile, "tma.store_wait(0)  # of the tile before", "pass",
+    ("forward", forward_attend.attend_tile, "tma.store_wait(0)  # of the tile before", "pass",
      r"stores to o_tiles\[\d\], read by a TMA store"),
     ("forward", forward.consumer, "tma.store_wait(0)", "pass", "ends before its TMA stores have read"),
-    ("forward, long", forward.attend_uncut, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
-    ("forward, long", forward.pv_wait, "warpgroup_mma_wait(0, deps=[o])", "warpgroup_mma_wait(1, deps=[o])",
+    ("forward, long", forward_attend.attend_uncut, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
+    ("forward, long", products.pv_wait, "warpgroup_mma_wait(0, deps=[o])", "warpgroup_mma_wait(1, deps=[o])",
      "used before warpgroup_mma_wait"),
-    ("backward", backward.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
+    ("backward", step.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
      r"stores to dq_parts\[\d\], read by a TMA store"),
-    ("backward", backward.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
+    ("backward", step.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
     (MANY_HEADS_RUN, backward.accumulate_dq, CONVERTED, "", SOME_END),
     (MANY_HEADS_RUN, dq_accum.postprocess, WAIT_FOR_ADDED, "", SOME_END),
     ("backward, wide", wide_dkv.key_step, "weights.wait(i)", "i % 2", r"loads weights\[\d\]"),
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
      "written by an asynchronous copy of program"),
     # Freed, or handed on, too early.
-    ("forward, long", forward.attend_uncut, "k.release(i)", "k.release(i); k.release(i)",
+    ("forward, long", forward_attend.attend_uncut, "k.release(i)", "k.release(i); k.release(i)",
      "more arrive at|nobody can go on"),
-    ("forward, long", forward.attend_uncut, WAIT_FOR_O, "        v.release(i - 1)\n" + WAIT_FOR_O,
+    ("forward, long", forward_attend.attend_uncut, WAIT_FOR_O, "        v.release(i - 1)\n" + WAIT_FOR_O,
      r"loads to v\.tiles\[\d\], read by a product"),
     (MANY_HEADS_RUN, backward.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
     # A fence less.
-    ("forward", forward.attend_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),
-    ("backward", backward.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
+    ("forward", forward_attend.attend_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),
+    ("backward", step.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
     (MANY_HEADS_RUN, dq_accum.wait_for, "proxy_fence()", "", SOME_END),
     ("fp8", fp8_forward.transpose_values, "fence_async_shared()", "", r"v_tiles\[\d\], .* without fence"),
     ("decode", gather.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
@@ -117,7 +119,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward", forward.load_block, EXPECT_V, EXPECT_V + " * 2",
      r"waits for parity 0 of v\.full\[0\].* 8192 bytes missing"),
     # Addresses.
-    ("forward", forward.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
+    ("forward", tiles.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
     ("decode", gather.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),
 ]  # fmt: skip
 
@@ -141,7 +143,7 @@ def test_a_seed_repeats_a_run() -> None:
 
 
 def test_what_is_not_known_is_named() -> None:
-    edited = Edited(forward.store_lse, "gl.store(", "gl.histogram(")
+    edited = Edited(tiles.store_lse, "gl.store(", "gl.histogram(")
     with (
         pytest.raises(NotImplementedError, match=r"gl\.histogram, which the interpreter"),
         interpreted(0, edited),

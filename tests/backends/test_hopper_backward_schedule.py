@@ -19,6 +19,7 @@ from flashtile.backends.common.preprocess import ROW_PAD, padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward import schedule as backward_schedule
+from flashtile.backends.hopper.backward import tiles
 from flashtile.backends.hopper.backward import wide_dkv as backward_wide_dkv
 from flashtile.backends.hopper.backward.compile_cases import compile_cases
 from flashtile.backends.hopper.backward.config import (
@@ -335,8 +336,7 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
     """Each key head of the schedule loads K and V of the one that it is a share of, and has its own part."""
     loaded: list[list] = []
     load_keys = functions_of(
-        work_tiles,
-        backward_schedule,
+        tiles,
         gl=PYTHON_GL,
         async_load=lambda desc, at, barrier, tile: loaded.append(at),
     )["load_keys"]

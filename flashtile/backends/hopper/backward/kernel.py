@@ -3,7 +3,7 @@
 After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2) in FlashAttention-3's form (Shah et al. 2024,
 arXiv:2407.08608, section 3 and appendix). A work tile is BLOCK_N keys of one key head. Its program walks the
 query rows that see them, of every query head that shares the key head, or its share of both (``schedule``).
-Per step, with keys as rows:
+Per step (``step``), with keys as rows:
 
     S^T = K Q^T     P^T = exp2(S^T - lse)     dV += P^T dO
     dP^T = V dO^T   dS^T = P^T (dP^T - delta)  dK += dS^T Q     dQ += dS K
@@ -19,17 +19,10 @@ and dP^T run under the exponentials, dV under dS, dK under the start of the next
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from flashtile.backends.common import launch
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper import config, work_queue
+from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.backward.dq_accum import (
     POSTPROCESS_WARPS,
     Sizes,
@@ -51,35 +44,19 @@ from flashtile.backends.hopper.backward.schedule import (
     gradient_head,
     head_and_block,
     head_of_batch,
-    load_keys,
-    load_rows,
     own_row_blocks,
     padded_row,
     step_order,
 )
-from flashtile.backends.hopper.backward.scores import (
-    Numbers,
-    apply_score_mod,
-    mask,
-    row_of,
-    slope_of,
-)
+from flashtile.backends.hopper.backward.scores import WARPGROUP_ROWS, Numbers, row_of, slope_of
+from flashtile.backends.hopper.backward.step import dq_product, pass_dq, step
+from flashtile.backends.hopper.backward.tiles import load_keys, load_rows, store_gradient
 from flashtile.backends.hopper.bias import tiles as bias_tiles
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.columns import column_parts, product_of_rows, store_part
-from flashtile.backends.hopper.compat import (
-    aggregate,
-    async_add,
-    async_load,
-    async_store,
-)
-from flashtile.backends.hopper.dropout.cells import drop, generator_of, words_of
-from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
+from flashtile.backends.hopper.compat import aggregate, async_add, async_load
+from flashtile.backends.hopper.dropout.cells import generator_of
 from flashtile.backends.hopper.mods.cells import key_mods, of_query_head
 from flashtile.backends.hopper.mods.visits import row_visits, visited_block
-
-WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
-RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 
 
 @aggregate
@@ -240,166 +217,6 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
         queue.release(t)
         t += 1
         tile_index = work_queue.peek(queue, t, 1)
-
-
-@gluon.jit
-def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k, zero):
-    """This warpgroup's half of dS K, left in flight: half of the columns, or of 128 rows half."""
-    ds_q = ds.permute((1, 0))
-    if C.BLOCK_M == WARPGROUP_ROWS:
-        half = k.slice(W * (C.BLOCK_D // 2), C.BLOCK_D // 2, 1)
-        return warpgroup_mma(ds_q, half, zero, use_acc=False, is_async=True)
-    else:
-        rows = ds_q.slice(W * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
-        return warpgroup_mma(rows, k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def in_register_order(x):
-    """[64, N] as [N / 4, 256]: each thread's registers, pair by pair, one row for all threads.
-
-    In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
-    (w, r, t). Stored so, a tile needs one address a thread and meets no bank twice; what reads the buffer
-    knows the order (``dq_accum``).
-    """
-    N: gl.constexpr = x.shape[1]
-    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
-    return x.reshape([N // 4, 256])
-
-
-@gluon.jit
-def pass_dq(W: gl.constexpr, shared, dq, i):
-    """Warpgroup W's half of dQ of step ``i`` to the warp that adds it to ``dq_accum``."""
-    mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)
-    shared.dq.index(W).store(in_register_order(dq))
-    fence_async_shared()
-    mbarrier.arrive(shared.dq_full.index(W), count=1)
-
-
-@gluon.jit
-def step(
-    C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, slope, mods,
-    dk, dv, start, q, do, shared, schedule, numbers,
-):  # fmt: skip
-    """Step ``i``: rows of block ``m``; and dQ of the step before, unless this is the FIRST of a work tile.
-
-    ``start`` is -lse of the rows, which the accumulator of S^T starts with; returned is that of step ``i +
-    more``, where ``more`` is 1, and 0 in the last step.
-    """
-    dtype: gl.constexpr = shared.k.dtype
-    ROWS: gl.constexpr = WARPGROUP_ROWS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    ds_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
-    p_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
-    DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == ROWS else C.BLOCK_D
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    # Slot 0, said so that the compiler sees it change from step to step: what the products need to know of
-    # tiles that never change it would keep in the registers of every thread, 32 of them.
-    k = shared.k.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
-    v = shared.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
-    my_k = k.slice(W * ROWS, ROWS, 0)
-    my_v = v.slice(W * ROWS, ROWS, 0)
-    # A zero that the compiler cannot see through, for each row: accumulators that are copies of one register
-    # would be copied after the fence that orders them before the product, at the price of a wait.
-    zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
-
-    slot = q.wait(i)
-    q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
-    do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
-    scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
-    if FIRST:
-        if C.HAS_DROPOUT:
-            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
-        added = 0
-        if C.HAS_BIAS:
-            added = bias_tiles.read_keys(C, W, mods, i, s_layout)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-    else:
-        before = i - 1
-        mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
-        zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
-        dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
-        if C.HAS_DROPOUT:
-            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
-        added = 0
-        if C.HAS_BIAS:
-            added = bias_tiles.read_keys(C, W, mods, i, s_layout)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-    softcap_grad = 1.0
-    if C.HAS_SCORE_MOD:
-        scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout, mods)
-        if C.HAS_BIAS:
-            scores = scores + bias_tiles.in_log2(added)
-        p = gl.exp2(scores + row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
-    elif C.HAS_BIAS:
-        p = gl.exp2(scores * numbers.scale_log2 + bias_tiles.in_log2(added))
-    else:
-        p = gl.exp2(scores * numbers.scale_log2)
-    if C.HAS_BIAS:
-        p = bias_tiles.hide_rows(C, p, m, work, s_layout)
-    if CUT:
-        p = mask(C, W, p, m, work, schedule, s_layout, mods)
-    weights = to_16_bit(p * softcap_grad, dtype)  # dS / dP: P, times the soft-cap's derivative
-    p = to_16_bit(p, dtype)
-    if C.HAS_DROPOUT:
-        p = drop(p, words, mods, True)
-    do.wait(i)
-    dp_start = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
-    p = pin_16_bit(p)
-    if not FIRST:
-        dq = warpgroup_mma_wait(0, deps=[dq])
-    if C.HAS_BIAS:  # noqa: SIM102 - one is known to the compiler, the other is not
-        if i > 0:
-            bias_tiles.release_keys(mods, i - 1)
-    dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
-    dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
-    if not FIRST:
-        pass_dq(W, shared, dq, i - 1)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    if C.HAS_DROPOUT:  # of what is dropped, -delta alone
-        neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
-        kept = p
-        if C.SOFTCAP:
-            kept = drop(weights, words, mods, True)
-        ds = to_16_bit(to_fp32(kept) * dp + to_fp32(weights) * neg_delta, dtype)
-    else:
-        ds = to_16_bit(to_fp32(weights) * dp, dtype)
-    shared.ds.index(i & 1).slice(W * ROWS, ROWS, 0).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(shared.ds_full.index(i & 1), count=1)
-    dk = warpgroup_mma(gl.convert_layout(ds, ds_operand), q_tile, dk, is_async=True)
-    # Of the next step, under dK; of this one again where there is no next.
-    start = row_of(shared.neg_lse.index(q.wait(i + more)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    do.release(i)
-    q.release(i)
-    return dk, dv, start
-
-
-@gluon.jit
-def store_gradient(
-    C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, START: gl.constexpr = 0
-):
-    """TMA store of warpgroup W's keys of a head, as many columns at a time as ``desc`` has, through one tile.
-
-    ``gradient`` are columns from START on. Rows behind the last key are not written.
-    """
-    PART: gl.constexpr = desc.block_type.shape[-1]
-    parts = column_parts(gradient, PART)
-    for n in gl.static_range(gradient.shape[1] // PART):
-        tma.store_wait(0)  # of the part before
-        store_part(parts[n], tile)
-        row = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
-        if C.VARLEN or C.SEQUSED:
-            end = work.start_k + work.seqlen_k
-            if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
-                end = work.sequence * schedule.seqlen_k + work.seqlen_k
-            place = RAGGED_ROWS - work.seqlen_k + row
-            async_store(desc, [RAGGED_ROWS, end, place, head, START + n * PART], tile)
-        else:
-            async_store(desc, [work.sequence, row, head, START + n * PART], tile)
 
 
 @gluon.jit

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.common import launch, preprocess
-from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.common import preprocess
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range, num_work_tiles
 
-RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
 
@@ -240,25 +238,3 @@ def padded_row(C: gl.constexpr, work, row):
     if C.VARLEN:
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
     return row
-
-
-@gluon.jit
-def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
-    """TMA load of BLOCK_M rows of q or dO; rows behind the last query arrive as zeros."""
-    if C.VARLEN:
-        end = work.start_q + work.seqlen_q
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, 0], barrier, tile)
-    else:
-        async_load(desc, [work.sequence, row, head, 0], barrier, tile)
-
-
-@gluon.jit
-def load_keys(C: gl.constexpr, desc, work, barrier, tile):
-    """TMA load of the block of keys or values; rows behind the last key arrive as zeros."""
-    row = work.place * C.BLOCK_N
-    head = work.head // C.HEAD_SPLITS
-    if C.VARLEN or C.SEQUSED:
-        end = work.start_k + work.seqlen_k
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, 0], barrier, tile)
-    else:
-        async_load(desc, [work.sequence, row, head, 0], barrier, tile)

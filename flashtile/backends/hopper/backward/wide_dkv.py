@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import config, work_queue
-from flashtile.backends.hopper.backward.kernel import store_gradient
 from flashtile.backends.hopper.backward.schedule import (
     Pointers,
     Schedule,
@@ -36,8 +35,6 @@ from flashtile.backends.hopper.backward.schedule import (
     find_work_tile,
     gradient_head,
     head_of_batch,
-    load_keys,
-    load_rows,
     own_row_blocks,
     padded_row,
 )
@@ -48,6 +45,7 @@ from flashtile.backends.hopper.backward.scores import (
     row_of,
     slope_of,
 )
+from flashtile.backends.hopper.backward.tiles import load_keys, load_rows, store_gradient
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, product_of_rows, zero_sums
 from flashtile.backends.hopper.compat import async_load, reinterpret

@@ -32,14 +32,7 @@ from flashtile.backends.hopper.columns import (
     product_of_rows,
     zero_sums,
 )
-from flashtile.backends.hopper.forward.kernel import (
-    load_keys,
-    load_queries,
-    mask,
-    mask_rows,
-    store_rows,
-    tile_blocks,
-)
+from flashtile.backends.hopper.forward.rows import mask_rows
 from flashtile.backends.hopper.forward.schedule import (
     Pointers,
     Schedule,
@@ -49,7 +42,10 @@ from flashtile.backends.hopper.forward.schedule import (
     num_parts,
     query_blocks,
     snake_order,
+    tile_blocks,
 )
+from flashtile.backends.hopper.forward.scores import mask
+from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit
 from flashtile.backends.hopper.work_tiles import key_range, num_work_tiles
 

@@ -8,26 +8,23 @@ head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``, so that the
 A program takes an equal run of all n_blocks if it is BALANCED, wherever in the batch that begins and ends.
 Else programs take work tiles, or splits of them, from a queue, those of long sequences first. Parts of a work
 tile leave partial results, as in the portable kernel.
+
+The partitions are here, and what a loader does; ``attend`` is what a consumer does with a part.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper import config, work_queue
-from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
+from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load, partition_barrier
+from flashtile.backends.hopper.decode.attend import attend_part
 from flashtile.backends.hopper.decode.combine import Note, write_note
-from flashtile.backends.hopper.decode.convert import (
-    load_scales,
-    make_reader,
-    make_scales,
-    query_operand,
-    scales_of_head,
-)
+from flashtile.backends.hopper.decode.convert import load_scales, make_reader, make_scales
 from flashtile.backends.hopper.decode.gather import (
     Source,
     faults_of_keys,
@@ -48,22 +45,7 @@ from flashtile.backends.hopper.decode.work import (
     start_dependents,
     wait_for_table,
 )
-from flashtile.backends.hopper.forward.kernel import (
-    LN_2,
-    Rows,
-    Tree,
-    apply_score_mod,
-    attend_cut,
-    attend_uncut,
-    mask,
-    online_softmax,
-    pv_product,
-    qk_product,
-    quad_sums,
-    scale_rows,
-    skip_blocks,
-)
-from flashtile.backends.hopper.forward.schedule import Numbers, own_blocks
+from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS, Numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import (
@@ -73,8 +55,6 @@ from flashtile.backends.portable.decode.schedule import (
     sequence_of,
     share_start,
 )
-
-WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
 
 class Pointers(NamedTuple):
@@ -134,214 +114,6 @@ def uniform_start(start):
         uniform(start.total), uniform(start.position), uniform(start.end), uniform(start.m_block),
         uniform(start.m_block_start),
     )  # fmt: skip
-
-
-class OwnRows(NamedTuple):
-    """A warpgroup's rows, each [64]."""
-
-    index: Any
-    """Within the m_block."""
-    token: Any
-    head: Any
-    exists: Any
-
-
-@gluon.jit
-def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constexpr):
-    """The rows of warpgroup W of a work tile."""
-    index = W * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=layout)
-    _, m = sequence_of(work.m_block, lengths, C)
-    row = m * C.BLOCK_M + index
-    return OwnRows(index, row // C.PACK, work.head_kv * C.PACK + row % C.PACK, index < work.num_rows)
-
-
-@gluon.jit
-def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
-    """``own_blocks`` of warpgroup W, among those n_blocks that are attended to together.
-
-    A warpgroup without rows has one n_block, so that it needs no code of its own.
-    """
-    _, m = sequence_of(work.m_block, lengths, C)
-    first_row = m * C.BLOCK_M + W * WARPGROUP_ROWS
-    num_rows = work.num_rows - W * WARPGROUP_ROWS
-    first = first_row // C.PACK
-    last = (first_row + min(num_rows, WARPGROUP_ROWS) - 1) // C.PACK
-    sequence = work.sequence
-    begin, end, full_begin, full_end = own_blocks(
-        first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
-        lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
-    )  # fmt: skip
-    if C.HAS_LEFTPAD:
-        padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
-        full_begin = min(max(full_begin, padded), full_end)
-    if C.HAS_TREE:  # it begins with the first of the newest tokens
-        full_end = min(full_end, max(max(sequence.len_k - sequence.len_q, 0) // C.BLOCK_N, begin))
-        full_begin = min(full_begin, full_end)
-    if num_rows <= 0:
-        begin = end - 1
-        full_begin = begin
-        full_end = begin
-    return begin, end, full_begin, full_end
-
-
-@gluon.jit
-def mask_rows(C: gl.constexpr, work, own, slope, call):
-    """A warpgroup's rows as masks see them."""
-    sequence, lengths = work.sequence, call.lengths
-    offset = sequence.len_k - sequence.len_q
-    in_keys = own.token + offset
-    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
-    if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + lengths.window_right, last_key)
-    tree = 0
-    if C.HAS_TREE:
-        b, _ = sequence_of(work.m_block, lengths, C)
-        row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
-        mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride
-        tree = Tree(mask_of_sequence, row, offset, sequence.len_q)  # type: ignore[assignment]
-    first_key = in_keys - lengths.window_left
-    if C.HAS_LEFTPAD:
-        first_key = gl.maximum(first_key, sequence.leftpad)
-    return Rows(in_keys, first_key, last_key, slope, tree, 0)
-
-
-@gluon.jit
-def store_rows(C: gl.constexpr, base, rows, exists, o):
-    """Rows of o to ``base``, where ``rows`` says, straight from the product's registers."""
-    layout: gl.constexpr = o.type.layout
-    columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, layout))
-    offsets = gl.convert_layout(rows, gl.SliceLayout(1, layout)) * C.HEAD_DIM_V
-    exists = gl.convert_layout(exists, gl.SliceLayout(1, layout))
-    inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
-    gl.store(base + offsets[:, None] + columns[None, :], o.to(base.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def store_whole(C: gl.constexpr, o, lse, work, rows, call):
-    """Rows of out and of lse, in base 2, as the caller gets them."""
-    lengths = call.lengths
-    num_heads_q = lengths.num_heads_kv * C.PACK
-    b, _ = sequence_of(work.m_block, lengths, C)
-    if C.VARLEN:
-        tokens = work.sequence.start_q.to(gl.int64) + rows.token
-        lse_rows = rows.head.to(gl.int64) * lengths.total_q + tokens
-    else:
-        tokens = b.to(gl.int64) * lengths.seqlen_q + rows.token
-        lse_rows = (b.to(gl.int64) * num_heads_q + rows.head) * lengths.seqlen_q + rows.token
-    gl.store(call.pointers.lse + lse_rows, lse * LN_2, mask=rows.exists)
-    store_rows(C, call.pointers.out, tokens * num_heads_q + rows.head, rows.exists, o)
-
-
-@gluon.jit
-def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
-    """A partial result, as ``portable.decode.combine`` has it."""
-    splits = call.splits
-    partial = call.pointers.partial
-    partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
-    partial_lse = partial + splits.slots.to(gl.int64) * splits.partial_rows * C.HEAD_DIM_V
-    gl.store(partial_lse + partial_rows, lse, mask=rows.exists)
-    store_rows(C, partial, partial_rows, rows.exists, o)
-
-
-@gluon.jit
-def attend_part(
-    C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, slot, whole, i, j, q, k, v, faults, call, numbers,
-    dtype: gl.constexpr,
-):  # fmt: skip
-    """n_blocks [n_begin, n_end) for the 64 rows of warpgroup W; to out and lse if they are the ``whole`` work
-    tile, else to partial result ``slot``.
-
-    ``i`` counts the program's n_blocks, ``j`` its parts of work tiles: the uses of their channels. Returns
-    the new ``i``.
-    """
-    ROWS: gl.constexpr = WARPGROUP_ROWS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    ping_pong = make_ping_pong(1)
-    lengths = call.lengths
-
-    my_begin, my_end, full_begin, full_end = own_range(C, W, work, n_begin, n_end, lengths)
-    own = own_rows(C, W, work, lengths, row_layout)
-    slope = 0.0
-    if C.ALIBI:
-        b, _ = sequence_of(work.m_block, lengths, C)
-        slope = gl.load(call.pointers.alibi_slopes + b * call.alibi_stride + own.head) * (1 / LN_2)
-    rows = mask_rows(C, work, own, slope, call)
-    m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
-    l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
-
-    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
-    q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
-    v_scale = 1.0
-    if C.E4M3:
-        k_scale, v_scale = scales_of_head(C, call.pointers, work.head_kv)
-        q_tile, numbers = query_operand(C, q_tile, k, k_scale, numbers, row_layout)
-    n = my_end - 1
-    if C.HAS_RIGHT or C.HAS_TREE:
-        n = min(max(full_end, my_begin), my_end - 1)
-        o, l, m, i = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_tile, k, v, ping_pong, rows, numbers, dtype
-        )
-
-    # The first n_block of the pipeline, the only one of it that may be cut.
-    s = qk_product(C, C.BLOCK_N, q_tile, q_tile, k.tiles.index(k.wait(i)), s_layout)
-    s = warpgroup_mma_wait(0, deps=[s])
-    k.release(i)
-    s = apply_score_mod(C, s, n, rows, numbers, s_layout)
-    s = mask(C, s, n, rows, s_layout)
-    weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
-    l = scale_rows(l, alpha) + quad_sums(weights)
-    if C.HAS_RIGHT or C.HAS_TREE:
-        o = scale_rows(o, alpha)
-    p = gl.convert_layout(weights.to(dtype), p_layout)
-    i += 1
-    full_begin = min(full_begin, n)
-    o, l, m, p, i = attend_uncut(
-        C, W, o, l, m, p, i, n, full_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers, s_layout, p_layout
-    )
-    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
-    if C.HAS_LEFT:
-        o = warpgroup_mma_wait(0, deps=[o])
-        v.release(i - 1)
-        o, l, m, i = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers,
-            dtype,
-        )  # fmt: skip
-    q.release(j)
-    sums = gl.convert_layout(gl.sum(l, 1), row_layout)
-    if not C.HAS_LEFT:
-        o = warpgroup_mma_wait(0, deps=[o])
-        v.release(i - 1)
-    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
-
-    fault = work_queue.take(faults, j, 4) | work.sequence.fault
-    sums = gl.where(fault == 0, sums, float("nan"))
-    factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
-    if C.SINK:  # it enters once: here, or where parts are combined
-        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * (1 / LN_2)
-        top = gl.maximum(m, sink)
-        shift = gl.where(top == float("-inf"), 0.0, top)
-        with_sink = sums * gl.exp2(m - shift) + gl.exp2(sink - shift)
-        sums = gl.where(whole, with_sink, sums)
-        factor = gl.where(whole, gl.exp2(m - shift), factor)
-        m = gl.where(whole, top, m)
-    if C.DESCALE == "head":
-        factor = factor * v_scale
-    empty = sums == 0.0
-    total = gl.where(empty, 1.0, sums)
-    lse = gl.where(empty, float("-inf"), m + gl.log2(total))
-    o = scale_rows(o, factor / total)
-    if C.SPLIT:
-        if whole:
-            store_whole(C, o, lse, work, own, call)
-        else:
-            store_partial(C, o, lse, slot, own, call)
-    else:
-        store_whole(C, o, lse, work, own, call)
-    return i
 
 
 @gluon.jit

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper import config
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range
+
+WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
 
 class Pointers(NamedTuple):
@@ -187,3 +190,34 @@ def own_blocks(
     full_end = min(max(full_end // BLOCK_N, begin), end - 1)
     full_begin = min(max((full_begin + BLOCK_N - 1) // BLOCK_N, begin), full_end)
     return begin, end, full_begin, full_end
+
+
+@gluon.jit
+def tile_blocks(C: gl.constexpr, work, block, left, right):
+    """Key blocks [n_begin, n_end) of a tile: the producer loads them, every consumer releases them."""
+    first = block * (C.BLOCK_M // C.PACK)
+    last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
+    return key_blocks(
+        first, last, work.seqlen_q, work.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N
+    )
+
+
+@gluon.jit
+def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
+    """(first and last row of warpgroup W, ``tile_blocks``, then ``own_blocks``)"""
+    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
+    first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
+    last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
+    my_begin, my_end, full_begin, full_end = own_blocks(
+        first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.window_left,
+        schedule.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+    )  # fmt: skip
+    return first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end
+
+
+@gluon.jit
+def whole_end(C: gl.constexpr, work, last, my_begin, my_end, schedule):
+    """``my_end``, or one less if only the first half of the last block is seen."""
+    last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
+    half = last_key < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
+    return my_end - 1 if half else my_end

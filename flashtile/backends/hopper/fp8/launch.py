@@ -12,7 +12,8 @@ from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.launch import Kernels, Outputs, schedule_of, tile_table
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
-from flashtile.backends.hopper.fp8.kernel import ScaleStrides, forward_kernel
+from flashtile.backends.hopper.fp8.kernel import forward_kernel
+from flashtile.backends.hopper.fp8.scales import ScaleStrides
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales

@@ -1,0 +1,58 @@
+"""What the Hopper backward reads and writes by TMA: rows of q and dO, blocks of k and v, their gradients."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from flashtile.backends.common import launch
+from flashtile.backends.hopper.backward.scores import WARPGROUP_ROWS
+from flashtile.backends.hopper.columns import column_parts, store_part
+from flashtile.backends.hopper.compat import async_load, async_store
+
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
+    """TMA load of BLOCK_M rows of q or dO; rows behind the last query arrive as zeros."""
+    if C.VARLEN:
+        end = work.start_q + work.seqlen_q
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, 0], barrier, tile)
+    else:
+        async_load(desc, [work.sequence, row, head, 0], barrier, tile)
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, desc, work, barrier, tile):
+    """TMA load of the block of keys or values; rows behind the last key arrive as zeros."""
+    row = work.place * C.BLOCK_N
+    head = work.head // C.HEAD_SPLITS
+    if C.VARLEN or C.SEQUSED:
+        end = work.start_k + work.seqlen_k
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, 0], barrier, tile)
+    else:
+        async_load(desc, [work.sequence, row, head, 0], barrier, tile)
+
+
+@gluon.jit
+def store_gradient(
+    C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, START: gl.constexpr = 0
+):
+    """TMA store of warpgroup W's keys of a head, as many columns at a time as ``desc`` has, through one tile.
+
+    ``gradient`` are columns from START on. Rows behind the last key are not written.
+    """
+    PART: gl.constexpr = desc.block_type.shape[-1]
+    parts = column_parts(gradient, PART)
+    for n in gl.static_range(gradient.shape[1] // PART):
+        tma.store_wait(0)  # of the part before
+        store_part(parts[n], tile)
+        row = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+        if C.VARLEN or C.SEQUSED:
+            end = work.start_k + work.seqlen_k
+            if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
+                end = work.sequence * schedule.seqlen_k + work.seqlen_k
+            place = RAGGED_ROWS - work.seqlen_k + row
+            async_store(desc, [RAGGED_ROWS, end, place, head, START + n * PART], tile)
+        else:
+            async_store(desc, [work.sequence, row, head, START + n * PART], tile)

@@ -1,0 +1,79 @@
+"""A warpgroup's query rows in attention over a cache: tokens of all query heads that share a key head."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.forward.rows import Rows, Tree
+from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS, own_blocks
+from flashtile.backends.portable.decode.schedule import sequence_of
+
+
+class OwnRows(NamedTuple):
+    """A warpgroup's rows, each [64]."""
+
+    index: Any
+    """Within the m_block."""
+    token: Any
+    head: Any
+    exists: Any
+
+
+@gluon.jit
+def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constexpr):
+    """The rows of warpgroup W of a work tile."""
+    index = W * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=layout)
+    _, m = sequence_of(work.m_block, lengths, C)
+    row = m * C.BLOCK_M + index
+    return OwnRows(index, row // C.PACK, work.head_kv * C.PACK + row % C.PACK, index < work.num_rows)
+
+
+@gluon.jit
+def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
+    """``own_blocks`` of warpgroup W, among those n_blocks that are attended to together.
+
+    A warpgroup without rows has one n_block, so that it needs no code of its own.
+    """
+    _, m = sequence_of(work.m_block, lengths, C)
+    first_row = m * C.BLOCK_M + W * WARPGROUP_ROWS
+    num_rows = work.num_rows - W * WARPGROUP_ROWS
+    first = first_row // C.PACK
+    last = (first_row + min(num_rows, WARPGROUP_ROWS) - 1) // C.PACK
+    sequence = work.sequence
+    begin, end, full_begin, full_end = own_blocks(
+        first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
+        lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+    )  # fmt: skip
+    if C.HAS_LEFTPAD:
+        padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
+        full_begin = min(max(full_begin, padded), full_end)
+    if C.HAS_TREE:  # it begins with the first of the newest tokens
+        full_end = min(full_end, max(max(sequence.len_k - sequence.len_q, 0) // C.BLOCK_N, begin))
+        full_begin = min(full_begin, full_end)
+    if num_rows <= 0:
+        begin = end - 1
+        full_begin = begin
+        full_end = begin
+    return begin, end, full_begin, full_end
+
+
+@gluon.jit
+def mask_rows(C: gl.constexpr, work, own, slope, call):
+    """A warpgroup's rows as masks see them."""
+    sequence, lengths = work.sequence, call.lengths
+    offset = sequence.len_k - sequence.len_q
+    in_keys = own.token + offset
+    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
+    if C.HAS_RIGHT:
+        last_key = gl.minimum(in_keys + lengths.window_right, last_key)
+    tree = 0
+    if C.HAS_TREE:
+        b, _ = sequence_of(work.m_block, lengths, C)
+        row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
+        mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride
+        tree = Tree(mask_of_sequence, row, offset, sequence.len_q)  # type: ignore[assignment]
+    first_key = in_keys - lengths.window_left
+    if C.HAS_LEFTPAD:
+        first_key = gl.maximum(first_key, sequence.leftpad)
+    return Rows(in_keys, first_key, last_key, slope, tree, 0)

@@ -1,0 +1,180 @@
+"""The two products of the Hopper forward, S = Q K^T and O += P V, and the accumulators of O.
+
+Tiles come whole, or in D_PARTS and DV_PARTS of columns each.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flashtile.backends.hopper.columns import column_parts, product_of_rows
+from flashtile.backends.hopper.compat import reinterpret
+from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
+from flashtile.backends.hopper.inline_asm import rescale
+
+
+@gluon.jit
+def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout: gl.constexpr):
+    """S = Q K^T with the first WIDTH keys of a tile, left in flight. q: [64, BLOCK_D] in shared memory."""
+    ROWS: gl.constexpr = q.shape[0]
+    HEAD: gl.constexpr = C.Q_IN_REGISTERS
+    s = gl.zeros([ROWS, WIDTH], gl.float32, s_layout)
+    k = k_tile.reshape([C.BLOCK_N, C.BLOCK_D])
+    if WIDTH < C.BLOCK_N:
+        k = k.slice(0, WIDTH, dim=0)
+    if HEAD > 0:
+        s = warpgroup_mma(q_head, k.slice(0, HEAD, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
+        if HEAD < C.QK_COLUMNS:
+            s = product_of_rows(q, k, s, C.QK_COLUMNS, True, HEAD)
+    else:
+        s = product_of_rows(q, k, s, C.QK_COLUMNS, False)
+    return s
+
+
+@gluon.constexpr_function
+def least(a, b):
+    return min(a, b)
+
+
+@gluon.jit
+def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
+    """:func:`qk_product` with use ``i`` of the channel of k, once it is there.
+
+    Where tiles come in D_PARTS, ``q`` is a tuple of them, and ``q_head`` of those in registers.
+    """
+    slot = k.wait(i)
+    if C.D_PARTS == 1:
+        return qk_product(C, WIDTH, q, q_head, k.tiles.index(slot), s_layout)
+    else:
+        PARTS: gl.constexpr = C.D_PARTS
+        COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
+        s = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, s_layout)
+        for n in gl.static_range(PARTS):
+            k_part = k.tiles.index(slot * PARTS + n).reshape([C.BLOCK_N, COLUMNS])
+            if WIDTH < C.BLOCK_N:
+                k_part = k_part.slice(0, WIDTH, dim=0)
+            if n * COLUMNS < C.Q_IN_REGISTERS:
+                s = warpgroup_mma(q_head[n], k_part.permute((1, 0)), s, use_acc=n > 0, is_async=True)
+            elif n * COLUMNS < C.QK_COLUMNS:
+                s = product_of_rows(q[n], k_part, s, least(C.QK_COLUMNS - n * COLUMNS, COLUMNS), n > 0)
+        return s
+
+
+@gluon.jit
+def parts_of(tiles, first, PARTS: gl.constexpr):
+    """PARTS tiles of shared memory from ``first`` on: a tuple of [rows, columns]."""
+    tile = tiles.index(first)
+    tile = tile.reshape([WARPGROUP_ROWS, tile.shape[-1]])
+    if PARTS == 1:
+        return (tile,)
+    else:
+        return (tile,) + parts_of(tiles, first + 1, PARTS - 1)
+
+
+@gluon.jit
+def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
+    """The first COUNT of a tuple of tiles, in registers."""
+    if COUNT == 1:
+        return (tiles[0].load(layout),)
+    else:
+        return load_parts(tiles, COUNT - 1, layout) + (tiles[COUNT - 1].load(layout),)
+
+
+@gluon.jit
+def tile_of_v(C: gl.constexpr, v, i):
+    """Use ``i`` of the channel of v, once it is there. Where tiles come in DV_PARTS, a tuple, as O's
+    accumulators."""
+    slot = v.wait(i)
+    if C.DV_PARTS == 1:
+        return v.tiles.index(slot)
+    else:
+        first = slot * C.DV_PARTS
+        COLUMNS: gl.constexpr = C.BLOCK_DV // C.DV_PARTS
+        layout: gl.constexpr = gl.NVMMASharedLayout(v.tiles.layout.swizzle_byte_width, 16, 2)
+        wide = reinterpret(v.tiles.index(first), v.tiles.dtype, [C.BLOCK_N, C.O_WIDE], layout)
+        others = v.tiles.index(first + C.O_WIDE // COLUMNS).reshape([C.BLOCK_N, COLUMNS])
+        if C.O_COLUMNS < COLUMNS:
+            others = others.slice(0, C.O_COLUMNS, dim=1)
+        return (wide, others)
+
+
+@gluon.jit
+def pv_product(C: gl.constexpr, p, v_tile, o):
+    """O += P V, left in flight. p: [64, WIDTH] in registers, for the first WIDTH rows of v's tile."""
+    if C.DV_PARTS == 1:
+        return pv_part(C, p, v_tile.reshape([C.BLOCK_N, C.BLOCK_DV]), o)
+    else:
+        layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o[1].type.layout, k_width=2)
+        wide = pv_part(C, p, v_tile[0], o[0])
+        return (wide, pv_part(C, gl.convert_layout(p, layout, assert_trivial=True), v_tile[1], o[1]))
+
+
+@gluon.jit
+def pv_part(C: gl.constexpr, p, v, o):
+    """:func:`pv_product` with one of O's accumulators."""
+    WIDTH: gl.constexpr = p.shape[1]
+    if WIDTH < C.BLOCK_N:
+        v = v.slice(0, WIDTH, dim=0)
+    return warpgroup_mma(p, v, o, is_async=True)
+
+
+@gluon.jit
+def pv_wait(C: gl.constexpr, o):
+    """O once its products are complete."""
+    if C.DV_PARTS == 1:
+        return warpgroup_mma_wait(0, deps=[o])
+    else:
+        return warpgroup_mma_wait(0, deps=[o[0], o[1]])
+
+
+@gluon.jit
+def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
+    """O of a warpgroup's rows; with DV_PARTS a tuple, of the first O_WIDE columns and of O_COLUMNS more."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    o = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
+    if C.DV_PARTS > 1 and WIDTH == C.O_WIDE:
+        return (o, zero_output(C, C.O_COLUMNS))
+    else:
+        return o
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """x [rows, n] times factor [rows], in whatever layouts they are."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def scale_output(C: gl.constexpr, o, factor):
+    """:func:`scale_rows` of all of O."""
+    if C.DV_PARTS == 1:
+        return scale_rows(o, factor)
+    else:
+        return (scale_rows(o[0], factor), scale_rows(o[1], factor))
+
+
+@gluon.jit
+def rescale_output(C: gl.constexpr, o, alpha):
+    """:func:`rescale` of all of O."""
+    if C.DV_PARTS == 1:
+        return rescale(o, alpha)
+    else:
+        return (rescale(o[0], alpha), rescale(o[1], alpha))
+
+
+@gluon.jit
+def round_output(C: gl.constexpr, o, dtype: gl.constexpr):
+    """All of O in ``dtype``."""
+    if C.DV_PARTS == 1:
+        return o.to(dtype)
+    else:
+        return (o[0].to(dtype), o[1].to(dtype))
+
+
+@gluon.jit
+def output_parts(C: gl.constexpr, o, PART: gl.constexpr):
+    """O in tiles of PART columns, from left to right; the last may have fewer."""
+    if C.DV_PARTS == 1:
+        return column_parts(o, PART)
+    else:
+        return column_parts(o[0], PART) + (o[1],)

@@ -1,0 +1,74 @@
+"""A warpgroup's query rows in the Hopper forward, as masks and ALiBi see them."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
+
+
+class Rows(NamedTuple):
+    """A warpgroup's rows as masks and ALiBi see them: 64 numbers each."""
+
+    positions: Any
+    """Where a row stands among the keys."""
+    first_key: Any
+    last_key: Any
+    """The last key that a row sees."""
+    slope: Any
+    """ALiBi's, of the row's head, in log2 units."""
+    tree: Any
+    """What a tree mask says, as a :class:`Tree`; 0 without one."""
+    mods: Any
+    """What functions of scores and masks need, as :class:`~flashtile.backends.hopper.mods.cells.CellMods`; or
+    dropout, as :class:`~flashtile.backends.hopper.dropout.cells.Generator`; or a bias, as
+    :class:`~flashtile.backends.hopper.bias.tiles.Bias`; 0 without any."""
+
+
+class Tree(NamedTuple):
+    """A tree mask of draft tokens (``decode``): which of a sequence's last tokens each row sees."""
+
+    mask: Any
+    """Pointer to the sequence's."""
+    row: Any
+    """Where a row's begins, [64]; -1 if the row is none."""
+    first_key: Any
+    """The key that its first column stands for."""
+    columns: Any
+
+
+@gluon.jit
+def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
+    """(position, query head) of each of a warpgroup's rows: rows of heads that share a tile alternate."""
+    row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
+    return first + row // C.PACK, work.head * C.PACK + row % C.PACK
+
+
+@gluon.jit
+def mask_rows(C: gl.constexpr, work, positions, slope, schedule, mods=0):
+    """The rows at ``positions`` of a sequence, as :class:`Rows`."""
+    in_keys = positions + work.seqlen_k - work.seqlen_q
+    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
+    if C.HAS_RIGHT:
+        last_key = gl.minimum(in_keys + schedule.window_right, last_key)
+    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0, mods)
+
+
+@gluon.jit
+def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
+    """The same rows in another layout."""
+    slope = rows.slope
+    if C.ALIBI:
+        slope = gl.convert_layout(slope, layout)
+    tree = rows.tree
+    if C.HAS_TREE:
+        tree = Tree(tree.mask, gl.convert_layout(tree.row, layout), tree.first_key, tree.columns)
+    return Rows(
+        gl.convert_layout(rows.positions, layout),
+        gl.convert_layout(rows.first_key, layout),
+        gl.convert_layout(rows.last_key, layout),
+        slope,
+        tree,
+        rows.mods,
+    )

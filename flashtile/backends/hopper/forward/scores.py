@@ -1,0 +1,148 @@
+"""From raw products to probabilities in the Hopper forward, queries as rows: soft-cap, bias, ALiBi, functions
+of scores and masks, masks, the online softmax, dropout.
+
+Scores are kept in log2 units, so that a probability is one FMA and one exp2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.bias import tiles as bias_tiles
+from flashtile.backends.hopper.columns import plus_columns
+from flashtile.backends.hopper.dropout.cells import drop, make_here, words_of
+from flashtile.backends.hopper.mods.cells import hide_cells, modify_scores
+from flashtile.backends.hopper.mods.visits import key_block
+from flashtile.backends.hopper.soft_cap import tanh_of
+
+LN_2 = gl.constexpr(0.6931471805599453)
+LAG_LOG2 = gl.constexpr(8.0)
+"""With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
+
+
+@gluon.jit
+def visited(C: gl.constexpr, rows, n):
+    """(block, whether it is full): what the lists of a block mask call block ``n`` of a tile, early enough to
+    arrive under a product."""
+    if C.LISTED:
+        return key_block(C, rows.mods.visits, n)
+    return n, False
+
+
+@gluon.jit
+def dropout_words(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.constexpr):
+    """What decides which probabilities of block ``n`` are dropped. It needs no score, so that the product may
+    be in flight; 0 without dropout."""
+    if C.HAS_DROPOUT:
+        words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
+        make_here(words)
+        return words
+    else:
+        return 0
+
+
+@gluon.jit
+def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_layout: gl.constexpr):
+    """What use ``i`` of the channel of the bias adds to scores; asked for early enough to arrive under a
+    product."""
+    if C.HAS_BIAS:
+        return bias_tiles.read_rows(C, W, rows.mods, i, WIDTH, s_layout)
+    else:
+        return 0
+
+
+@gluon.jit
+def release_bias(C: gl.constexpr, rows, i, added):
+    """What :func:`load_bias` has asked for, arrived; the tile is free."""
+    if C.HAS_BIAS:
+        added = bias_tiles.release_rows(rows.mods, i, added)
+    return added
+
+
+@gluon.jit
+def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
+    """Soft-cap, bias and ALiBi: raw products of block ``n`` to scores in log2 units.
+
+    Without HAS_SCORE_MOD products, the tanh of a soft-cap, or scores with a bias, which are in natural units,
+    stay as they are, and the softmax scales them. With KEY_SCALES each key has a scale of its own, in
+    shared memory.
+    """
+    if C.KEY_SCALES:
+        s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
+    if C.SOFTCAP:
+        s = tanh_of(s, numbers.softcap_rate, C.TANH_APPROX)
+        if C.HAS_SCORE_MOD:
+            s = s * numbers.softcap_log2
+    elif C.HAS_SCORE_MOD:
+        s = s * numbers.scale_log2
+    if C.SCORE_MOD is not None:
+        s = modify_scores(C, s, n, rows, numbers, s_layout)
+    if C.HAS_BIAS:
+        s = bias_tiles.plus_bias(s, added, numbers.scale)
+    if C.ALIBI:
+        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
+        s = s - rows.slope[:, None] * gl.abs(plus_columns(between, s.shape[1], s_layout))
+    return s
+
+
+@gluon.jit
+def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
+    """-inf for keys of block ``n`` outside [first_key, last_key] of their row, and for what MASK_MOD hides
+    unless the block mask says that it ``is_full``."""
+    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
+    if C.MASK_MOD is not None:
+        s = hide_cells(C, s, n, is_full, rows, s_layout)
+    if C.MASK_MOD is None or not C.LISTED or not C.EVEN_N:
+        s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    if C.HAS_LEFT:
+        s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    if C.HAS_TREE:
+        tree = rows.tree
+        columns = keys + (n * C.BLOCK_N - tree.first_key)
+        inside = (columns >= 0) & (columns < tree.columns) & (tree.row >= 0)[:, None]
+        seen = gl.load(tree.mask + tree.row[:, None] + columns, mask=inside, other=1)
+        s = gl.where(seen != 0, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def online_softmax(C: gl.constexpr, s, m, scale_log2):
+    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive.
+
+    With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451) the maximum stays what it was
+    until a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m whatever m is, so that out and
+    lse are the same.
+    """
+    top = gl.max(s, 1)
+    if not C.HAS_SCORE_MOD:
+        top = top * scale_log2
+    if C.LAZY_RESCALE:
+        m_new = gl.where(top > m + LAG_LOG2, top, m)
+    else:
+        m_new = gl.maximum(m, top)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
+    if C.HAS_SCORE_MOD:
+        p = gl.exp2(s - shift[:, None])
+    else:
+        p = gl.exp2(s * scale_log2 - shift[:, None])
+    return p, m_new, gl.exp2(m - shift)
+
+
+@gluon.jit
+def quad_sums(p):
+    """[rows, N] -> [rows, 4]: sums of what each of the four threads that share a row holds, without a
+    shuffle.
+
+    In wgmma's accumulator, column 8 a + 2 t + b belongs to thread t of the quad.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def drop_cells(C: gl.constexpr, p, words, rows):
+    """P in 16 bits without what dropout drops."""
+    if C.HAS_DROPOUT:
+        return drop(p, words, rows.mods, False)
+    else:
+        return p

@@ -1,0 +1,80 @@
+"""What the Hopper forward reads and writes: tiles of q, k, v and out, by TMA, and lse."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from flashtile.backends.common import launch
+from flashtile.backends.hopper.columns import store_part
+from flashtile.backends.hopper.compat import async_load, async_store
+from flashtile.backends.hopper.forward.products import output_parts
+from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
+
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column: gl.constexpr = 0):
+    """TMA load of block ``n`` of k or v, from ``column`` on; rows behind the last key arrive as zeros."""
+    row, head = n * C.BLOCK_N, work.head // C.KV_GROUP
+    if C.VARLEN or C.SEQUSED:
+        end = work.start_k + work.seqlen_k
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, column], barrier, slot)
+    else:
+        async_load(desc, [work.sequence, row, head, column], barrier, slot)
+
+
+@gluon.jit
+def load_queries(
+    C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, part, column: gl.constexpr = 0
+):
+    """TMA load of the rows of warpgroup ``w``, from ``column`` on; rows behind the last query arrive as
+    zeros."""
+    row = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+    if C.VARLEN:
+        end = work.start_q + work.seqlen_q
+        row = RAGGED_ROWS - work.seqlen_q + row
+        async_load(desc, [RAGGED_ROWS, end, row, work.head, column], barrier, part)
+    elif C.PACK > 1:
+        async_load(desc, [work.sequence, row, work.head, 0, column], barrier, part)
+    else:
+        async_load(desc, [work.sequence, row, work.head, column], barrier, part)
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0):
+    """TMA store of a warpgroup's rows of the output, from ``column`` on; rows behind the last query are not
+    written."""
+    if C.VARLEN:
+        end = work.start_q + work.seqlen_q
+        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, column], part)
+    elif C.PACK > 1:
+        async_store(desc, [work.sequence, row, work.head, 0, column], part)
+    else:
+        async_store(desc, [work.sequence, row, work.head, column], part)
+
+
+@gluon.jit
+def store_parts(C: gl.constexpr, W: gl.constexpr, o, o_tiles, o_desc, work, row):
+    """TMA store of a warpgroup's rows, as many columns at a time as ``o_desc`` has, through two tiles in
+    alternation."""
+    PART: gl.constexpr = o_desc.block_type.shape[-1]
+    COUNT: gl.constexpr = (C.BLOCK_DV + PART - 1) // PART
+    parts = output_parts(C, o, PART)
+    for n in gl.static_range(COUNT):
+        tile = o_tiles.index(2 * W + n % 2)
+        # Of the part before the last. After an odd number of parts, the last one had this tile, too.
+        tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
+        store_part(parts[n], tile)
+        store_rows(C, o_desc, work, row, tile, n * PART)
+
+
+@gluon.jit
+def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
+    """Natural logarithm, a row's number each; rows behind the last query are not written."""
+    if C.VARLEN:
+        rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
+    else:
+        head_of_batch = work.sequence.to(gl.int64) * (schedule.num_heads * C.PACK) + head
+        rows = head_of_batch * schedule.seqlen_q + positions
+    gl.store(pointers.lse + rows, lse, mask=positions < work.seqlen_q)

@@ -1,0 +1,111 @@
+"""Scales of e4m3 tiles in the Hopper forward: of q by row, of k and v by block of keys.
+
+They cost nothing per element: those of q and k are part of the factor that every score has in any case, that
+of v is an offset of the exponent, taken back from the row's sum by one factor per block.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
+from flashtile.backends.hopper.fp8.softmax import LEAST, log2
+from flashtile.fp8 import layout
+
+QUERY_BLOCK = gl.constexpr(layout.QUERY_BLOCK)
+KEY_BLOCK = gl.constexpr(layout.KEY_BLOCK)
+
+
+class ScaleStrides(NamedTuple):
+    """Elements from the scale of one sequence, head and block to the next; 0 where they share a scale."""
+
+    q_scale_batch: Any
+    q_scale_head: Any
+    q_scale_block: Any
+    k_scale_batch: Any
+    k_scale_head: Any
+    k_scale_block: Any
+    v_scale_batch: Any
+    v_scale_head: Any
+    v_scale_block: Any
+
+
+class ScaleArrays(NamedTuple):
+    """Memory of the scales, fp32, and their strides. What a call has not is never followed."""
+
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    strides: Any
+
+
+class TileScales(NamedTuple):
+    """Scales of one tile."""
+
+    rows: Any
+    """[rows]: what raw products are multiplied by, but for the scale of their keys."""
+    k: Any
+    """Pointer to the scale of the first block of keys; the next ones follow at ``k_block``."""
+    v: Any
+    k_block: Any
+    v_block: Any
+
+
+@gluon.jit
+def tile_scales(C: gl.constexpr, work, positions, head, arrays, numbers):
+    """Those of 64 rows at ``positions`` of query heads ``head`` ([rows] each)."""
+    strides = arrays.strides
+    q_place = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
+    first_q = 0
+    first_k = 0
+    if C.VARLEN and C.BLOCK_SCALES:
+        first_q = work.start_q // QUERY_BLOCK + work.sequence
+        first_k = work.start_k // KEY_BLOCK + work.sequence
+    q_place += (first_q + positions // QUERY_BLOCK) * strides.q_scale_block
+    if C.HAS_Q_SCALE:
+        q_scale = gl.load(arrays.q_scale + q_place, mask=positions < work.seqlen_q, other=1.0)
+    else:
+        q_scale = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, positions.type.layout)
+    if C.SOFTCAP:
+        q_scale = q_scale * numbers.softcap_rate
+    else:
+        q_scale = q_scale * numbers.scale_log2
+    head_kv = work.head // C.KV_GROUP
+    k_place = work.sequence * strides.k_scale_batch + head_kv * strides.k_scale_head
+    v_place = work.sequence * strides.v_scale_batch + head_kv * strides.v_scale_head
+    return TileScales(
+        q_scale,
+        arrays.k_scale + (k_place + first_k * strides.k_scale_block),
+        arrays.v_scale + (v_place + first_k * strides.v_scale_block),
+        strides.k_scale_block,
+        strides.v_scale_block,
+    )
+
+
+@gluon.jit
+def load_scales(C: gl.constexpr, scales, n):
+    """(k's, v's) scale of block ``n``, or of block 0 for one before it."""
+    block = gl.maximum(n, 0) * C.BLOCK_N // KEY_BLOCK
+    k_scale, v_scale = gl.to_tensor(1.0), gl.to_tensor(1.0)
+    if C.HAS_K_SCALE:
+        k_scale = gl.load(scales.k + block * scales.k_block)
+    if C.HAS_V_SCALE:
+        v_scale = gl.load(scales.v + block * scales.v_block)
+    return k_scale, v_scale
+
+
+@gluon.jit
+def score_factor(C: gl.constexpr, scales, k_scale):
+    """[rows]: what raw products are multiplied by. Kept positive and finite, or -inf would become NaN."""
+    factor = scales.rows * k_scale
+    if not C.HAS_SCORE_MOD:
+        factor = gl.minimum(gl.maximum(factor, LEAST), 1 / LEAST)
+    return factor
+
+
+@gluon.jit
+def value_scale(v_scale):
+    """(log2 of a block's value scale, its inverse)."""
+    exponent = log2(gl.maximum(v_scale, LEAST))
+    return exponent, gl.exp2(-exponent)

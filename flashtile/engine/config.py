@@ -109,6 +109,14 @@ class ModelConfig:
         """The largest window if every layer has one, -1 otherwise: keys before it can be dropped."""
         return max(self.windows) if min(self.windows) >= 0 else -1
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that its positions serve: some are scaled further than ``max_position_embeddings`` says."""
+        length, rope = self.max_position_embeddings, self.rope
+        if rope["rope_type"] not in ("linear", "yarn"):
+            return length
+        return max(length, int(rope.get("original_max_position_embeddings", length) * rope["factor"]))
+
 
 class ConfigError(ValueError):
     """A model's folder says something impossible; the message names the file and the field."""

@@ -49,7 +49,8 @@ class LLM:
         load_format: "auto", "safetensors", or "dummy" for random weights, which need config.json alone.
         device: "cuda", "cpu" ...; None is the first GPU, or the CPU where there is none.
         seed: of requests that have none.
-        max_model_len: tokens of prompt and answer together; None: what the model was made for.
+        max_model_len: tokens of prompt and answer together, at most what the model's positions serve; None:
+            its ``max_position_embeddings``.
         max_num_seqs: sequences computed at a time.
         max_num_batched_tokens: tokens computed in a step.
         gpu_memory_utilization: share of the GPU's memory that the engine may take.
@@ -132,7 +133,9 @@ class LLM:
         if quantization is not None and self.dtype == torch.float32:
             raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
-        length = _between("max_model_len", max_model_len, config.max_position_embeddings, 1, 2**30)
+        length = _between(
+            "max_model_len", max_model_len, config.max_position_embeddings, 1, config.longest_sequence
+        )
         check_flag("enable_prefix_caching", enable_prefix_caching)
         check_flag("enforce_eager", enforce_eager)
         utilization = as_float("gpu_memory_utilization", gpu_memory_utilization, "a number")

@@ -17,9 +17,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from flashtile.backends.common.preprocess import ROW_PAD, padded_rows
 from flashtile.backends.hopper import work_tiles
-from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward import schedule as backward_schedule
-from flashtile.backends.hopper.backward import tiles
+from flashtile.backends.hopper.backward import step, tiles
 from flashtile.backends.hopper.backward import wide_dkv as backward_wide_dkv
 from flashtile.backends.hopper.backward.compile_cases import compile_cases
 from flashtile.backends.hopper.backward.config import (
@@ -456,7 +455,7 @@ def test_sums_are_stored_in_the_order_of_the_accumulator(columns: int) -> None:
     8 (i / 4) + 2 (l % 4) + i % 2 (PTX, "wgmma.mma_async", figure of matrix D)."""
     threads, registers = 128, columns // 2
     tile = torch.arange(64 * columns).reshape(64, columns)
-    stored = as_python(backward, "in_register_order")(tile).flatten()
+    stored = as_python(step, "in_register_order")(tile).flatten()
     for thread, i in itertools.product(range(threads), range(registers)):
         warp, lane = divmod(thread, 32)
         row, column = 16 * warp + 8 * (i // 2 % 2) + lane // 4, 8 * (i // 4) + 2 * (lane % 4) + i % 2

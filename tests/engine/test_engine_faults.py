@@ -263,6 +263,17 @@ def test_old_and_new_ways_to_write_a_config():
     assert parse_config({**CONFIG, "eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
 
 
+def test_how_long_a_sequence_a_models_positions_serve():
+    """Scaled ones may reach further than ``max_position_embeddings`` says."""
+    plain = parse_config(CONFIG)
+    assert plain.longest_sequence == plain.max_position_embeddings == 128
+    linear = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert parse_config({**CONFIG, **linear}).longest_sequence == 256
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    assert parse_config({**CONFIG, "rope_scaling": yarn}).longest_sequence == 512
+    assert parse_config({**CONFIG, "rope_scaling": {**yarn, "factor": 1.5}}).longest_sequence == 128
+
+
 def header(entries: object, size: int | None = None) -> bytes:
     text = json.dumps(entries).encode()
     return struct.pack("<Q", len(text) if size is None else size) + text
@@ -330,6 +341,7 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         ({"tensor_parallel_size": 3}, "tensor_parallel_size must divide the model's num_heads=4, got 3"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be auto"),
         ({"max_model_len": 0}, "max_model_len must be from 1"),
+        ({"max_model_len": 1 << 20}, "max_model_len must be from 1 to"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens must be at least"),
         ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes must be at least two blocks"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ HOPPER = "sm_90a"
 TENSOR_CORE = {"sm_80": "mma", HOPPER: "wgmma"}
 CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
 TILE = ("BLOCK_M", "BLOCK_N")
+VALUE = "value"
 WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_WIDE")
 
 
@@ -56,36 +58,35 @@ def telling() -> set[tuple[str, str]]:
 
     First, with the widest heads and the most features, values that are no numbers and other architectures'
     numbers; then, with the fewest, Hopper's numbers, each tile of each kernel for Hopper and each kernel for
-    the others. Heads of q and v are as wide as each other."""
-    heavy = [(arch, case) for arch in CASES for case in sorted(CASES[arch], key=weight, reverse=True)]
+    the others. The case that shows most that is new is chosen next. Heads of q and v are as wide as each
+    other."""
     chosen: set[tuple[str, str]] = set()
-    values, tiles = set(), set()
+    known: set[tuple] = set()
+    cases = [(arch, case, shown_by(arch, case)) for arch in CASES for case in CASES[arch]]
 
-    def choose(arch: str, case: CompileCase, fewest: bool) -> None:
-        constants = constants_of(case)
-        width = constants.get("BLOCK_D")
-        if case.exhaustive or (width is not None and constants.get("BLOCK_DV", width) != width):
-            return
-        kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
-        own_values = {(*kernel, *item) for item in constants.items() if item[0] not in WIDTHS}
-        sizes = case.num_warps, case.num_stages, *map(constants.get, TILE)
-        tile = arch, *kernel, q_of_a_tile(case), *(sizes if arch == HOPPER else ())
-        new = own_values - values
-        if fewest:
-            tells = bool(new) or tile not in tiles
-        else:
-            tells = any(arch != HOPPER or not is_number(value) for *_, value in new)
-        if not tells:
-            return
-        chosen.add((arch, case.name))
-        values.update(own_values)
-        tiles.add(tile)
+    def cover(wanted: Callable[[str, tuple], bool], preferred: Callable[[CompileCase], tuple]) -> None:
+        missing = {item for arch, _, shown in cases for item in shown if wanted(arch, item)} - known
+        while missing:
+            arch, case, shown = max(cases, key=lambda entry: (len(entry[2] & missing), preferred(entry[1])))
+            chosen.add((arch, case.name))
+            known.update(shown)
+            missing -= shown
 
-    for arch, case in heavy:
-        choose(arch, case, fewest=False)
-    for arch, case in reversed(heavy):
-        choose(arch, case, fewest=True)
+    cover(lambda arch, item: item[0] == VALUE and (arch != HOPPER or not is_number(item[-1])), weight)
+    cover(lambda arch, item: True, lambda case: tuple(-number for number in weight(case)))
     return chosen
+
+
+def shown_by(arch: str, case: CompileCase) -> set[tuple]:
+    """The values of a case's constants and its tile, each with its kernel."""
+    constants = constants_of(case)
+    width = constants.get("BLOCK_D")
+    if case.exhaustive or (width is not None and constants.get("BLOCK_DV", width) != width):
+        return set()
+    kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
+    sizes = case.num_warps, case.num_stages, *map(constants.get, TILE)
+    tile = "tile", arch, *kernel, q_of_a_tile(case), *(sizes if arch == HOPPER else ())
+    return {tile, *((VALUE, *kernel, *item) for item in constants.items() if item[0] not in WIDTHS)}
 
 
 def weight(case: CompileCase) -> tuple[int, int]:

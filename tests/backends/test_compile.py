@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.compile
 HOPPER = "sm_90a"
 TENSOR_CORE = {"sm_80": "mma", HOPPER: "wgmma"}
 CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
-TILE = ("BLOCK_M", "BLOCK_N")
 VALUE = "value"
 WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_WIDE")
 
@@ -43,12 +41,6 @@ def constants_of(case: CompileCase) -> dict:
     return vars(case.constants["C"]) if "C" in case.constants else {}
 
 
-def q_of_a_tile(case: CompileCase) -> Any:
-    """Its type; of a tensor descriptor element and width of heads, however many dimensions lead to them."""
-    found = re.match(r"tensordesc<(\w+)\[.*?(\d+)\],", type_of_q(case))
-    return found.groups() if found else type_of_q(case)
-
-
 def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -57,9 +49,8 @@ def telling() -> set[tuple[str, str]]:
     """(architecture, name) of cases that compile each value of each constant but the width of heads.
 
     First, with the widest heads and the most features, values that are no numbers and other architectures'
-    numbers; then, with the fewest, Hopper's numbers, each tile of each kernel for Hopper and each kernel for
-    the others. The case that shows most that is new is chosen next. Heads of q and v are as wide as each
-    other."""
+    numbers; then, with the fewest, Hopper's numbers, and each kernel for each architecture. The case that
+    shows most that is new is chosen next. Heads of q and v are as wide as each other."""
     chosen: set[tuple[str, str]] = set()
     known: set[tuple] = set()
     cases = [(arch, case, shown_by(arch, case)) for arch in CASES for case in CASES[arch]]
@@ -78,15 +69,14 @@ def telling() -> set[tuple[str, str]]:
 
 
 def shown_by(arch: str, case: CompileCase) -> set[tuple]:
-    """The values of a case's constants and its tile, each with its kernel."""
+    """Its kernel for the architecture, and the values of its constants, each with the kernel."""
     constants = constants_of(case)
     width = constants.get("BLOCK_D")
     if case.exhaustive or (width is not None and constants.get("BLOCK_DV", width) != width):
         return set()
     kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
-    sizes = case.num_warps, case.num_stages, *map(constants.get, TILE)
-    tile = "tile", arch, *kernel, q_of_a_tile(case), *(sizes if arch == HOPPER else ())
-    return {tile, *((VALUE, *kernel, *item) for item in constants.items() if item[0] not in WIDTHS)}
+    values = ((VALUE, *kernel, *item) for item in constants.items() if item[0] not in WIDTHS)
+    return {("kernel", arch, *kernel), *values}
 
 
 def weight(case: CompileCase) -> tuple[int, int]:

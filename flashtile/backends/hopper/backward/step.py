@@ -83,24 +83,17 @@ def step(
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
-    if FIRST:
-        if C.HAS_DROPOUT:
-            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
-        added = 0
-        if C.HAS_BIAS:
-            added = bias_tiles.read_keys(C, W, mods, i, s_layout)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-    else:
+    if not FIRST:
         before = i - 1
         mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
         zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
         dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
-        if C.HAS_DROPOUT:
-            words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
-        added = 0
-        if C.HAS_BIAS:
-            added = bias_tiles.read_keys(C, W, mods, i, s_layout)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+    if C.HAS_DROPOUT:
+        words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
+    added = 0
+    if C.HAS_BIAS:
+        added = bias_tiles.read_keys(C, W, mods, i, s_layout)
+    scores = warpgroup_mma_wait(0 if FIRST else 1, deps=[scores])
     softcap_grad = 1.0
     if C.HAS_SCORE_MOD:
         scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout, mods)

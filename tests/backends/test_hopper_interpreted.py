@@ -352,7 +352,7 @@ def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[st
 
 
 @pytest.mark.parametrize(
-    "descale", ["block", "head", pytest.param(None, marks=exhaustive)]
+    "descale", ["block", "head", *(pytest.param(kind, marks=exhaustive) for kind in ("sequence", None))]
 )
 @pytest.mark.parametrize(
     ("page_size", "head_dim"), [(16, 128), *(pytest.param(size, 64, marks=exhaustive) for size in (0, 1, 64)),
@@ -365,7 +365,8 @@ def test_decode_over_fp8(page_size: int, head_dim: int, descale: str | None) -> 
     tensors[0][1] *= 1e30  # in float16 by a scale of each row
     if descale is not None:
         blocks, _, heads, _ = tensors[1].shape
-        scales = 0.25 + torch.rand(2, *([heads] if descale == "head" else [blocks, heads]))
+        shape = {"head": (heads,), "block": (blocks, heads), "sequence": (3, 1, heads)}[descale]
+        scales = 0.25 + torch.rand(2, *shape)
         if descale == "head":
             scales[0, 0], scales[0, 1] = 0.0, -scales[0, 1]
         arguments |= dict(zip(("k_descale", "v_descale"), scales, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, stride_of_two
+from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, outer_stride
 from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.config import (
     GRADIENT_PART,
@@ -143,7 +143,7 @@ def schedule_of(
         batch_rows_k=rows_between_sequences(k),
         window_left=left,
         window_right=right,
-        alibi_stride=stride_of_two(alibi_slopes),
+        alibi_stride=outer_stride(alibi_slopes),
         swizzle=swizzle,
     )
 

@@ -165,7 +165,7 @@ def _padded(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options:
     if padding.whole:
         return _dense(q, k, v, options)
     by_place = options["causal"] or options["window_size"] != (-1, -1)
-    if padding.solid and q.shape[1] == seqlen and (by_place or _attends_to_itself(module.__class__)):
+    if padding.solid and q.shape[1] == seqlen and (by_place or _attends_to_itself(type(module))):
         return _in_runs(q, k, v, padding, options)
     if padding.on_right and not by_place:
         return attention(q, k, v, seqused_k=padding.lengths, **options)

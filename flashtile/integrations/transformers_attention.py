@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +93,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
             if with_scores:
                 return _with_scores(q, k, v, attention_mask, options, others)
             if attention_mask is not None:
-                return _padded(module, q, k, v, attention_mask, options), None
+                return _padded(q, k, v, attention_mask, options), None
             sequences = _sequences(q.shape[0], others)
             attend = _dense if sequences is None else _packed
             return attend(q, k, v, options | (sequences or {})), None
@@ -150,12 +149,12 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     )
 
 
-def _padded(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options) -> Tensor:
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options) -> Tensor:
     """Under a mask of keys, (batch, seqlen_k), True for those that are there. It is shorter than a static
     cache, of which only so many keys have been written.
 
-    Queries are the last tokens. Where there are as many as keys, they are padded as the keys are if both are
-    of one text, as causality, a window or the module says: the keys of an encoder may have other queries.
+    Queries are the last tokens. Where there are as many as keys, they are padded as the keys are if causality
+    or a window says that both are of one text: an encoder's keys may have other queries.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]
@@ -165,26 +164,13 @@ def _padded(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options:
     if padding.whole:
         return _dense(q, k, v, options)
     by_place = options["causal"] or options["window_size"] != (-1, -1)
-    if padding.solid and q.shape[1] == seqlen and (by_place or _attends_to_itself(type(module))):
+    if padding.solid and by_place and q.shape[1] == seqlen:
         return _in_runs(q, k, v, padding, options)
     if padding.on_right and not by_place:
         return attention(q, k, v, seqused_k=padding.lengths, **options)
     if padding.on_left and _is_step(q, k, v, options):
         return _step(q, k, v, options, padding.starts)
     return _under_keys(q, k, v, mask.bool(), options)
-
-
-_OF_SELF_ATTENTION = {
-    "self", "hidden_states", "attention_mask", "position_ids", "position_embeddings", "past_key_values",
-    "head_mask", "output_attentions", "use_cache",
-}  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def _attends_to_itself(kind: Any) -> bool:
-    """Whether a kind of module is given no other states that keys could be of."""
-    parameters = inspect.signature(kind.forward).parameters.values()
-    return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} <= _OF_SELF_ATTENTION
 
 
 def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options) -> Tensor:

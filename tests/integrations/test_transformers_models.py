@@ -172,16 +172,6 @@ def test_bert_attends_both_ways_without_its_padding():
         compared_gradients(models, [result.loss for result in results])
 
 
-@pytest.mark.parametrize("masked", [MASK, MASK.flip(1)], ids=["left", "right"])
-def test_padding_of_an_encoder_has_no_queries(masked):
-    _, model = pair("BertModel", transformers.BertConfig(**{**SMALL, "num_key_value_heads": None}))
-    found = []
-    model.encoder.layer[0].attention.self.register_forward_hook(lambda *call: found.append(call[2][0]))
-    model(TOKENS, attention_mask=masked)
-    assert (found[0][masked == 0] == 0).all()
-    assert (found[0][masked == 1] != 0).any(-1).all()
-
-
 def test_vit_sees_pictures_as_eager_does():
     config = transformers.ViTConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16,

@@ -15,11 +15,26 @@ MOST_COLUMNS = 128
 MOST_DROPPED = 31 / 32
 """Numbers from there on are no numbers in fp16."""
 
-_FORWARD: dict[tuple[int, int], ForwardConfig] = {
-    (64, 64): ForwardConfig(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
-    (128, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
-    (64, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
-    (128, 64): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
+
+@dataclass(frozen=True)
+class DropoutForwardConfig(ForwardConfig):
+    """Beside what a configuration without dropout says:
+
+    Args:
+        LATE_WORDS: the assembler may put the words off until the exponentials.
+        EARLY_P: P is dropped in front of the wait for P V of the last block.
+    """
+
+    LATE_WORDS: bool = True
+    EARLY_P: bool = True
+
+
+F = DropoutForwardConfig
+_FORWARD: dict[tuple[int, int], DropoutForwardConfig] = {
+    (64, 64): F(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
+    (128, 128): F(2, 128, QUEUED=True, paired_below=4096),
+    (64, 128): F(2, 128, QUEUED=True, paired_below=4096),
+    (128, 64): F(2, 128, QUEUED=True, paired_below=4096),
 }
 """By padded head sizes."""
 _BACKWARD = BackwardConfig(64)
@@ -31,8 +46,10 @@ class DropoutForwardVariant(ForwardVariant):
     """Everything that the forward kernel with dropout is compiled for."""
 
     HAS_DROPOUT: ClassVar[bool] = True
-    FINE_DROPOUT: bool = False
+    FINE_DROPOUT: bool
     """Numbers of 15 bits decide, not of 7."""
+    LATE_WORDS: bool
+    EARLY_P: bool
 
 
 @dataclass(frozen=True)
@@ -44,7 +61,7 @@ class DropoutBackwardVariant(BackwardVariant):
     """Numbers of 15 bits decide, not of 7."""
 
 
-def choose_forward(problem: Problem) -> ForwardConfig:
+def choose_forward(problem: Problem) -> DropoutForwardConfig:
     return _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
 
 

@@ -34,7 +34,8 @@ def dropout_words(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.co
     be in flight; 0 without dropout."""
     if C.HAS_DROPOUT:
         words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
-        make_here(words)
+        if not C.LATE_WORDS:
+            make_here(words)
         return words
     else:
         return 0
@@ -137,6 +138,12 @@ def quad_sums(p):
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.constexpr_function
+def drops_early(C):
+    """Whether P is ready before the wait for P V of the last block: its registers are others then."""
+    return C.HAS_DROPOUT and C.EARLY_P
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.forward.config import every_row
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
+from flashtile.backends.hopper.mods import launch as mods_launch
 from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
 from flashtile.fp8.layout import E4M3
@@ -239,6 +240,17 @@ def test_a_block_mask_of_whole_blocks() -> None:
     q, k, v = (testing.random_tensor((1, 384, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
     with interpreted():
         testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
+
+
+def test_launches_share_the_counter_of_their_queue() -> None:
+    """Each leaves it 0, whichever of its programs is the last to ask."""
+    counters = torch.zeros(8, dtype=torch.int32)
+    q, k, v = (testing.random_tensor((1, 300, h, 64), BF16, "cpu", seed=h) for h in (6, 2, 2))
+    with mock.patch.object(mods_launch, "zeroed_counters", return_value=counters):
+        for seed in range(2):
+            with interpreted(seed):
+                testing.check(q, k, v, backend="hopper", block_mask=BLOCKS, gradients=False)
+            assert not counters.any()
 
 
 def test_divisions_of_negative_numbers() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward.config import BackwardConfig, BackwardVariant, with_splits
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
+from flashtile.problem import UNLIMITED
 
 MOST_COLUMNS = 128
 """Of a head."""
@@ -21,12 +22,12 @@ class DropoutForwardConfig(ForwardConfig):
     """Beside what a configuration without dropout says:
 
     Args:
-        LATE_WORDS: the assembler may put the words off until the exponentials.
+        LATE_WORDS: the assembler may put the random words off until the exponentials.
         EARLY_P: P is dropped in front of the wait for P V of the last block.
     """
 
-    LATE_WORDS: bool = True
-    EARLY_P: bool = True
+    LATE_WORDS: bool = False
+    EARLY_P: bool = False
 
 
 F = DropoutForwardConfig
@@ -62,7 +63,12 @@ class DropoutBackwardVariant(BackwardVariant):
 
 
 def choose_forward(problem: Problem) -> DropoutForwardConfig:
-    return _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
+    sizes = padded(problem.head_dim), padded(problem.head_dim_v)
+    config = _FORWARD[sizes]
+    if problem.window_left == problem.window_right == UNLIMITED:
+        return config
+    # A warpgroup waits more under a mask, and the words fit in between.
+    return replace(config, LATE_WORDS=True, EARLY_P=sizes == (64, 64))
 
 
 def choose_backward(problem: Problem) -> BackwardConfig:

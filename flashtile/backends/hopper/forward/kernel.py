@@ -157,7 +157,7 @@ def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, 
             # The atomic takes its time, while the consumers work on the tiles that are loaded.
             tile_index = next_tile(pointers, programs)
             work_queue.put(queue, t, tile_index)
-        if not C.VARLEN:  # a table is another's memory at each call
+        if C.HAS_MODS:  # others would spill more for it
             leave_queue(pointers, tile_index, num_tiles, programs)
     else:
         for t in range(num_own_tiles(program, programs, num_tiles)):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
-from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import (
     allocator,
@@ -286,7 +285,7 @@ class ForwardLaunch:
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
         elif self._variant.QUEUED:
-            table = zeroed_counters(q.device, TABLE_WIDTH.value)
+            table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         kernels.attend(
             q.device,
             q,

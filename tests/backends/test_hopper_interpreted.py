@@ -128,12 +128,20 @@ BIAS: Variants = {
         "bias": "bq-own", "batch": 3, "seqlen_q": 200, "seqlen_k": 136, "window_size": (40, 9),
         "softmax_scale": -0.1,
     },
+    "gradient-is-ds": {
+        "bias": "bhq-own", "batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 200, "causal": True,
+        "deterministic": True,
+    },
+    "gradient-is-ds-of-a-window": {
+        "bias": "bhq-own", "head_dim": 100, "seqlen_q": 300, "seqlen_k": 400, "window_size": (30, 20),
+        "softmax_scale": -0.1,
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("d64", "d128", "softcap") else pytest.param(name, marks=exhaustive) for name in BIAS],
+    [name if name in ("d64", "d128", "softcap", "gradient-is-ds") else pytest.param(name, marks=exhaustive) for name in BIAS],
 )
 def test_bias(name: str) -> None:
     """In the forward its tiles are copied over as soon as they are let go of, and a load may be late. In the

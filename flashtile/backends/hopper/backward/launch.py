@@ -193,9 +193,9 @@ class BackwardLaunch:
         return ()
 
     def _bias_gradient(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any, moved: tuple
     ) -> Tensor | None:
-        """``statistics`` begins with neg_lse and neg_delta."""
+        """``statistics`` begins with neg_lse and neg_delta; ``moved`` are ``_moved_tensors``."""
         return None
 
     def __call__(
@@ -223,6 +223,7 @@ class BackwardLaunch:
         written = dk, dv
         if kernels.sum_parts is not None:
             written = kernels.sum_parts.allocate(k, v)
+        moved = self._moved_tensors(extras)
         table = lse
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
@@ -237,7 +238,7 @@ class BackwardLaunch:
             dq_accum,
             dq_accum,
             *written,
-            *self._moved_tensors(extras),
+            *moved,
             table,
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
@@ -248,7 +249,7 @@ class BackwardLaunch:
         )
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
-        return dq, dk, dv, dsink, self._bias_gradient(dout, q, k, v, workspace, extras)
+        return dq, dk, dv, dsink, self._bias_gradient(dout, q, k, v, workspace, extras, moved)
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
         problem, variant, parts = self._problem, self._variant, self._config.parts

@@ -19,7 +19,7 @@ from flashtile.backends.hopper.bias.launch import (
     gradient_variant_of,
     gradient_views,
     rows_view,
-    squares_view,
+    squares_views,
     variant_of,
 )
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
@@ -79,7 +79,7 @@ def _forward(name: str, problem: Problem) -> CompileCase:
 
 def _backward(name: str, problem: Problem) -> CompileCase:
     variant = backward_variant_of(problem, choose_backward(problem))
-    bias = squares_view(problem, _bias(problem))
+    bias = squares_views(problem, _bias(problem), variant.STORES_DS)
     return attention_case(
         f"bias backward head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",
         backward_kernel,

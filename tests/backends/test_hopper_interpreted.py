@@ -133,7 +133,7 @@ BIAS: Variants = {
         "deterministic": True,
     },
     "gradient-is-ds-of-a-window": {
-        "bias": "bhq-own", "head_dim": 100, "seqlen_q": 300, "seqlen_k": 400, "window_size": (30, 20),
+        "bias": "bhq-own", "head_dim": 104, "seqlen_q": 300, "seqlen_k": 400, "window_size": (30, 20),
         "softmax_scale": -0.1,
     },
 }  # fmt: skip

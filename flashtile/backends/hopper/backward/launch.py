@@ -213,6 +213,7 @@ class BackwardLaunch:
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
+        moved = self._moved_tensors(extras)
         # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
@@ -223,7 +224,6 @@ class BackwardLaunch:
         written = dk, dv
         if kernels.sum_parts is not None:
             written = kernels.sum_parts.allocate(k, v)
-        moved = self._moved_tensors(extras)
         table = lse
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)

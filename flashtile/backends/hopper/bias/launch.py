@@ -27,6 +27,7 @@ from flashtile.backends.hopper.bias.config import (
 )
 from flashtile.backends.hopper.bias.forward import Numbers, forward_kernel
 from flashtile.backends.hopper.bias.gradient import Sizes, gradient_kernel
+from flashtile.backends.hopper.bias.hidden import ZeroHidden
 from flashtile.backends.hopper.bias.tiles import SQUARE
 from flashtile.backends.hopper.columns import count_products
 from flashtile.backends.hopper.config import (
@@ -226,6 +227,7 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         super().__init__(problem, config)
         self._gradient: KeptKernel | None = None
+        self._zero_hidden: ZeroHidden | None = None
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
         problem, bias = self._problem, extras.bias
@@ -244,9 +246,12 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
         bias, variant = extras.bias, self._variant
         if not variant.STORES_DS:
             return bias, bias
-        # Blocks that the mask hides as a whole are never met.
-        make = bias.new_zeros if variant.HAS_LEFT or variant.HAS_RIGHT else bias.new_empty
-        return bias, make(bias.shape)
+        dbias = bias.new_empty(bias.shape)
+        if variant.HAS_LEFT or variant.HAS_RIGHT:
+            if self._zero_hidden is None:
+                self._zero_hidden = ZeroHidden(self._problem)
+            self._zero_hidden(dbias)
+        return bias, dbias
 
     def _bias_gradient(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any, moved: tuple

@@ -18,10 +18,10 @@ from flashtile.backends.hopper.bias.tiles import BackwardPointers, Bias
 @gluon_kernel(do_not_specialize=(*Schedule._fields, *Sizes._fields, "bias_batch", "bias_heads"))
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
-    dv_desc, bias_desc, dbias_desc, table, seqused_k, alibi_slopes, dq_semaphores, dq, counters, num_tiles, num_blocks,
-    num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right, alibi_stride, swizzle, row_blocks,
-    total_heads, resident_heads, row_vectors, bias_batch, bias_heads, scale, scale_log2, softcap_rate,
-    softcap_log2, zero, C: gl.constexpr,
+    dv_desc, bias_desc, dbias_desc, table, seqused_k, alibi_slopes, dq_semaphores, dq, counters, num_tiles,
+    num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right, alibi_stride,
+    swizzle, row_blocks, total_heads, resident_heads, row_vectors, bias_batch, bias_heads, scale,
+    scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
 ):  # fmt: skip
     """Grid and ``counters`` as without a bias, beside which there are no ``alibi_slopes``. ``dbias_desc`` is
     the bias itself without STORES_DS."""

@@ -1,5 +1,5 @@
-"""Zeros for what a mask hides of a bias's gradient that the backward writes itself: it meets no blocks of which
-every score is hidden."""
+"""Zeros for what a mask hides of a bias's gradient that the backward writes itself: it meets no blocks of
+which every score is hidden."""
 
 import triton
 import triton.language as tl
@@ -45,7 +45,8 @@ def zero_hidden_kernel(
     offset = seqlen_k - seqlen_q
     begin = 0
     if HAS_LEFT:
-        begin = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK - 1 + offset - window_left, 0), BLOCK), key_blocks)
+        hidden = tl.maximum(first + BLOCK - 1 + offset - window_left, 0)
+        begin = tl.minimum(tl.cdiv(hidden, BLOCK), key_blocks)
         zero_blocks(dbias, rows, 0, begin, seqlen_q, seqlen_k, BLOCK)
     if HAS_RIGHT:
         end = tl.maximum(first + offset + window_right + 1, 0) // BLOCK

@@ -71,8 +71,8 @@ def is_shared(problem: Problem, bias: Tensor) -> bool:
 
 
 def is_ds(problem: Problem, bias: Tensor) -> bool:
-    """Whether the gradient of the bias is wanted, and is dS: each score has a cell of the bias of its own, and
-    no soft-cap makes dS the gradient of something else."""
+    """Whether the gradient of the bias is wanted, and is dS: each score has a cell of the bias of its own,
+    and no soft-cap makes dS the gradient of something else."""
     cells = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
     dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == cells
     return problem.bias_grad and dense and not problem.softcap and problem.seqlen_k % 8 == 0
@@ -217,8 +217,8 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature.
 
     dbias is dS as the backward makes it if no two scores share a cell of the bias. Else it comes from a
-    kernel of its own (``gradient``), which recomputes the probabilities; for packed sequences and the like from
-    the portable backend's.
+    kernel of its own (``gradient``), which recomputes the probabilities; for packed sequences and the like
+    from the portable backend's.
     """
 
     kernel = backward_kernel

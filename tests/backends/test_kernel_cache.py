@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -25,7 +22,6 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from flashtile.backends.common import kernel_cache
-from flashtile.backends.common.kept_kernel import KeptKernel, start_compiling
 
 pytestmark = pytest.mark.compile
 
@@ -241,29 +237,3 @@ print(triton_key.cache_info().misses)
     command = [sys.executable, "-c", call]
     outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert [output.strip() for output in outputs] == ["1", "0"]
-
-
-def test_kernels_that_are_compiled_beside_each_other(compilations, monkeypatch):
-    """Each in a thread, for launches that then compile nothing."""
-    monkeypatch.setattr(driver, "_active", FakeDevice())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    double.device_caches.clear()
-    x = torch.zeros(64)
-    kernels = [KeptKernel(double, 1, (64,), (block,), None) for block in (32, 64)]
-    started = start_compiling(x.device, *((kernel, (x,)) for kernel in kernels))
-    assert [future.result() for future in started] == [None, None]
-    assert len(compilations) == 2
-    for kernel in kernels:
-        kernel.compile(x.device, x)
-    assert len(compilations) == 2
-
-
-def test_a_kernel_that_does_not_compile_fails_where_it_is_launched(monkeypatch):
-    monkeypatch.setattr(driver, "_active", FakeDevice())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    x = torch.zeros(64)
-    wrong = KeptKernel(double, 1, (64,), (33,), None)  # tl.arange takes powers of two
-    (failed,) = start_compiling(x.device, (wrong, (x,)))
-    wait([failed])
-    assert failed.exception() is not None
-    assert not wrong.takes_addresses

@@ -7,7 +7,6 @@ Triton's own launch path binds and specialises every argument on every call (17 
 from __future__ import annotations
 
 import copy
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -82,40 +81,16 @@ class KeptKernel:
         else:
             self._compile(device, tensors)
 
-    def compile(self, device: torch.device, *tensors: Any) -> None:
-        """Compile for a launch with ``tensors``, which then finds it, in whichever thread."""
-        with torch.cuda.device(device):
-            self._kernel.run(*self._arguments(tensors), grid=self._grid, warmup=True, **self._options)
-
-    @property
-    def is_compilable(self) -> bool:
-        return compat.is_compilable(self._kernel)
-
-    def _arguments(self, tensors: tuple) -> tuple:
-        views = self._views
-        descriptors = [view.of(tensor) for view, tensor in zip(views, tensors, strict=False)]
-        return *descriptors, *tensors[len(views) :], *self._fixed
-
     def _compile(self, device: torch.device, tensors: tuple) -> None:
         """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
-        compiled = self._kernel[self._grid](*self._arguments(tensors), **self._options)
+        views = self._views
+        descriptors = [view.of(tensor) for view, tensor in zip(views, tensors, strict=False)]
+        arguments = (*descriptors, *tensors[len(views) :], *self._fixed)
+        compiled = self._kernel[self._grid](*arguments, **self._options)
         if compiled is not None:  # None from the interpreter
             # In this order: another thread that sees the one has to see the other.
             self._index = device.index
-            self._run = compat.launcher(compiled, self._grid, tensors, self._fixed, self._views)
-
-
-def start_compiling(device: torch.device, *launches: tuple[KeptKernel, tuple]) -> list[Future]:
-    """Compile (kernel, tensors) of coming launches, each in a thread, unless the last of them is compiled.
-
-    Two kernels take little longer than one: Triton's passes, LLVM and ptxas run without Python's lock.
-    """
-    if not launches or launches[-1][0].takes_addresses or not launches[-1][0].is_compilable:
-        return []
-    pool = ThreadPoolExecutor(len(launches))
-    started = [pool.submit(kernel.compile, device, *tensors) for kernel, tensors in launches]
-    pool.shutdown(wait=False)
-    return started
+            self._run = compat.launcher(compiled, self._grid, tensors, self._fixed, views)
 
 
 def _compiled_alike(parameter: Any, before: Any, now: Any) -> bool:

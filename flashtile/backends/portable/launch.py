@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.kept_kernel import KeptKernel, start_compiling
+from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import allocator, has_score_mod, outer_stride, padded
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.arguments import CellStrides, Lengths, Numbers, Strides, Variant
@@ -275,19 +274,15 @@ class BackwardLaunch:
         preprocess, compute_dkdv, compute_dq = self.kernels
         neg_lse = q.new_empty(*self.statistics_shape, dtype=torch.float32)
         neg_delta = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
-            dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
             unread = None if bias is None or not problem.bias_grad else torch.zeros_like(bias)
             return dq, dk, dv, dsink, unread
         inputs = (q, k, v, dout, neg_lse, neg_delta)
         bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
         others = without_sink(extras, bounds)
-        of_dkdv, of_dq = (*inputs, dk, dv, *others), (*inputs, dq, *others)
-        started = start_compiling(q.device, (compute_dkdv, of_dkdv), (compute_dq, of_dq))
-        dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
-        wait(started)
-        compute_dkdv(q.device, *of_dkdv)
-        compute_dq(q.device, *of_dq)
+        compute_dkdv(q.device, *inputs, dk, dv, *others)
+        compute_dq(q.device, *inputs, dq, *others)
         dbias = None
         if problem.bias_grad and bias is not None:
             if self._dbias is None:

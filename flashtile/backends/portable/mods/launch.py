@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.kept_kernel import KeptKernel, start_compiling
+from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import outer_stride
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.arguments import Variant
@@ -173,17 +172,12 @@ class BackwardLaunch:
             preprocess, compute_dkdv, compute_dq = self._kernels
             shape = (problem.batch, problem.num_heads_q, self._padded_rows)
             neg_lse, neg_delta = (q.new_empty(*shape, dtype=torch.float32) for _ in range(2))
-            inputs, beside = (q, k, v, dout, neg_lse, neg_delta), (extras.alibi_slopes, *captured)
-            products: tuple = ()
-            if not no_keys:
-                of_dkdv = (*inputs, dk, dv, *beside, *q_lists_of(extras))
-                of_dq = (*inputs, dq, *beside, *kv_lists_of(extras), *gradients)
-                products = (compute_dkdv, of_dkdv), (compute_dq, of_dq)
-            started = start_compiling(q.device, *products)
             dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
-            wait(started)
-            for kernel, tensors in products:
-                kernel(q.device, *tensors)
+            if not no_keys:
+                inputs = (q, k, v, dout, neg_lse, neg_delta)
+                slopes = extras.alibi_slopes
+                compute_dkdv(q.device, *inputs, dk, dv, slopes, *captured, *q_lists_of(extras))
+                compute_dq(q.device, *inputs, dq, slopes, *captured, *kv_lists_of(extras), *gradients)
         cast = (
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, captured, strict=True)

@@ -233,7 +233,7 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     if C.DESCALE == "block" or C.DESCALE == "sequence":
         owner = page
         if C.DESCALE == "sequence":
-            owner = tl.zeros([C.ROWS], tl.int64) + b
+            owner = page * 0 + b
         k_scales = pointers.k_descale + owner * strides.k_descale_stride + head
         k_scale = tl.load(k_scales, mask=written, other=1.0)[:, None]
         v_scales = pointers.v_descale + owner * strides.v_descale_stride + head

@@ -19,15 +19,10 @@ MOST_DROPPED = 31 / 32
 
 @dataclass(frozen=True)
 class DropoutForwardConfig(ForwardConfig):
-    """Beside what a configuration without dropout says:
-
-    Args:
-        LATE_WORDS: the assembler may put the random words off until the exponentials.
-        EARLY_P: P is dropped in front of the wait for P V of the last block.
-    """
+    """``LATE_WORDS``: the assembler may put the random words off until the exponentials; else they are made
+    under the products."""
 
     LATE_WORDS: bool = False
-    EARLY_P: bool = False
 
 
 F = DropoutForwardConfig
@@ -50,7 +45,6 @@ class DropoutForwardVariant(ForwardVariant):
     FINE_DROPOUT: bool
     """Numbers of 15 bits decide, not of 7."""
     LATE_WORDS: bool
-    EARLY_P: bool
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,10 @@ class DropoutBackwardVariant(BackwardVariant):
 
 
 def choose_forward(problem: Problem) -> DropoutForwardConfig:
-    sizes = padded(problem.head_dim), padded(problem.head_dim_v)
-    config = _FORWARD[sizes]
-    if problem.window_left == problem.window_right == UNLIMITED:
-        return config
-    # A warpgroup waits more under a mask, and the words fit in between.
-    return replace(config, LATE_WORDS=True, EARLY_P=sizes == (64, 64))
+    config = _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
+    # Under a mask a warpgroup waits more, and the words fit in between.
+    masked = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
+    return replace(config, LATE_WORDS=masked)
 
 
 def choose_backward(problem: Problem) -> BackwardConfig:

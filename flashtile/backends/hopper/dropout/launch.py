@@ -30,10 +30,7 @@ def variant_of(problem: Problem, config: DropoutForwardConfig) -> DropoutForward
     fields = vars(plain_forward.variant_of(problem, config))
     fields |= {"PACK": 1, "KV_GROUP": problem.group_size}
     return DropoutForwardVariant(
-        **fields,
-        FINE_DROPOUT=is_fine(problem.dropout_p),
-        LATE_WORDS=config.LATE_WORDS,
-        EARLY_P=config.EARLY_P,
+        **fields, FINE_DROPOUT=is_fine(problem.dropout_p), LATE_WORDS=config.LATE_WORDS
     )
 
 

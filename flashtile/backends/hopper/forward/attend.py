@@ -27,7 +27,6 @@ from flashtile.backends.hopper.forward.scores import (
     apply_score_mod,
     drop_cells,
     dropout_words,
-    drops_early,
     load_bias,
     mask,
     online_softmax,
@@ -69,13 +68,9 @@ def attend_uncut(
         l = scale_rows(l, alpha) + quad_sums(weights)
         if C.PIN_WAIT:
             l = pin(l)
-        if drops_early(C):
-            dropped = drop_cells(C, weights.to(p.dtype), words, rows)
         o = pv_wait(C, o)
         v.release(i - 1)
-        if not drops_early(C):
-            dropped = drop_cells(C, weights.to(p.dtype), words, rows)
-        p = gl.convert_layout(dropped, p_layout)
+        p = gl.convert_layout(drop_cells(C, weights.to(p.dtype), words, rows), p_layout)
         if C.LAZY_RESCALE:
             p = copy_registers(p)
             o = rescale_output(C, o, alpha)

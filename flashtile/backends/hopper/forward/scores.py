@@ -140,12 +140,6 @@ def quad_sums(p):
     return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
 
 
-@gluon.constexpr_function
-def drops_early(C):
-    """Whether P is ready before the wait for P V of the last block: its registers are others then."""
-    return C.HAS_DROPOUT and C.EARLY_P
-
-
 @gluon.jit
 def drop_cells(C: gl.constexpr, p, words, rows):
     """P in 16 bits without what dropout drops."""

@@ -208,12 +208,14 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
         if lists[f"full_{name}_num_blocks"] is None:
             lists[f"full_{name}_num_blocks"] = torch.zeros_like(lists[f"{name}_num_blocks"])
             lists[f"full_{name}_indices"] = lists[f"{name}_indices"]
+    contiguous = {name: tensor.contiguous() for name, tensor in lists.items()}
     made = BlockMask(
         tuple(block_mask.seq_lengths),
-        **{name: tensor.contiguous() for name, tensor in lists.items()},
+        **contiguous,
         BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE),
         mask_mod=as_mask_mod(block_mask.mask_mod),
     )
-    if keeps:
+    # A copy would not see what is written to its original later.
+    if keeps and all(contiguous[name] is tensor for name, tensor in lists.items()):
         _of_flex[block_mask] = attributes, made
     return made

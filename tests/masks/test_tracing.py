@@ -180,6 +180,11 @@ def test_a_block_mask_of_flex_attention_is_converted_once() -> None:
     theirs.kv_num_blocks = theirs.kv_num_blocks.clone()
     assert of_flex_attention(theirs) is not ours
     assert of_flex_attention(theirs).kv_num_blocks is theirs.kv_num_blocks
+    theirs.kv_num_blocks = torch.stack([theirs.kv_num_blocks] * 2, -1)[..., 0]
+    theirs.kv_num_blocks.zero_()  # into what lies apart
+    before = of_flex_attention(theirs).kv_num_blocks
+    theirs.kv_num_blocks += 1
+    assert (of_flex_attention(theirs).kv_num_blocks == before + 1).all()
 
 
 def test_explained() -> None:

@@ -32,7 +32,7 @@ class DecodeCase:
     page_size: int | None = None  # None: a dense cache
     capacity: int = 48
     cache_dtype: torch.dtype | None = None
-    descale: str | None = None  # "head" or "block"
+    descale: str | None = None  # "head", "block" or "sequence"
     rotary_dim: int | None = None
     leftpad: tuple[int, ...] | None = None
     batch_idx: tuple[int, ...] | None = None
@@ -105,6 +105,8 @@ CASES = (
     case("fp8-dense-by-row", cache_dtype=FP8, descale="block"),
     case("fp8-append", cache_dtype=FP8, descale="block", page_size=4, new=3, seqlen_q=3, causal=True),
     case("fp8-append-rotary", cache_dtype=FP8, descale="head", page_size=2, new=2, rotary_dim=16),
+    case("fp8-by-sequence", cache_dtype=FP8, descale="sequence", page_size=4, seqlen_q=2, causal=True),
+    case("fp8-append-by-sequence", cache_dtype=FP8, descale="sequence", new=(2, 1, 4), seqlen_q=(2, 1, 4)),
     case("tree", seqlen_q=6, new=6, tree="shared", page_size=4),
     case("tree-by-batch", seqlen_q=5, tree="batch"),
     case("tree-ragged", seqlen_q=(5, 0, 3), new=(5, 0, 3), tree="batch", page_size=4),
@@ -167,9 +169,9 @@ def build(
         caches.append(cache.transpose(1, 2).contiguous().transpose(1, 2) if case.transposed else cache)
 
     if case.descale is not None:
-        shape = (heads_kv,) if case.descale == "head" else (rows, heads_kv)
+        by = {"head": (heads_kv,), "block": (rows, heads_kv), "sequence": (batch, 1, heads_kv)}
         for name in ("k_descale", "v_descale"):
-            arguments[name] = (0.25 + torch.rand(shape, generator=generator)).to(device)
+            arguments[name] = (0.25 + torch.rand(by[case.descale], generator=generator)).to(device)
     if case.rotary_dim is not None:
         angles = torch.rand((64, case.rotary_dim // 2), generator=generator) * 6.28
         arguments |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}

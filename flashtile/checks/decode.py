@@ -65,7 +65,7 @@ def check_decode(
     check_dtype("q", q)
     check_heads_tensor("q", q, varlen, "total_q", "seqlen_q", q, MAX_HEAD_DIM)
     batch = _batch_of_queries(q, tensors.cu_seqlens_q, options.max_seqlen_q)
-    _check_cache(q, k_cache, v_cache, tensors.block_table)
+    check_cache(q, k_cache, v_cache, tensors.block_table)
     check_groups(q, k_cache, "k_cache")
     _check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
     for name in ("cache_seqlens", "cache_leftpad"):
@@ -75,7 +75,7 @@ def check_decode(
     check_slopes(tensors.alibi_slopes, batch, q)
     check_sink(tensors.sink, q)
     check_floats("softmax_max", tensors.softmax_max, ((q.shape[-2],),), "(heads_q,)", q)
-    _check_descales(k_cache, tensors.k_descale, tensors.v_descale)
+    check_descales(k_cache, tensors.k_descale, tensors.v_descale, batch)
     check_pair("prior_out", tensors.prior_out, "prior_lse", tensors.prior_lse)
     if tensors.prior_out is not None:
         _check_prior(q, v_cache, tensors)
@@ -114,7 +114,7 @@ def check_append(
         raise ValueError(
             f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, but for head_dim"
         )
-    _check_cache(k, k_cache, v_cache, tensors.block_table)
+    check_cache(k, k_cache, v_cache, tensors.block_table)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if new.shape[-2:] != cache.shape[-2:]:
             raise ValueError(
@@ -124,9 +124,9 @@ def check_append(
     check_no_gradient(k_cache, v_cache)
     check_written(k_cache, v_cache)
     check_same_dtype("v", v, "k", k)
-    _check_descales(k_cache, tensors.k_descale, tensors.v_descale)
     check_backend(options.backend)
     if slots:
+        check_descales(k_cache, tensors.k_descale, tensors.v_descale, None)
         _check_slots(k, tensors)
         return
     if tensors.cache_seqlens is None:
@@ -137,6 +137,7 @@ def check_append(
         batch = tensors.cu_seqlens_k_new.shape[0] - 1  # type: ignore[union-attr]
     else:
         batch = k.shape[0]
+    check_descales(k_cache, tensors.k_descale, tensors.v_descale, batch)
     check_int32("cache_seqlens", tensors.cache_seqlens, (batch,), "(batch,)", k)
     _check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
     _check_rotary(k, batch, tensors)
@@ -333,15 +334,17 @@ def _check_rotary(k: Tensor, batch: int, tensors: AppendTensors) -> None:
         raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin")
 
 
-def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
+def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
+    """Raise for a cache that queries or new keys like ``q`` cannot go with."""
     layout = DENSE_CACHE if block_table is None else PAGED_CACHE
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
         if cache.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions {layout}, got shape {tuple(cache.shape)}")
         if cache.dtype not in (q.dtype, FP8):
+            fp8 = "" if q.dtype == FP8 else f", or {FP8}"
             raise TypeError(
-                f"{name} has dtype {cache.dtype}: it must be {q.dtype}, like queries and new keys, or {FP8}"
+                f"{name} has dtype {cache.dtype}: it must be {q.dtype}, like queries and new keys{fp8}"
             )
         check_device(name, cache, q)
         check_head_dim(name, cache, MAX_HEAD_DIM)
@@ -387,7 +390,11 @@ def _check_addresses(
         )
 
 
-def _check_descales(cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
+def check_descales(
+    cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, batch: int | None
+) -> None:
+    """Raise for factors that an FP8 cache cannot have. ``batch`` is None where tokens have slots, not
+    sequences."""
     if k_descale is None and v_descale is None:
         return
     if cache.dtype != FP8:
@@ -395,9 +402,13 @@ def _check_descales(cache: Tensor, k_descale: Tensor | None, v_descale: Tensor |
         raise ValueError(f"{name} must be None: the cache is {cache.dtype}, only {FP8} is scaled")
     check_pair("k_descale", k_descale, "v_descale", v_descale)
     heads = cache.shape[2]
-    shapes = ((heads,), (cache.shape[0], heads))
+    shapes: tuple[tuple[int, ...], ...] = ((heads,), (cache.shape[0], heads))
+    layout = "(heads_kv,) or (cache.shape[0], heads_kv)"
+    if batch is not None:
+        shapes += ((batch, 1, heads),)
+        layout = "(heads_kv,), (cache.shape[0], heads_kv) or (batch, 1, heads_kv)"
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-        check_floats(name, descale, shapes, "(heads_kv,) or (cache.shape[0], heads_kv)", cache)
+        check_floats(name, descale, shapes, layout, cache)
     assert k_descale is not None
     assert v_descale is not None
     if k_descale.dim() != v_descale.dim():

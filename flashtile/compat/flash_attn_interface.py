@@ -169,18 +169,11 @@ def flash_attn_with_kvcache(
 
     Args:
         cache_batch_idx: with ``page_table``, the row of it that each sequence has.
-        k_descale, v_descale: (batch, heads_kv), of the sequences: for a dense cache without
-            ``cache_batch_idx``. flashtile's own function takes them by page.
+        q_descale, k_descale, v_descale: (batch, heads_kv), of the sequences, over pages, too. Any may be
+            left out.
     """
-    _refuse(attention_chunk=attention_chunk or None, q_descale=q_descale)
-    if page_table is not None or cache_batch_idx is not None:
-        where = "page_table" if page_table is not None else "cache_batch_idx"
-        for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-            if descale is not None:
-                raise NotImplementedError(
-                    f"{name} of each sequence must be None with {where}: flashtile.flash_attn_with_kvcache "
-                    "takes one for each page"
-                )
+    _refuse(attention_chunk=attention_chunk or None)
+    k_descale, v_descale = _of_sequences(k_descale, v_descale)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = _chosen_rows(page_table, cache_batch_idx), None
     try:
@@ -188,8 +181,8 @@ def flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
             return_softmax_lse, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-            cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, k_descale=k_descale,
-            v_descale=v_descale, qv=qv,
+            cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale, qv=qv,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, {"block_table": "page_table"}) from None
@@ -219,6 +212,21 @@ def _chosen_rows(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
         most = page_table.shape[0] - 1
         check_between("cache_batch_idx", cache_batch_idx, 0, most, "the last row of page_table")
     return page_table.index_select(0, cache_batch_idx)
+
+
+def _of_sequences(k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[Any, Any]:
+    """(batch, heads_kv) as (batch, 1, heads_kv), contiguous; one that is absent is 1, unless both are."""
+    given = []
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if descale is not None:
+            check_dense(name, descale)
+            if descale.dim() != 2:
+                raise ValueError(f"{name} must have shape (batch, heads_kv), got {tuple(descale.shape)}")
+            given.append(descale)
+    if not given:
+        return None, None
+    k, v = (torch.ones_like(given[0]) if t is None else t for t in (k_descale, v_descale))
+    return k.unsqueeze(1).contiguous(), v.unsqueeze(1).contiguous()
 
 
 def _refuse(**arguments: Any) -> None:

@@ -52,6 +52,14 @@ def locate(
     return sequence, position
 
 
+def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> Tensor:
+    """What tokens of these sequences, in these pages or rows, are multiplied by: (heads_kv,), with the
+    dimensions of ``sequence`` and ``row`` in front unless heads alone decide."""
+    if descale.dim() == 1:
+        return descale
+    return descale[row] if descale.dim() == 2 else descale[sequence, 0]
+
+
 def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor | slice, Tensor, Tensor]:
     """(rows of k as it lies in memory, page or row, offset) of everything that an append writes.
 

@@ -89,6 +89,11 @@ def flash_attn_with_shared_prefix(
     if torch._C._is_any_autocast_enabled():
         (q,) = cast_for_autocast(k_cache, q)
     _check(q, block_table, cache_seqlens)
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if isinstance(descale, Tensor) and descale.dim() == 3:
+            raise NotImplementedError(
+                f"{name} must be (heads_kv,) or of pages, which sequences share, got {tuple(descale.shape)}"
+            )
     batch, seqlen_q, heads, head_dim = q.shape
     of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
     options = DecodeOptions(

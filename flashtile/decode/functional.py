@@ -26,7 +26,9 @@ from flashtile.arguments import (
 )
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
 from flashtile.decode import operators
+from flashtile.decode.e4m3 import widen
 from flashtile.decode.problem import (
+    FP8,
     AppendOptions,
     AppendTensors,
     CacheTensors,
@@ -65,6 +67,7 @@ def flash_attn_with_kvcache(
     max_seqlen_k_new: int | None = None,
     rotary_seqlens: Tensor | None = None,
     sink: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
@@ -83,7 +86,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
-            float16, bfloat16, float32 or (CPU) float64. Any number of queries; it is made for few.
+            float16, bfloat16, float32 or (CPU) float64. Any number of queries; it is made for few. Over a
+            cache of float8_e4m3fn also float8_e4m3fn, computed as bfloat16, which the result is then.
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or with ``block_table``
             (num_blocks, page_size, heads_kv, head_dim), any page size from 1. The dtype of q, or
             float8_e4m3fn. heads_q must be a multiple of heads_kv.
@@ -110,8 +114,11 @@ def flash_attn_with_kvcache(
         rotary_seqlens: (batch,) int32, rotary positions start there instead of at ``cache_seqlens``.
         sink: (heads_q,), float32 or the dtype of q: the logit of a virtual key without a value, which enters
             the softmax alone.
-        k_descale, v_descale: float32 factors of an FP8 cache, (heads_kv,), or (k_cache.shape[0], heads_kv):
-            one for each head of each page (row of a dense cache). New keys are divided by them and saturate.
+        q_descale: float32 factors of queries of float8_e4m3fn, (heads_kv,) or (batch, heads_kv): as
+            FlashAttention-3's. The latter not beside a ``k_descale`` of each page.
+        k_descale, v_descale: float32 factors of an FP8 cache, (heads_kv,); (k_cache.shape[0], heads_kv): one
+            for each head of each page (row of a dense cache); or (batch, 1, heads_kv): of each sequence. New
+            keys are divided by them and saturate; k and v of float8_e4m3fn are stored as they are.
         tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding: query i
             sees token j of the last seqlen_q where it is True, and every earlier key. Excludes ``causal``,
             windows, ALiBi and rotary. With ``cu_seqlens_q`` its sides are max_seqlen_q.
@@ -161,6 +168,10 @@ def flash_attn_with_kvcache(
     if torch._C._is_any_autocast_enabled():
         q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    descales = new_descales = k_descale, v_descale
+    if q_descale is not None or getattr(q, "dtype", None) is FP8:
+        scaled = (q_descale, k_descale, v_descale)
+        q, k, v, descales, new_descales = widen(q, k_cache, v_cache, k, v, scaled, block_table, cu_seqlens_q)
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
@@ -169,7 +180,7 @@ def flash_attn_with_kvcache(
         phi, phi_by_head = softmax_max_arguments(softmax_max)
     tensors = CacheTensors(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
-        alibi_slopes, sink, k_descale, v_descale,
+        alibi_slopes, sink, *descales,
         None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, contiguous_qv(qv),
     )  # fmt: skip
     options = DecodeOptions(
@@ -202,7 +213,7 @@ def flash_attn_with_kvcache(
     by_token = masking.causal or masking.window_left >= 0 or masking.window_right >= 0
     appended = AppendTensors(
         cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
-        rotary_seqlens, k_descale, v_descale,
+        rotary_seqlens, *new_descales,
     )  # fmt: skip
     append_options = AppendOptions(
         max_seqlen_k_new, masking.max_seqlen_q, rotary_interleaved, by_token, backend, debug_checks

@@ -271,9 +271,13 @@ def _launch_both(
 ) -> tuple[Tensor, Any]:
     q, k_cache, v_cache, k, v = given
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    own: tuple[Any, ...] = ()
+    if appended.k_descale is not tensors.k_descale:
+        own = appended.k_descale, appended.v_descale
     attend = DECODE_INTO if buffers else DECODE
     try:
-        key = (options, append_options, *signatures((q, k_cache, v_cache, k, v, *tensors, *angles, *buffers)))
+        of_both = (q, k_cache, v_cache, k, v, *tensors, *angles, *own, *buffers)
+        key = (options, append_options, len(own), *signatures(of_both))
     except Exception:  # not a tensor, or one without strides: the checks name it
         attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)

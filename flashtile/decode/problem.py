@@ -162,7 +162,7 @@ class DecodeProblem(Results):
     varlen: bool = False
     varlen_new: bool = False
     lengths: bool = False  # whether cache_seqlens says how long sequences are; else all fill the capacity
-    descale: str = "none"  # or "head", or "block": one for each head of each page (row of a dense cache)
+    descale: str = "none"  # as descale_kind says
     num_splits: int = 0  # 0: chosen by the backend
     split_size: int = 0
     return_lse: bool = True  # else lse may be None
@@ -381,6 +381,6 @@ def out_dtype(q: Tensor, options: DecodeOptions) -> torch.dtype:
 
 
 def descale_kind(descale: Tensor | None) -> str:
-    if descale is None:
-        return "none"
-    return "head" if descale.dim() == 1 else "block"
+    """"none", or what has a factor for each of its heads: the "head" alone, a "block" (a page, or a row of a
+    dense cache), or a "sequence"."""
+    return "none" if descale is None else ("head", "block", "sequence")[descale.dim() - 1]

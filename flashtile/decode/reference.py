@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashtile.decode.addresses import destinations, locate
+from flashtile.decode.addresses import descales_of, destinations, locate, new_tokens
 from flashtile.decode.problem import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
 from flashtile.decode.rotary import rotate_appended
 from flashtile.reference import masked, visible
@@ -124,9 +124,11 @@ def append(
     k_rows, v_rows = (t.flatten(0, -3)[token] for t in (k, v))
     if tensors.rotary_cos is not None:
         k_rows = rotate_appended(k, tensors.cu_seqlens_k_new, tensors, options.rotary_interleaved)
+    sequences = None if tensors.slot_mapping is not None else new_tokens(k, tensors.cu_seqlens_k_new)[0]
     for cache, new, descale in ((k_cache, k_rows, tensors.k_descale), (v_cache, v_rows, tensors.v_descale)):
         for i in range(len(row)):
-            factor = None if descale is None else descale if descale.dim() == 1 else descale[row[i]]
+            b = 0 if sequences is None else int(sequences[i])
+            factor = None if descale is None else descales_of(descale, b, int(row[i]))
             cache[row[i], offset[i]] = quantized(new[i], factor, cache.dtype)
     return k_cache, v_cache
 
@@ -157,5 +159,5 @@ def sequence(
     if descale is None:
         return tokens.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    factor = descale if descale.dim() == 1 else descale[row]
+    factor = descales_of(descale, b, row)
     return (tokens.to(wide) * factor.to(wide).unsqueeze(-1)).to(dtype)

@@ -7,7 +7,9 @@ block of queries (the forward pass and dq) and, transposed, for each block of ke
 
 from __future__ import annotations
 
+import operator
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -69,6 +71,9 @@ class BlockMask:
     def __repr__(self) -> str:
         shape = (*self.kv_num_blocks.shape[:2], *self.seq_lengths)
         return f"BlockMask(shape={shape}, BLOCK_SIZE={self.BLOCK_SIZE}, mask_mod={self.mask_mod})"
+
+
+_NAMES = tuple(field.name for field in fields(BlockMask))
 
 
 def create_block_mask(
@@ -172,8 +177,12 @@ def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
     return counts > 0
 
 
+_of_flex: weakref.WeakKeyDictionary[Any, tuple[list, BlockMask]] = weakref.WeakKeyDictionary()
+"""FlexAttention's block masks as ours, with the attributes that they were made of."""
+
+
 def of_flex_attention(block_mask: Any) -> BlockMask:
-    """A :class:`BlockMask` of FlexAttention's own as one of ours.
+    """A :class:`BlockMask` of FlexAttention's own as one of ours, made once for as long as it stays the same.
 
     Raises:
         TypeError: it is neither.
@@ -181,11 +190,17 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
     """
     if isinstance(block_mask, BlockMask):
         return block_mask
-    if not all(hasattr(block_mask, field.name) for field in fields(BlockMask)):
+    try:
+        attributes = [getattr(block_mask, name) for name in _NAMES]
+    except AttributeError:
         raise TypeError(
             "block_mask must be made by flashtile.masks.create_block_mask or be FlexAttention's BlockMask, "
             f"got {type(block_mask).__name__}"
-        )
+        ) from None
+    keeps = not torch.compiler.is_dynamo_compiling()
+    known = _of_flex.get(block_mask) if keeps else None
+    if known is not None and all(map(operator.is_, known[0], attributes)):
+        return known[1]
     if block_mask.q_indices is None:
         raise ValueError("block_mask must have lists for the backward pass (q_indices), got None")
     lists = {name: getattr(block_mask, name) for name in LISTS}
@@ -193,9 +208,14 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
         if lists[f"full_{name}_num_blocks"] is None:
             lists[f"full_{name}_num_blocks"] = torch.zeros_like(lists[f"{name}_num_blocks"])
             lists[f"full_{name}_indices"] = lists[f"{name}_indices"]
-    return BlockMask(
+    contiguous = {name: tensor.contiguous() for name, tensor in lists.items()}
+    made = BlockMask(
         tuple(block_mask.seq_lengths),
-        **{name: tensor.contiguous() for name, tensor in lists.items()},
+        **contiguous,
         BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE),
         mask_mod=as_mask_mod(block_mask.mask_mod),
     )
+    # A copy would not see what is written to its original later.
+    if keeps and all(contiguous[name] is tensor for name, tensor in lists.items()):
+        _of_flex[block_mask] = attributes, made
+    return made

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.attn.problem import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Options
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import traced
-from flashtile.masks.operators import Functions, forward
+from flashtile.masks.operators import Functions, SignedExtras, forward
 from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES, behind
+from flashtile.masks.tracing import Trace
 
 BESIDE = ("alibi_slopes", "sink")
 """The tensors beside q, k and v that a call with functions may have."""
@@ -64,32 +67,51 @@ def check_beside(extras: Extras, options: Options) -> None:
             )
 
 
+_kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()
+"""Of calls with a block mask and no score_mod, whose captured tensors they would keep alive."""
+
+
 def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
-    lists: tuple[Tensor, ...] = ()
-    block_size = (0, 0)
+    blocks: BlockMask | None = None
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError(
                 "mask_mod must be None beside block_mask, which has its own, got a function: make the "
                 "block mask of both, create_block_mask(mask_mod(a) & b, ...)"
             )
-        blocks: BlockMask = of_flex_attention(block_mask)
-        mask_mod, lists, block_size = blocks.mask_mod, blocks.lists, blocks.BLOCK_SIZE
+        blocks = of_flex_attention(block_mask)
+        mask_mod = blocks.mask_mod
+    score = None if score_mod is None else traced("score_mod", score_mod)
+    mask = None if mask_mod is None else traced("mask_mod", mask_mod)
+    if blocks is None or score is not None or torch.compiler.is_dynamo_compiling():
+        return _functions(score, mask, blocks)
+    known = _kept.get(blocks)
+    if known is None or known.mask is not mask:
+        made = _functions(None, mask, blocks)
+        known = _kept[blocks] = made._replace(extras=SignedExtras.of(made.captured, made.lists))
+    return known
+
+
+def _functions(score: Trace | None, mask: Trace | None, blocks: BlockMask | None) -> Functions:
     captured: tuple[Tensor, ...] = ()
     texts = {"score_mod": "", "mask_mod": ""}
-    soft_cap = 0.0
-    for kind, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        if function is None:
+    for kind, trace in (("score_mod", score), ("mask_mod", mask)):
+        if trace is None or (kind == "mask_mod" and trace.program.results == _EVERYTHING):
             continue
-        program, tensors, text, cap = traced(kind, function)
-        soft_cap = soft_cap or cap
-        if kind == "mask_mod" and program.results == _EVERYTHING:
-            continue
-        texts[kind] = behind(text, len(captured)) if captured else text
-        captured += tensors
+        texts[kind] = behind(trace.text, len(captured)) if captured else trace.text
+        captured += trace.tensors
         if captured and (len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES):
             raise ValueError(
                 f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
                 f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
             )
-    return Functions(captured, lists, texts["score_mod"], texts["mask_mod"], block_size, soft_cap)
+    lists, block_size = ((), (0, 0)) if blocks is None else (blocks.lists, blocks.BLOCK_SIZE)
+    return Functions(
+        captured,
+        lists,
+        texts["score_mod"],
+        texts["mask_mod"],
+        block_size,
+        0.0 if score is None else score.soft_cap,
+        mask,
+    )

@@ -20,7 +20,8 @@ from flashtile.masks.derivatives import plain
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.masks.program import parse
-from flashtile.op.operation import Operation, is_plain, library
+from flashtile.masks.tracing import Trace
+from flashtile.op.operation import PLAIN_TYPES, Operation, is_plain, library, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 from flashtile.op.schema import extended
 
@@ -42,6 +43,35 @@ _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 _NOTHING = ModifiedExtras(*(None,) * len(ModifiedExtras._fields))
 
 
+class SignedExtras(ModifiedExtras):
+    """Extras of plain tensors that are made once for many forward calls: captured tensors and a block mask's
+    lists, which are signed again only when they were given other memory."""
+
+    captured: tuple[Tensor, ...]
+    lists: tuple[Tensor, ...]
+    signed: tuple[list[int], str] = ([], "")
+    """Where the lists lay, and their signature: as a text, for Python keeps its hash."""
+
+    @classmethod
+    def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
+        """None if a tensor is of a subclass, which may watch what is done with it."""
+        lists = lists[:-BACKWARD_LISTS]
+        if any(type(tensor) not in PLAIN_TYPES for tensor in (*captured, *lists)):
+            return None
+        absent = _NOT_CAPTURED[len(captured) :]
+        made = cls._make((*NO_EXTRAS, *captured, *absent, *lists, *_NO_LISTS[:BACKWARD_LISTS]))
+        made.captured, made.lists = captured, lists
+        return made
+
+    def signature(self) -> tuple:
+        addresses = [tensor.data_ptr() for tensor in self.lists]
+        at, text = self.signed
+        if at != addresses:
+            text = str(signatures(self.lists))
+            self.signed = addresses, text
+        return (text, *signatures(self.captured)) if self.captured else (text,)
+
+
 class Functions(NamedTuple):
     """What the front door made of ``score_mod``, ``mask_mod`` and ``block_mask``."""
 
@@ -53,6 +83,10 @@ class Functions(NamedTuple):
     block_size: tuple[int, int]
     soft_cap: float
     """That ``score_mod`` is, if it is no more."""
+    mask: Trace | None
+    """That ``mask_mod`` is the text of."""
+    extras: SignedExtras | None = None
+    """Of a forward call with a block mask and nothing else, kept for the next one."""
 
 
 def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
@@ -162,7 +196,12 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     )
 
 
-FORWARD = Operation(
+class _Forward(Operation):
+    def signature(self, beside: Any) -> tuple:
+        return beside.signature() if type(beside) is SignedExtras else signatures(beside)
+
+
+FORWARD = _Forward(
     "forward",
     suffix="_modified",
     tensors=operators.FORWARD.tensors,
@@ -190,21 +229,31 @@ BACKWARD = operators.BackwardOperation(
 
 def arguments_of(extras: Extras, options: Options, functions: Functions) -> tuple[Any, Any]:
     """(extras, options) of a call with functions."""
-    captured, lists, *program, (block_q, block_kv), _ = functions
+    captured, lists = functions.captured, functions.lists
+    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
+    return ModifiedExtras._make(tensors), _options_of(options, functions)
+
+
+def _options_of(options: Options, functions: Functions) -> Any:
+    captured, _, score_mod, mask_mod, block_size, *_ = functions
     learned = 0
     if captured and torch.is_grad_enabled():
         learned = sum(1 << i for i, t in enumerate(captured) if t.requires_grad and t.is_floating_point())
-    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
-    all_options = ModifiedOptions._make((*options, *program, learned, block_q, block_kv))
-    return ModifiedExtras._make(tensors), all_options
+    return ModifiedOptions._make((*options, score_mod, mask_mod, learned, *block_size))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, functions: Functions
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call with functions."""
-    all_extras, all_options = arguments_of(extras, options, functions)
     tensors = (q, k, v)
+    signed = functions.extras
+    if signed is not None and extras is NO_EXTRAS and is_plain(tensors):
+        all_options = _options_of(options, functions)
+        learns = all_options.learned or q.requires_grad or k.requires_grad or v.requires_grad
+        if not (learns and torch.is_grad_enabled()):
+            return FORWARD.launch(tensors, signed, all_options)
+    all_extras, all_options = arguments_of(extras, options, functions)
     if not is_plain(tensors, all_extras):
         return _watched(tensors, extras, all_extras, all_options)
     if torch.is_grad_enabled() and (

@@ -142,7 +142,7 @@ class Operation:
         try:
             key: tuple = (options, *signatures(tensors))
             if beside is not self.nothing:
-                key += signatures(beside)
+                key += self.signature(beside)
             prepared = self.launches.get(key)
         except Exception:  # not a tensor, one without strides, an option that is not hashable
             self.check(*tensors, beside, options)
@@ -151,6 +151,10 @@ class Operation:
             launch = self.prepare_checked(tensors, beside, options)
             prepared = self.launches.store(key, launch, SIGNATURE_BYTES)
         return prepared
+
+    def signature(self, beside: Any) -> tuple:
+        """What a launch was prepared for of the tensors beside."""
+        return signatures(beside)
 
     def prepare_checked(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
         """A launch for a new signature."""

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.forward.config import every_row
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
+from flashtile.backends.hopper.mods import launch as mods_launch
 from flashtile.decode import testing as decode_testing
 from flashtile.fp8 import testing as fp8_testing
 from flashtile.fp8.layout import E4M3
@@ -127,12 +128,23 @@ BIAS: Variants = {
         "bias": "bq-own", "batch": 3, "seqlen_q": 200, "seqlen_k": 136, "window_size": (40, 9),
         "softmax_scale": -0.1,
     },
+    "gradient-is-ds": {
+        "bias": "bhq-own", "batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 200, "causal": True,
+        "deterministic": True,
+    },
+    "gradient-is-ds-of-a-window": {
+        "bias": "bhq-own", "head_dim": 104, "seqlen_q": 300, "seqlen_k": 400, "window_size": (30, 20),
+        "softmax_scale": -0.1,
+    },
 }  # fmt: skip
+
+
+TELLING = ("d64", "d128", "softcap", "gradient-is-ds")
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("d64", "d128", "softcap") else pytest.param(name, marks=exhaustive) for name in BIAS],
+    [name if name in TELLING else pytest.param(name, marks=exhaustive) for name in BIAS],
 )
 def test_bias(name: str) -> None:
     """In the forward its tiles are copied over as soon as they are let go of, and a load may be late. In the
@@ -239,6 +251,17 @@ def test_a_block_mask_of_whole_blocks() -> None:
     q, k, v = (testing.random_tensor((1, 384, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
     with interpreted():
         testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
+
+
+def test_launches_share_the_counter_of_their_queue() -> None:
+    """Each leaves it 0, whichever of its programs is the last to ask."""
+    counters = torch.zeros(8, dtype=torch.int32)
+    q, k, v = (testing.random_tensor((1, 300, h, 64), BF16, "cpu", seed=h) for h in (6, 2, 2))
+    with mock.patch.object(mods_launch, "zeroed_counters", return_value=counters):
+        for seed in range(2):
+            with interpreted(seed):
+                testing.check(q, k, v, backend="hopper", block_mask=BLOCKS, gradients=False)
+            assert not counters.any()
 
 
 def test_divisions_of_negative_numbers() -> None:
@@ -352,7 +375,7 @@ def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[st
 
 
 @pytest.mark.parametrize(
-    "descale", ["block", "head", pytest.param(None, marks=exhaustive)]
+    "descale", ["block", "head", *(pytest.param(kind, marks=exhaustive) for kind in ("sequence", None))]
 )
 @pytest.mark.parametrize(
     ("page_size", "head_dim"), [(16, 128), *(pytest.param(size, 64, marks=exhaustive) for size in (0, 1, 64)),
@@ -365,7 +388,8 @@ def test_decode_over_fp8(page_size: int, head_dim: int, descale: str | None) -> 
     tensors[0][1] *= 1e30  # in float16 by a scale of each row
     if descale is not None:
         blocks, _, heads, _ = tensors[1].shape
-        scales = 0.25 + torch.rand(2, *([heads] if descale == "head" else [blocks, heads]))
+        shape = {"head": (heads,), "block": (blocks, heads), "sequence": (3, 1, heads)}[descale]
+        scales = 0.25 + torch.rand(2, *shape)
         if descale == "head":
             scales[0, 0], scales[0, 1] = 0.0, -scales[0, 1]
         arguments |= dict(zip(("k_descale", "v_descale"), scales, strict=True))

@@ -61,6 +61,7 @@ FP8_CALL = DENSE | {
     "k_descale": rand(HKV),
     "v_descale": rand(HKV),
 }
+E4M3_CALL = FP8_CALL | {"q": q_of(dtype=FP8)}
 TREE = DENSE | {"tree_mask": torch.ones(SQ, SQ, dtype=torch.bool)}
 
 CALLS = [
@@ -69,7 +70,7 @@ CALLS = [
       for name in ("q", "k_cache", "v_cache") for value in (None, [1.0], 3)),
     (DENSE, {"q": rand(B, H, D)}, ValueError, ("q must have 4 dimensions", "(2, 4, 16)")),
     (DENSE, {"q": q_of(dtype=torch.int64)}, TypeError, ("q must be float16", "torch.int64")),
-    (DENSE, {"q": q_of(dtype=FP8)}, TypeError, ("q must be float16", "float8")),
+    (DENSE, {"q": q_of(dtype=FP8)}, TypeError, ("k_cache has dtype torch.float32", "float8")),
     (DENSE, {"q": q_of(dtype=torch.float16)}, TypeError,
      ("k_cache has dtype torch.float32", "torch.float16")),
     (DENSE, {"q": rand(B, SQ, H, 8)}, ValueError, ("k_cache has head_dim 16", "q has 8")),
@@ -134,6 +135,14 @@ CALLS = [
     (FP8_CALL, {"k_descale": rand(3)}, ValueError, ("k_descale", "(2,) or (2, 2)", "(3,)")),
     (FP8_CALL, {"k_descale": rand(B, HKV)}, ValueError, ("v_descale has shape (2,)", "(2, 2)")),
     (FP8_CALL, {"k_descale": rand(HKV, dtype=torch.float64)}, TypeError, ("k_descale must be float32",)),
+    (FP8_CALL, {"k_descale": rand(3, 1, HKV)}, ValueError, ("k_descale", "(2, 1, 2)", "(3, 1, 2)")),
+    (FP8_CALL, {"q_descale": rand(HKV)}, ValueError, ("q_descale must be None", "float32")),
+    (E4M3_CALL, {"q_descale": rand(3, HKV)}, ValueError, ("q_descale", "(2,) or (2, 2)", "(3, 2)")),
+    (E4M3_CALL, {"q_descale": 2.0}, TypeError, ("q_descale must be a torch.Tensor", "float")),
+    (E4M3_CALL, {"q_descale": rand(B, HKV), "k_descale": rand(B, HKV), "v_descale": rand(B, HKV)},
+     NotImplementedError, ("q_descale must be (heads_kv,)", "(2, 2)")),
+    (E4M3_CALL, {"k": k_of(dtype=FP8), "v": k_of()}, TypeError, ("v has dtype torch.float32", "float8")),
+    (E4M3_CALL, {"k": k_of(dtype=FP8)}, ValueError, ("v must be given beside k",)),
     # trees
     (TREE, {"tree_mask": rand(SQ, SQ)}, TypeError, ("tree_mask must be bool", "float32")),
     (TREE, {"tree_mask": torch.ones(2, SQ, dtype=torch.bool)}, ValueError,

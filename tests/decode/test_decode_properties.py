@@ -60,7 +60,7 @@ def calls(draw: st.DrawFn) -> DecodeCase:
         page_size=page_size,
         capacity=longest + 7,
         cache_dtype=FP8 if fp8 else None,
-        descale=draw(st.sampled_from((None, "head", "block"))) if fp8 else None,
+        descale=draw(st.sampled_from((None, "head", "block", "sequence"))) if fp8 else None,
         rotary_dim=2 * draw(st.integers(1, head_dim // 2)) if rotary else None,
         leftpad=per_sequence(longest) if draw(st.booleans()) else None,
         batch_idx=tuple(rows) if rows is not None and draw(st.booleans()) else None,

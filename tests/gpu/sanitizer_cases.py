@@ -155,6 +155,11 @@ def functions(device: str, backend: str | None) -> Iterator[str]:
             out = flashtile.attention(q, k, v, backend=backend, **arguments)
             torch.autograd.grad(out.float().sum(), (q, k, v, *leaves))
             yield f"{name}, head_dim {head_dim}"
+        for batch in (1, 2):  # rows of whole 16 bytes, as TMA loads them
+            bias = torch.randn(batch, 4, 200, 328, device=device).to(BF16).requires_grad_()
+            out = flashtile.attention(q, k[:, 5:], v[:, 5:], backend=backend, bias=bias, causal=True)
+            torch.autograd.grad(out.float().sum(), (q, k, v, bias))
+            yield f"bias of {batch} sequences, head_dim {head_dim}"
 
 
 PARTS = {"attention": attention, "functions": functions, "decode": decode, "fp8": fp8, "linear": linear}

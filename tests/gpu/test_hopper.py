@@ -75,6 +75,8 @@ BIASES: dict[str, dict] = {
     "shared": {"bias": "q-own", "batch": 2, "seqlen_q": 900},
     "of-heads-causal": {"bias": "hq-own", "batch": 2, "causal": True, "heads_kv": 32, "dtype": FP16},
     "narrow": {"bias": "bhq-own", "batch": 2, "head_dim": 64, "seqlen_q": 333, "seqlen_k": 776},
+    "dense-causal": {"bias": "bhq-own", "batch": 2, "causal": True, "seqlen_q": 700, "seqlen_k": 904},
+    "dense-window": {"bias": "bhq-own", "batch": 2, "window_size": (300, 20), "head_dim": 40},
     "narrow-causal": {"bias": "hq-own", "head_dim": 72, "causal": True, "softcap": 3.0, "sink": "own"},
     "window": {"bias": "q-own", "window_size": (300, 20), "head_dim": 40},
     "used": {"bias": "hq-own", "batch": 3, "unused_keys": 100, "head_dim": 64},

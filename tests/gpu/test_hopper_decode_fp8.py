@@ -26,13 +26,13 @@ def on_hopper() -> None:
 def scaled(
     contexts: list[int], descale: str | None, **call: Any
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """A call over an FP8 cache, with scales of its heads or of its blocks."""
+    """A call over an FP8 cache, with scales of its heads, of its blocks or of sequences."""
     tensors, arguments = paged(contexts, cache_dtype=FP8, **call)
     if descale is not None:
         blocks, _, heads, _ = tensors[1].shape
-        shape = (heads,) if descale == "head" else (blocks, heads)
+        by = {"head": (heads,), "block": (blocks, heads), "sequence": (len(contexts), 1, heads)}
         for name in ("k_descale", "v_descale"):
-            arguments[name] = 0.25 + torch.rand(shape, device="cuda")
+            arguments[name] = 0.25 + torch.rand(by[descale], device="cuda")
     return tensors, arguments
 
 
@@ -44,7 +44,7 @@ def assert_same_bits(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("descale", [None, "head", "block"])
+@pytest.mark.parametrize("descale", [None, "head", "block", "sequence"])
 @pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 64, 256])
 def test_page_sizes(page_size: int, descale: str | None) -> None:
     for seqlen_q in (8, 50):

@@ -238,10 +238,45 @@ def test_flash_attention_3_s_cache(installed):
     )
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
-    with pytest.raises(NotImplementedError, match="k_descale of each sequence"):
-        fa3.flash_attn_with_kvcache(q, *pages, page_table=table[:2], k_descale=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"k_descale must have shape \(batch, heads_kv\)"):
+        fa3.flash_attn_with_kvcache(q, *pages, page_table=table[:2], k_descale=torch.ones(2))
     with pytest.raises(ValueError, match="page_table"):
         fa3.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, page_table=table)
+
+
+@pytest.mark.parametrize("appended", [0, 2])
+@pytest.mark.parametrize("scaled", ["qkv", "q", "v", "", "kv"])
+def test_flash_attention_3_s_e4m3_over_pages(installed, scaled, appended):
+    """Scores and values have the factors of their sequence; new keys are stored as they are."""
+    import flash_attn_interface as fa3
+
+    generator = torch.Generator().manual_seed(0)
+
+    def e4m3(*shape):
+        return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+    q, pages = e4m3(2, 2, 4, 16), [e4m3(8, 4, 2, 16) for _ in "kv"]
+    table = torch.tensor([[3, 1], [5, 7]], dtype=torch.int32)
+    lengths = torch.tensor([4, 6], dtype=torch.int32)
+    scales = {name: 0.5 + torch.rand(2, 2, generator=generator) for name in scaled}
+    new = [e4m3(2, appended, 2, 16) for _ in "kv"] if appended else [None, None]
+    got = fa3.flash_attn_with_kvcache(
+        q, *pages, *new, cache_seqlens=lengths, page_table=table, causal=True,
+        **{f"{name}_descale": scale for name, scale in scales.items()},
+    )  # fmt: skip
+    assert got.dtype == torch.bfloat16
+    for b, length in enumerate((lengths + appended).tolist()):
+        q_b = q[b].float()
+        k_b, v_b = (page.float()[table[b].long()].flatten(0, 1)[:length] for page in pages)
+        for stored, tokens in zip((k_b, v_b), new, strict=True):
+            assert tokens is None or torch.equal(stored[length - appended :], tokens[b].float())
+        if "q" in scales:
+            q_b = q_b * scales["q"][b].repeat_interleave(2)[:, None]
+        scaled_back = []
+        for name, x in (("k", k_b), ("v", v_b)):
+            scaled_back.append(x * scales[name][b][:, None] if name in scales else x)
+        expected = flashtile.attention(q_b[None], *(x[None] for x in scaled_back), causal=True)[0]
+        torch.testing.assert_close(got[b].float(), expected, rtol=2**-7, atol=2**-7)
 
 
 def test_bad_calls_of_flash_attention_3_name_its_arguments(installed):

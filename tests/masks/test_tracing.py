@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from torch.nn.attention import flex_attention
 
 import flashtile
 from flashtile import masks
 from flashtile.attn.problem import NO_EXTRAS, Options
 from flashtile.masks import functional, operators
+from flashtile.masks.block_mask import of_flex_attention
 from flashtile.masks.mods import traced
 from flashtile.masks.program import derivatives, parse
 
@@ -136,6 +139,52 @@ def test_compiled() -> None:
     ):
         torch.testing.assert_close(ours, wanted)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("create", [masks.create_block_mask, flex_attention.create_block_mask])
+def test_block_masks_compiled(create: Any) -> None:
+    block_mask = create(lambda b, h, q, kv: q >= kv, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+
+    def attend(q, k, v):
+        return flashtile.attention(q, k, v, block_mask=block_mask)
+
+    q, k, v = torch.randn(3, 1, 40, 2, 16).unbind()
+    out = attend(q, k, v)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), out)
+    torch.testing.assert_close(attend(q, k, v), out)
+    torch._dynamo.reset()
+
+
+def test_a_block_mask_is_signed_again_when_its_lists_lie_elsewhere() -> None:
+    block_mask = masks.create_block_mask(masks.causal(), None, None, 40, 40, BLOCK_SIZE=16)
+    q, k, v = torch.randn(3, 1, 40, 2, 16).unbind()
+    out = flashtile.attention(q, k, v, block_mask=block_mask)
+    given = functional.functions(None, None, block_mask)
+    assert functional.functions(None, None, block_mask) is given
+    assert given.extras is not None
+    (signed,) = given.extras.signature()
+    assert given.extras.signature()[0] is signed
+    unaligned = torch.zeros(block_mask.kv_indices.numel() + 1, dtype=torch.int32)[1:]
+    block_mask.kv_indices.data = unaligned.view_as(block_mask.kv_indices).copy_(block_mask.kv_indices)
+    assert given.extras.signature() != (signed,)
+    torch.testing.assert_close(flashtile.attention(q, k, v, block_mask=block_mask), out)
+
+
+def test_a_block_mask_of_flex_attention_is_converted_once() -> None:
+    theirs = flex_attention.create_block_mask(
+        lambda b, h, q, kv: q >= kv, None, None, 40, 40, device="cpu", BLOCK_SIZE=16
+    )
+    ours = of_flex_attention(theirs)
+    assert of_flex_attention(theirs) is ours
+    theirs.kv_num_blocks = theirs.kv_num_blocks.clone()
+    assert of_flex_attention(theirs) is not ours
+    assert of_flex_attention(theirs).kv_num_blocks is theirs.kv_num_blocks
+    theirs.kv_num_blocks = torch.stack([theirs.kv_num_blocks] * 2, -1)[..., 0]
+    theirs.kv_num_blocks.zero_()  # into what lies apart
+    before = of_flex_attention(theirs).kv_num_blocks
+    theirs.kv_num_blocks += 1
+    assert (of_flex_attention(theirs).kv_num_blocks == before + 1).all()
 
 
 def test_explained() -> None:

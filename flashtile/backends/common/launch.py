@@ -24,9 +24,10 @@ def has_score_mod(problem: Problem) -> bool:
     return problem.softcap > 0 or problem.alibi or problem.bias or problem.softmax_scale <= 0
 
 
-def stride_of_two(tensor: Tensor | None) -> int:
-    """From row to row of a tensor of two dimensions; 0 for one of fewer, which all share, and for None."""
-    return tensor.stride(0) if tensor is not None and tensor.dim() == 2 else 0
+def outer_stride(tensor: Tensor | None) -> int:
+    """From row to row of a tensor of two dimensions or more; 0 for one of fewer, which all share, and for
+    None."""
+    return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

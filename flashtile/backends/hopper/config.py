@@ -27,6 +27,8 @@ class WithoutFunctions:
 
     HAS_BIAS: ClassVar[bool] = False
     """Scores get an additive bias."""
+    STORES_DS: ClassVar[bool] = False
+    """The backward writes dS as the gradient of a bias that no two of its cells share."""
     SEQUENCES_FIRST: ClassVar[bool] = False
     HAS_MODS: ClassVar[bool] = False
     HAS_CUTS: ClassVar[bool] = False

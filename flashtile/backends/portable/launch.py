@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import allocator, has_score_mod, padded, stride_of_two
+from flashtile.backends.common.launch import allocator, has_score_mod, outer_stride, padded
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.arguments import CellStrides, Lengths, Numbers, Strides, Variant
 from flashtile.backends.portable.backward_dbias import dbias_kernel
@@ -103,7 +103,7 @@ def _is_wide(cells: Tensor | None) -> bool:
 def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> Lengths:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return Lengths(
-        alibi_stride=stride_of_two(alibi_slopes),
+        alibi_stride=outer_stride(alibi_slopes),
         num_heads_q=problem.num_heads_q,
         group_size=problem.group_size,
         seqlen_q=problem.seqlen_q,

@@ -76,6 +76,8 @@ class _Sequence:
         self.problem = problem
         self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
         self.k_descale, self.v_descale = given.k_descale, given.v_descale
+        if problem.descale == "sequence" and given.k_descale is not None and given.v_descale is not None:
+            self.k_descale, self.v_descale = given.k_descale[b, 0], given.v_descale[b, 0]
         self.dtype = problem.lse_dtype
         self.seqlen_q, self.seqlen_k = q.shape[0], seqlen_k
         self.offset = self.seqlen_k - self.seqlen_q

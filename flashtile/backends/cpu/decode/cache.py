@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.decode.addresses import destinations
+from flashtile.decode.addresses import descales_of, destinations, new_tokens
 from flashtile.decode.problem import FP8, FP8_MAX, AppendProblem, AppendTensors, CopyTensors
 from flashtile.decode.rotary import rotate_appended
 
@@ -25,8 +25,14 @@ def append(
                 given.q.detach(), given.cu_seqlens_q, given, problem.rotary_interleaved, by_token
             )
             given.q_rotated.view(-1, *q_rows.shape[1:])[: len(q_rows)] = q_rows
-    _write(k_cache, row, offset, k_rows, given.k_descale)
-    _write(v_cache, row, offset, v_rows, given.v_descale)
+    sequence = new_tokens(k, given.cu_seqlens_k_new)[0] if problem.descale == "sequence" else row
+    for cache, new, descale in ((k_cache, k_rows, given.k_descale), (v_cache, v_rows, given.v_descale)):
+        if cache.dtype == FP8:
+            wide = new.float()
+            if descale is not None:
+                wide = wide / descales_of(descale, sequence, row).unsqueeze(-1)
+            new = wide.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        _indexable(cache)[row, offset] = _indexable(new)
 
 
 @torch.inference_mode()
@@ -37,16 +43,6 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, given: Co
         if tensor is not None:
             data = _indexable(tensor)
             data[:, destinations] = data[:, sources]
-
-
-def _write(cache: Tensor, row: Tensor, offset: Tensor, new: Tensor, descale: Tensor | None) -> None:
-    """new (tokens, heads_kv, head_dim) to its pages or rows, in the dtype of the cache."""
-    if cache.dtype == FP8:
-        wide = new.float()
-        if descale is not None:
-            wide = wide / (descale if descale.dim() == 1 else descale[row]).unsqueeze(-1)
-        new = wide.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    _indexable(cache)[row, offset] = _indexable(new)
 
 
 def _indexable(tensor: Tensor) -> Tensor:

@@ -187,6 +187,9 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
                 if C.LISTED:
                     m, _full = visited_block(C, visits, m)
                 accum_block = accum_row(C, work, key_head, g, m * C.BLOCK_M, accum) // C.BLOCK_M
+                if C.STORES_DS:
+                    of_bias = work.head * C.GROUP + g
+                    bias_tiles.store_ds(C, pointers.bias, shared.ds_full, work, of_bias, m * C.BLOCK_M, i)
                 if C.DETERMINISTIC:
                     block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
                     order = dq_order(C, work, m, schedule)
@@ -343,8 +346,11 @@ def run_partitions(
     neg_delta = gl.allocate_shared_memory(
         gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_N, C.BLOCK_M], dtype)
-    ds = gl.allocate_shared_memory(dtype, [2, C.BLOCK_N, C.BLOCK_M], ds_layout)
+    # With keys as rows; as a bias's gradient with keys as columns.
+    DS_ROWS: gl.constexpr = C.BLOCK_M if C.STORES_DS else C.BLOCK_N
+    DS_COLUMNS: gl.constexpr = C.BLOCK_N if C.STORES_DS else C.BLOCK_M
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, DS_COLUMNS], dtype)
+    ds = gl.allocate_shared_memory(dtype, [2, DS_ROWS, DS_COLUMNS], ds_layout)
     if C.HAS_BIAS:
         pointers = bias_tiles.over_ds(C, pointers, ds)
     dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, stride_of_two
+from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, outer_stride
 from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.config import (
     GRADIENT_PART,
@@ -143,7 +143,7 @@ def schedule_of(
         batch_rows_k=rows_between_sequences(k),
         window_left=left,
         window_right=right,
-        alibi_stride=stride_of_two(alibi_slopes),
+        alibi_stride=outer_stride(alibi_slopes),
         swizzle=swizzle,
     )
 
@@ -193,9 +193,9 @@ class BackwardLaunch:
         return ()
 
     def _bias_gradient(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any, moved: tuple
     ) -> Tensor | None:
-        """``statistics`` begins with neg_lse and neg_delta."""
+        """``statistics`` begins with neg_lse and neg_delta; ``moved`` are ``_moved_tensors``."""
         return None
 
     def __call__(
@@ -213,6 +213,7 @@ class BackwardLaunch:
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
+        moved = self._moved_tensors(extras)
         # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
@@ -237,7 +238,7 @@ class BackwardLaunch:
             dq_accum,
             dq_accum,
             *written,
-            *self._moved_tensors(extras),
+            *moved,
             table,
             lse if seqused_k is None else seqused_k,
             lse if alibi_slopes is None else alibi_slopes,
@@ -248,7 +249,7 @@ class BackwardLaunch:
         )
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
-        return dq, dk, dv, dsink, self._bias_gradient(dout, q, k, v, workspace, extras)
+        return dq, dk, dv, dsink, self._bias_gradient(dout, q, k, v, workspace, extras, moved)
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
         problem, variant, parts = self._problem, self._variant, self._config.parts

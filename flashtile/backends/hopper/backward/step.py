@@ -19,7 +19,7 @@ from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
 @gluon.jit
 def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k, zero):
     """This warpgroup's half of dS K, left in flight: half of the columns, or of 128 rows half."""
-    ds_q = ds.permute((1, 0))
+    ds_q = ds if C.STORES_DS else ds.permute((1, 0))
     if C.BLOCK_M == WARPGROUP_ROWS:
         half = k.slice(W * (C.BLOCK_D // 2), C.BLOCK_D // 2, 1)
         return warpgroup_mma(ds_q, half, zero, use_acc=False, is_async=True)
@@ -133,7 +133,10 @@ def step(
         ds = to_16_bit(to_fp32(kept) * dp + to_fp32(weights) * neg_delta, dtype)
     else:
         ds = to_16_bit(to_fp32(weights) * dp, dtype)
-    shared.ds.index(i & 1).slice(W * ROWS, ROWS, 0).store(ds)
+    if C.STORES_DS:
+        shared.ds.index(i & 1).slice(W * ROWS, ROWS, 1).permute((1, 0)).store(ds)
+    else:
+        shared.ds.index(i & 1).slice(W * ROWS, ROWS, 0).store(ds)
     fence_async_shared()
     mbarrier.arrive(shared.ds_full.index(i & 1), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, ds_operand), q_tile, dk, is_async=True)

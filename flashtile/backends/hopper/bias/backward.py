@@ -1,7 +1,8 @@
 """The Hopper backward with an additive bias.
 
 The kernel is that without (``backward.kernel``), whose producer brings a tile of the bias with each step, and
-whose consumers add it to the scores (``tiles``). The gradient of the bias is not computed here.
+whose consumers add it to the scores (``tiles``). Where each cell of the bias belongs to one score, dS is its
+gradient and is written here, by the warp that adds dQ; else a kernel of its own sums it (``gradient``).
 """
 
 from triton.experimental.gluon import language as gl
@@ -17,14 +18,16 @@ from flashtile.backends.hopper.bias.tiles import BackwardPointers, Bias
 @gluon_kernel(do_not_specialize=(*Schedule._fields, *Sizes._fields, "bias_batch", "bias_heads"))
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
-    dv_desc, bias_desc, table, seqused_k, alibi_slopes, dq_semaphores, dq, counters, num_tiles, num_blocks,
-    num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right, alibi_stride, swizzle, row_blocks,
-    total_heads, resident_heads, row_vectors, bias_batch, bias_heads, scale, scale_log2, softcap_rate,
-    softcap_log2, zero, C: gl.constexpr,
+    dv_desc, bias_desc, dbias_desc, table, seqused_k, alibi_slopes, dq_semaphores, dq, counters, num_tiles,
+    num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right, alibi_stride,
+    swizzle, row_blocks, total_heads, resident_heads, row_vectors, bias_batch, bias_heads, scale,
+    scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid and ``counters`` as without a bias, beside which there are no ``alibi_slopes``."""
+    """Grid and ``counters`` as without a bias, beside which there are no ``alibi_slopes``. ``dbias_desc`` is
+    the bias itself without STORES_DS."""
     wait_for_preprocess()
-    pointers = BackwardPointers(table, seqused_k, counters, Bias(bias_desc, bias_batch, bias_heads, 0))
+    bias = Bias(bias_desc, dbias_desc, bias_batch, bias_heads, 0)
+    pointers = BackwardPointers(table, seqused_k, counters, bias)
     schedule = Schedule(
         num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
         alibi_stride, swizzle,

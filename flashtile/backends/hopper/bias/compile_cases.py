@@ -19,7 +19,7 @@ from flashtile.backends.hopper.bias.launch import (
     gradient_variant_of,
     gradient_views,
     rows_view,
-    squares_view,
+    squares_views,
     variant_of,
 )
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
@@ -51,7 +51,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for head_dim in (64, 128):
         for number, (name, any_head_dim) in enumerate(_VARIANTS.items()):
             problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
-            for case in (_forward(name, problem), _backward(name, problem), _gradient(name, problem)):
+            of_ds = _backward(name, problem, stores_ds=True)
+            cases = _forward(name, problem), _backward(name, problem), _gradient(name, problem), of_ds
+            for case in cases[: 3 if problem.varlen else 4]:
                 kind = case.name.split()[2]
                 budget = _SPILLS[kind][head_dim][number]
                 telling = kind != "backward" and name == "causal" and head_dim == 64
@@ -77,13 +79,16 @@ def _forward(name: str, problem: Problem) -> CompileCase:
     )
 
 
-def _backward(name: str, problem: Problem) -> CompileCase:
-    variant = backward_variant_of(problem, choose_backward(problem))
-    bias = squares_view(problem, _bias(problem))
+def _backward(name: str, problem: Problem, stores_ds: bool = False) -> CompileCase:
+    variant = backward_variant_of(problem, choose_backward(problem), not stores_ds, stores_ds)
+    bias = _bias(problem)
+    if stores_ds:
+        bias, name = bias.expand(problem.batch, -1, -1, -1).contiguous(), f"{name} dS"
     return attention_case(
         f"bias backward head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",
         backward_kernel,
-        backward_views(problem, variant, *tensors(problem), resident_heads=3) | bias,
+        backward_views(problem, variant, *tensors(problem), resident_heads=3)
+        | squares_views(problem, bias, stores_ds),
         variant,
         LAUNCH_REGISTERS[2],
         0,

@@ -52,6 +52,9 @@ class BiasForwardVariant(WithBias, ForwardVariant):
 class BiasBackwardVariant(WithBias, BackwardVariant):
     """Everything that the backward kernel with a bias is compiled for."""
 
+    STORES_DS: bool  # type: ignore[misc]
+    """It writes dS as the bias's gradient: each cell of the bias belongs to one score."""
+
 
 @dataclass(frozen=True)
 class GradientVariant:

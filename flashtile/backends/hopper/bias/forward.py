@@ -44,7 +44,7 @@ def forward_kernel(
     """Grid: one program for each multiprocessor at most, as without a bias, beside which there are no
     ``alibi_slopes``."""
     tiles = make_channel(bias_desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
-    pointers = Pointers(lse, table, seqused_k, sink, Bias(bias_desc, bias_batch, bias_heads, tiles))
+    pointers = Pointers(lse, table, seqused_k, sink, Bias(bias_desc, 0, bias_batch, bias_heads, tiles))
     schedule = Schedule(
         num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
         window_right, alibi_stride,

@@ -27,6 +27,7 @@ from flashtile.backends.hopper.bias.config import (
 )
 from flashtile.backends.hopper.bias.forward import Numbers, forward_kernel
 from flashtile.backends.hopper.bias.gradient import Sizes, gradient_kernel
+from flashtile.backends.hopper.bias.hidden import ZeroHidden
 from flashtile.backends.hopper.bias.tiles import SQUARE
 from flashtile.backends.hopper.columns import count_products
 from flashtile.backends.hopper.config import (
@@ -69,6 +70,14 @@ def is_shared(problem: Problem, bias: Tensor) -> bool:
     return own_sizes(bias)[0] == 1 < problem.batch
 
 
+def is_ds(problem: Problem, bias: Tensor) -> bool:
+    """Whether the gradient of the bias is wanted, and is dS: each score has a cell of the bias of its own,
+    and no soft-cap makes dS the gradient of something else."""
+    cells = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
+    dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == cells
+    return problem.bias_grad and dense and not problem.softcap and problem.seqlen_k % 8 == 0
+
+
 def integers_of(bias: Tensor) -> dict[str, int]:
     """The kernels' integers that say how the bias is broadcast."""
     batch, heads, _, _ = own_sizes(bias)
@@ -81,10 +90,14 @@ def rows_view(problem: Problem, variant: ForwardVariant, bias: Tensor) -> dict[s
     return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
 
 
-def squares_view(problem: Problem, bias: Tensor) -> dict[str, View]:
-    """Of the bias in the backward."""
+def squares_views(problem: Problem, bias: Tensor, stores_ds: bool) -> dict[str, View]:
+    """Of the bias in the backward, and of its gradient if that is dS."""
     block = SQUARE.value, SQUARE.value
-    return {"bias_desc": cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)}
+    of_bias = cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype)
+    of_gradient = of_bias
+    if stores_ds:
+        of_gradient = cells_view(bias.shape, contiguous_strides(bias.shape), *block, problem.dtype)
+    return {"bias_desc": of_bias, "dbias_desc": of_gradient}
 
 
 class ForwardLaunch(plain_forward.ForwardLaunch):
@@ -191,18 +204,21 @@ def gradient_launch(
 
 
 def backward_variant_of(
-    problem: Problem, config: BackwardConfig, shared: bool = True
+    problem: Problem, config: BackwardConfig, shared: bool = True, stores_ds: bool = False
 ) -> BiasBackwardVariant:
     """What the backward kernel is compiled for. ``shared``: sequences share the bias of a head."""
     fields = vars(plain_backward.variant_of(problem, config))
-    return BiasBackwardVariant(**fields, SEQUENCES_FIRST=shared and not problem.varlen)
+    return BiasBackwardVariant(
+        **fields, SEQUENCES_FIRST=shared and not problem.varlen, STORES_DS=stores_ds
+    )
 
 
 class BackwardLaunch(plain_backward.BackwardLaunch):
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature.
 
-    dbias comes from a kernel of its own (``gradient``), which recomputes the probabilities; for packed
-    sequences and the like from the portable backend's.
+    dbias is dS as the backward makes it if no two scores share a cell of the bias. Else it comes from a
+    kernel of its own (``gradient``), which recomputes the probabilities; for packed sequences and the like
+    from the portable backend's.
     """
 
     kernel = backward_kernel
@@ -211,10 +227,12 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         super().__init__(problem, config)
         self._gradient: KeptKernel | None = None
+        self._zero_hidden: ZeroHidden | None = None
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
         problem, bias = self._problem, extras.bias
-        self._variant = backward_variant_of(problem, self._config, is_shared(problem, bias))
+        stores_ds = is_ds(problem, bias)
+        self._variant = backward_variant_of(problem, self._config, is_shared(problem, bias), stores_ds)
         self._has_own_gradient = has_own_gradient(problem) and own_sizes(bias) == bias.shape
         return super()._prepare(dlse, q, k, v, extras)
 
@@ -222,17 +240,27 @@ class BackwardLaunch(plain_backward.BackwardLaunch):
         return integers_of(extras.bias)
 
     def _more_views(self, extras: Any) -> dict[str, View]:
-        return squares_view(self._problem, extras.bias)
+        return squares_views(self._problem, extras.bias, self._variant.STORES_DS)
 
     def _moved_tensors(self, extras: Any) -> tuple:
-        return (extras.bias,)
+        bias, variant = extras.bias, self._variant
+        if not variant.STORES_DS:
+            return bias, bias
+        dbias = bias.new_empty(bias.shape)
+        if variant.HAS_LEFT or variant.HAS_RIGHT:
+            if self._zero_hidden is None:
+                self._zero_hidden = ZeroHidden(self._problem)
+            self._zero_hidden(dbias)
+        return bias, dbias
 
     def _bias_gradient(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any, moved: tuple
     ) -> Tensor | None:
         problem = self._problem
         if not problem.bias_grad:
             return None
+        if self._variant.STORES_DS:
+            return moved[1]
         heads, rows = statistics_shape(problem)
         bias = extras.bias
         neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)

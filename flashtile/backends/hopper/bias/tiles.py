@@ -3,18 +3,19 @@
 A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings a tile of it
 for each tile of scores; keys and rows behind the end arrive as zeros. In the forward tiles have shared memory
 of their own. In the backward they lie where dS of the same step will be: a warpgroup reads its part of the
-bias, then writes dS over it.
+bias, then writes dS over it. Where each cell of the bias belongs to one score, dS is the bias's gradient, and
+leaves by TMA from there.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.hopper import config
 from flashtile.backends.hopper.channels import make_ring
-from flashtile.backends.hopper.compat import async_load, reinterpret
+from flashtile.backends.hopper.compat import async_load, async_store, reinterpret
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
@@ -27,6 +28,8 @@ class Bias(NamedTuple):
     """The bias of a launch, as partitions see it."""
 
     desc: Any
+    gradient_desc: Any
+    """Of its gradient, in the backward with STORES_DS."""
     batch: Any
     """Sequences and query heads that it tells apart: all or 1."""
     heads: Any
@@ -81,11 +84,13 @@ class BackwardPointers(NamedTuple):
 
 @gluon.jit
 def over_ds(C: gl.constexpr, pointers, ds):
-    """The pointers of the backward with the memory of dS, [2, BLOCK_N, BLOCK_M], as the bias's channel."""
+    """The pointers of the backward with the memory of dS, twice, as the bias's channel."""
     bias = pointers.bias
     SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
     squares = reinterpret(ds, ds.dtype, [SQUARES] + bias.desc.block_type.shape, bias.desc.layout)
-    bias = Bias(bias.desc, bias.batch, bias.heads, make_ring(squares, 2, 2))
+    READERS: gl.constexpr = 3 if C.STORES_DS else 2
+    tiles = make_ring(squares, 2, READERS)
+    bias = Bias(bias.desc, bias.gradient_desc, bias.batch, bias.heads, tiles)
     return BackwardPointers(pointers.table, pointers.seqused_k, pointers.next_tile, bias)
 
 
@@ -93,9 +98,14 @@ def over_ds(C: gl.constexpr, pointers, ds):
 def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
     """The tile of the ``c``-th 64 rows and of the keys of warpgroup W, [1, 1, 64 rows, 64 keys].
 
-    It has the bytes of the same 64 keys by 64 rows of dS, which is stored 64 columns of all keys at a time.
+    It has the bytes of the same 64 keys by 64 rows of dS, which is stored 64 columns of all keys at a time;
+    with STORES_DS of the same 64 rows by 64 keys, 64 keys of all rows at a time.
     """
-    return bias.tiles.tiles.index((slot * (C.BLOCK_M // SQUARE) + c) * 2 + W)
+    SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
+    if C.STORES_DS:
+        return bias.tiles.tiles.index((slot * 2 + W) * SQUARES + c)
+    else:
+        return bias.tiles.tiles.index((slot * SQUARES + c) * 2 + W)
 
 
 @gluon.jit
@@ -136,6 +146,22 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
 @gluon.jit
 def release_keys(bias, i):
     """Consumer of the backward: dQ has been made of dS of step ``i``, so that its memory is free."""
+    bias.tiles.release(i)
+
+
+@gluon.jit
+def store_ds(C: gl.constexpr, bias, ds_full, work, head, row, i):
+    """dS of step ``i`` and of BLOCK_M rows from ``row`` on to the bias's gradient, once both consumers have
+    written it. Returns when its memory has been read."""
+    slot = i & 1
+    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
+    SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
+    for w in gl.static_range(2):
+        for c in gl.static_range(SQUARES):
+            key = work.place * C.BLOCK_N + w * SQUARE
+            tile = square_of(C, w, c, bias, slot)
+            async_store(bias.gradient_desc, [work.sequence, head, row + c * SQUARE, key], tile)
+    tma.store_wait(0)
     bias.tiles.release(i)
 
 

@@ -50,7 +50,7 @@ def attend_part(
     q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
     v_scale = 1.0
     if C.E4M3:
-        k_scale, v_scale = scales_of_head(C, call.pointers, work.head_kv)
+        k_scale, v_scale = scales_of_head(C, work, call)
         q_tile, numbers = query_operand(C, q_tile, k, k_scale, numbers, row_layout)
     n = my_end - 1
     if C.HAS_RIGHT or C.HAS_TREE:
@@ -101,7 +101,7 @@ def attend_part(
         sums = gl.where(whole, with_sink, sums)
         factor = gl.where(whole, gl.exp2(m - shift), factor)
         m = gl.where(whole, top, m)
-    if C.DESCALE == "head":
+    if C.DESCALE == "head" or C.DESCALE == "sequence":
         factor = factor * v_scale
     empty = sums == 0.0
     total = gl.where(empty, 1.0, sums)

@@ -64,9 +64,10 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"page_size": 0, "batch_idx": True},
     "tree": {"window_right": -1, "tree": True},
     "e4m3 by head": {"descale": "head"},
+    "e4m3 by sequence": {"descale": "sequence"},
     "e4m3 by block, page 1": {"descale": "block", "page_size": 1},
 }
-_E4M3 = ("e4m3 by head", "e4m3 by block, page 1")
+_E4M3 = ("e4m3 by head", "e4m3 by sequence", "e4m3 by block, page 1")
 _FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
 """Those that are compiled with at most 64 rows of a sequence, and with more."""
 _INT32 = (

@@ -86,7 +86,7 @@ class Variant(Layout, WithoutFunctions):
     E4M3: bool
     """Of the cache: the consumer converts its tiles."""
     DESCALE: str
-    """Scales of an FP8 cache: "none", "head" or "block"."""
+    """Scales of an FP8 cache: "none", "head", "sequence" or "block"."""
     KEY_SCALES: bool
     """Those are of blocks, so that the keys of a tile have several."""
     BALANCED: bool

@@ -20,6 +20,7 @@ from flashtile.backends.hopper.compat import aggregate, partition_barrier, reint
 from flashtile.backends.hopper.decode.gather import is_seen
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.inline_asm import to_16_bit
+from flashtile.backends.portable.decode.schedule import sequence_of
 from flashtile.backends.portable.decode.steps import in_cache
 
 ELEMENTS = gl.constexpr(8192)
@@ -174,11 +175,17 @@ def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
 
 
 @gluon.jit
-def scales_of_head(C: gl.constexpr, pointers, head_kv):
-    """What scores and outputs of a key head are multiplied by."""
+def scales_of_head(C: gl.constexpr, work, call):
+    """What scores and outputs of a key head are multiplied by, that of one sequence or of all."""
+    pointers = call.pointers
+    head = work.head_kv // C.KV_GROUP
     if C.DESCALE == "head":
-        head = head_kv // C.KV_GROUP
         return gl.load(pointers.k_descale + head), gl.load(pointers.v_descale + head)
+    elif C.DESCALE == "sequence":
+        b, _ = sequence_of(work.m_block, call.lengths, C)
+        b = b.to(gl.int64)
+        k_scale = gl.load(pointers.k_descale + b * call.k_descale_stride + head)
+        return k_scale, gl.load(pointers.v_descale + b * call.v_descale_stride + head)
     else:
         return 1.0, 1.0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import stride_of_two
+from flashtile.backends.common.launch import outer_stride
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.decode.combine import (
@@ -252,11 +252,11 @@ class HopperDecodeLaunch(DecodeLaunch):
         )
         strides = dict(zip(STRIDES, (*row_strides(k_cache), *row_strides(v_cache)), strict=True))
         scalars = strides | lengths._asdict() | splits._asdict() | cache._asdict() | score_numbers(problem)
-        scalars["alibi_stride"] = stride_of_two(tensors.alibi_slopes)
+        scalars["alibi_stride"] = outer_stride(tensors.alibi_slopes)
         tree = tensors.tree_mask
         scalars["tree_stride"] = 0 if tree is None or tree.shape[0] == 1 else tree.stride(0)
-        scalars["k_descale_stride"] = stride_of_two(tensors.k_descale)
-        scalars["v_descale_stride"] = stride_of_two(tensors.v_descale)
+        scalars["k_descale_stride"] = outer_stride(tensors.k_descale)
+        scalars["v_descale_stride"] = outer_stride(tensors.v_descale)
         kernel = KeptKernel(
             attend_kernel,
             programs,

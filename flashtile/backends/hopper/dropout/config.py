@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward.config import BackwardConfig, BackwardVariant, with_splits
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
+from flashtile.problem import UNLIMITED
 
 MOST_COLUMNS = 128
 """Of a head."""
 MOST_DROPPED = 31 / 32
 """Numbers from there on are no numbers in fp16."""
 
-_FORWARD: dict[tuple[int, int], ForwardConfig] = {
-    (64, 64): ForwardConfig(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
-    (128, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
-    (64, 128): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
-    (128, 64): ForwardConfig(2, 128, QUEUED=True, paired_below=4096),
+
+@dataclass(frozen=True)
+class DropoutForwardConfig(ForwardConfig):
+    """``LATE_WORDS``: the assembler may put the random words off until the exponentials; else they are made
+    under the products."""
+
+    LATE_WORDS: bool = False
+
+
+F = DropoutForwardConfig
+_FORWARD: dict[tuple[int, int], DropoutForwardConfig] = {
+    (64, 64): F(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
+    (128, 128): F(2, 128, QUEUED=True, paired_below=4096),
+    (64, 128): F(2, 128, QUEUED=True, paired_below=4096),
+    (128, 64): F(2, 128, QUEUED=True, paired_below=4096),
 }
 """By padded head sizes."""
 _BACKWARD = BackwardConfig(64)
@@ -31,8 +42,9 @@ class DropoutForwardVariant(ForwardVariant):
     """Everything that the forward kernel with dropout is compiled for."""
 
     HAS_DROPOUT: ClassVar[bool] = True
-    FINE_DROPOUT: bool = False
+    FINE_DROPOUT: bool
     """Numbers of 15 bits decide, not of 7."""
+    LATE_WORDS: bool
 
 
 @dataclass(frozen=True)
@@ -44,8 +56,11 @@ class DropoutBackwardVariant(BackwardVariant):
     """Numbers of 15 bits decide, not of 7."""
 
 
-def choose_forward(problem: Problem) -> ForwardConfig:
-    return _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
+def choose_forward(problem: Problem) -> DropoutForwardConfig:
+    config = _FORWARD[padded(problem.head_dim), padded(problem.head_dim_v)]
+    # Under a mask a warpgroup waits more, and the words fit in between.
+    masked = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
+    return replace(config, LATE_WORDS=masked)
 
 
 def choose_backward(problem: Problem) -> BackwardConfig:

@@ -9,7 +9,11 @@ from torch import Tensor
 from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward import launch as plain_backward
 from flashtile.backends.hopper.backward.config import BackwardConfig
-from flashtile.backends.hopper.dropout.config import DropoutBackwardVariant, DropoutForwardVariant
+from flashtile.backends.hopper.dropout.config import (
+    DropoutBackwardVariant,
+    DropoutForwardConfig,
+    DropoutForwardVariant,
+)
 from flashtile.backends.hopper.dropout.kernels import (
     BackwardNumbers,
     Numbers,
@@ -17,16 +21,17 @@ from flashtile.backends.hopper.dropout.kernels import (
     forward_kernel,
 )
 from flashtile.backends.hopper.forward import launch as plain_forward
-from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.backends.hopper.launch import score_numbers
 from flashtile.dropout import is_fine, keep_share, threshold
 
 
-def variant_of(problem: Problem, config: ForwardConfig) -> DropoutForwardVariant:
+def variant_of(problem: Problem, config: DropoutForwardConfig) -> DropoutForwardVariant:
     """What the forward kernel is compiled for. Query heads share no tile: each has words of its own."""
     fields = vars(plain_forward.variant_of(problem, config))
     fields |= {"PACK": 1, "KV_GROUP": problem.group_size}
-    return DropoutForwardVariant(**fields, FINE_DROPOUT=is_fine(problem.dropout_p))
+    return DropoutForwardVariant(
+        **fields, FINE_DROPOUT=is_fine(problem.dropout_p), LATE_WORDS=config.LATE_WORDS
+    )
 
 
 def backward_variant_of(problem: Problem, config: BackwardConfig) -> DropoutBackwardVariant:

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.forward.schedule import (
     Schedule,
     block_of_part,
     find_work_tile,
+    leave_queue,
     next_tile,
     num_own_tiles,
     num_parts,
@@ -156,6 +157,8 @@ def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, 
             # The atomic takes its time, while the consumers work on the tiles that are loaded.
             tile_index = next_tile(pointers, programs)
             work_queue.put(queue, t, tile_index)
+        if C.HAS_MODS:  # others would spill more for it
+            leave_queue(pointers, tile_index, num_tiles, programs)
     else:
         for t in range(num_own_tiles(program, programs, num_tiles)):
             tile_index = snake_order(t, program, programs)

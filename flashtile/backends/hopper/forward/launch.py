@@ -16,7 +16,7 @@ from flashtile.backends.common.launch import (
     contiguous_strides,
     has_score_mod,
     largest_divisor,
-    stride_of_two,
+    outer_stride,
 )
 from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import (
@@ -196,7 +196,7 @@ def schedule_of(
         batch_rows_k=rows_between_sequences(k),
         window_left=left,
         window_right=right,
-        alibi_stride=stride_of_two(alibi_slopes),
+        alibi_stride=outer_stride(alibi_slopes),
     )
 
 

@@ -87,6 +87,17 @@ def next_tile(pointers, programs):
 
 
 @gluon.jit
+def leave_queue(pointers, tile_index, num_tiles, programs):
+    """The counter is 0 again for the next launch. ``tile_index`` is the one that was no more.
+
+    A program asks once for each work tile that it computes, so that all of them ask ``num_tiles`` times: of
+    these answers one is the last, to a program that nobody asks after.
+    """
+    if tile_index == programs + num_tiles - 1:
+        gl.store(pointers.table + TAKEN, 0)
+
+
+@gluon.jit
 def num_parts(num_blocks, place, PAIRED: gl.constexpr):
     """Blocks of query rows of a work tile: 1, or 2 of a pair.
 

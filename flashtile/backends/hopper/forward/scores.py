@@ -34,7 +34,8 @@ def dropout_words(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.co
     be in flight; 0 without dropout."""
     if C.HAS_DROPOUT:
         words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
-        make_here(words)
+        if not C.LATE_WORDS:
+            make_here(words)
         return words
     else:
         return 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashtile.attn.problem import Problem
+from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.hopper.backward import launch as plain_backward
 from flashtile.backends.hopper.backward.config import BackwardConfig
@@ -112,7 +112,7 @@ class ForwardLaunch:
         out, lse = self._allocate(q)
         if self._kernel is None:
             self._kernel = self._prepare(q, k, v, extras)
-        table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32) if self._variant.QUEUED else lse
+        table = zeroed_counters(q.device, TABLE_WIDTH.value) if self._variant.QUEUED else lse
         slopes, sink = extras.alibi_slopes, extras.sink
         self._kernel(
             q.device, q, k, v, out, lse, table, lse if slopes is None else slopes,

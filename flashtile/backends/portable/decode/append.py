@@ -69,7 +69,8 @@ class Pointers(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a page."""
+    """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a
+    page or sequence."""
 
     k_cache_stride_b: Any
     k_cache_stride_s: Any
@@ -229,10 +230,13 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     if C.DESCALE == "head":
         k_scale = tl.load(pointers.k_descale + head)
         v_scale = tl.load(pointers.v_descale + head)
-    if C.DESCALE == "block":
-        k_scales = pointers.k_descale + page * strides.k_descale_stride + head
+    if C.DESCALE == "block" or C.DESCALE == "sequence":
+        owner = page
+        if C.DESCALE == "sequence":
+            owner = page * 0 + b
+        k_scales = pointers.k_descale + owner * strides.k_descale_stride + head
         k_scale = tl.load(k_scales, mask=written, other=1.0)[:, None]
-        v_scales = pointers.v_descale + page * strides.v_descale_stride + head
+        v_scales = pointers.v_descale + owner * strides.v_descale_stride + head
         v_scale = tl.load(v_scales, mask=written, other=1.0)[:, None]
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)

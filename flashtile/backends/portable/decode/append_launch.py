@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import padded, stride_of_two
+from flashtile.backends.common.launch import outer_stride, padded
 from flashtile.backends.portable.decode import copy_blocks
 from flashtile.backends.portable.decode.append import Lengths, Strides, Variant, append_kernel
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
@@ -77,8 +77,8 @@ class AppendLaunch:
             *row_strides(v),
             *((0, 0, 0) if q is None else row_strides(q)),
             0 if block_table is None else block_table.stride(0),
-            stride_of_two(tensors.k_descale),
-            stride_of_two(tensors.v_descale),
+            outer_stride(tensors.k_descale),
+            outer_stride(tensors.v_descale),
         )
         lengths = Lengths(
             seqlen_new=problem.seqlen_new,

@@ -154,6 +154,9 @@ def attend_work_tile(
     if C.DESCALE == "head":
         k_scale = tl.load(pointers.k_descale + work.head_kv)
         v_scale = tl.load(pointers.v_descale + work.head_kv)
+    if C.DESCALE == "sequence":
+        k_scale = tl.load(pointers.k_descale + b * strides.k_descale_stride + work.head_kv)
+        v_scale = tl.load(pointers.v_descale + b * strides.v_descale_stride + work.head_kv)
     if C.HAS_TREE:
         tree_rows = pointers.tree_mask + b * strides.tree_stride + tokens * lengths.seqlen_q
     if C.SOFTMAX_MAX != "none":
@@ -198,7 +201,7 @@ def attend_work_tile(
         if C.HAS_SINK or C.HAS_PRIOR:
             acc, row_max, row_sum = as_online(acc, row_max, row_sum)
 
-    if C.DESCALE == "head":
+    if C.DESCALE == "head" or C.DESCALE == "sequence":
         acc = acc * v_scale
     rows = Rows(b, sequence.start_q, tokens, heads, exists)
     # What is not among the keys enters once: here, or where parts are combined.

@@ -125,8 +125,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if not architecture(arch).amd:
         yield _exchange_case()
     for dtype in (torch.bfloat16, FP8):
-        yield _append_case(dtype, capability)
-    yield _append_case(torch.bfloat16, capability, packed=True)
+        for packed in (False, True):
+            yield _append_case(dtype, capability, packed)
     yield _copy_case()
 
 
@@ -209,7 +209,7 @@ def _exchange_case() -> CompileCase:
     )
 
 
-def _append_case(dtype: torch.dtype, capability: int, packed: bool = False) -> CompileCase:
+def _append_case(dtype: torch.dtype, capability: int, packed: bool) -> CompileCase:
     as_bits = dtype == FP8 and capability < 89
     compiled_for = append.Variant(
         HAS_SLOTS=False,
@@ -218,7 +218,7 @@ def _append_case(dtype: torch.dtype, capability: int, packed: bool = False) -> C
         VARLEN=packed,
         VARLEN_Q=packed,
         PAGE_SIZE=16,
-        DESCALE="block" if dtype == FP8 else "none",
+        DESCALE="none" if dtype != FP8 else "sequence" if packed else "block",
         QUANTISED=dtype == FP8,
         E4M3_BITS=as_bits,
         ROTARY_DIM=128,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashtile.backends.common.device import capability, multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import allocator, largest_divisor, padded, stride_of_two
+from flashtile.backends.common.launch import allocator, largest_divisor, outer_stride, padded
 from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import (
     CombineGivenVariant,
@@ -524,9 +524,9 @@ def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensor
         *row_strides(k_cache),
         *row_strides(v_cache),
         0 if tensors.block_table is None else tensors.block_table.stride(0),
-        stride_of_two(tensors.alibi_slopes),
-        stride_of_two(tensors.k_descale),
-        stride_of_two(tensors.v_descale),
+        outer_stride(tensors.alibi_slopes),
+        outer_stride(tensors.k_descale),
+        outer_stride(tensors.v_descale),
         0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
     )
 

@@ -67,7 +67,8 @@ class Variant(Layout):
 
 
 class Strides(NamedTuple):
-    """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a page."""
+    """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a
+    page or sequence."""
 
     q_stride_b: Any
     q_stride_s: Any

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import stride_of_two
+from flashtile.backends.common.launch import outer_stride
 from flashtile.backends.portable.fp8.attend import Lengths, Numbers, Strides, Variant, attend_kernel
 from flashtile.backends.portable.fp8.config import AttendConfig, padded
 from flashtile.fp8.problem import AttendTensors, Fp8Problem
@@ -75,7 +75,7 @@ class AttendLaunch:
         )
         lengths = Lengths(
             q_scale_group=problem.q_scale_group,
-            alibi_stride_b=stride_of_two(tensors.alibi_slopes),
+            alibi_stride_b=outer_stride(tensors.alibi_slopes),
             num_heads_q=problem.num_heads_q,
             group_size=problem.group_size,
             seqlen_q=problem.seqlen_q,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.attn.problem import Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import stride_of_two
+from flashtile.backends.common.launch import outer_stride
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.arguments import Variant
 from flashtile.backends.portable.config import Config
@@ -69,7 +69,7 @@ class Arguments:
             *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(1), t.stride(2))),
             *(max(size, 1) for size in listed),
             *mods.kernel_sizes(_captured_of(extras)),
-            stride_of_two(extras.alibi_slopes),
+            outer_stride(extras.alibi_slopes),
             problem.num_heads_q,
             problem.group_size,
             problem.seqlen_q,

@@ -1,0 +1,71 @@
+"""Zeros for what a mask hides of a bias's gradient that the backward writes itself: it meets no blocks of
+which every score is hidden."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.attn.problem import Problem
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.problem import UNLIMITED
+
+BLOCK = 128
+"""Rows and keys that are hidden together: no block of the backward is larger."""
+
+
+@triton.jit
+def zero_blocks(dbias, rows, begin, end, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
+    """Blocks [begin, end) of keys of ``rows`` of a head."""
+    for n in range(begin, end):
+        keys = n * BLOCK + tl.arange(0, BLOCK)
+        cells = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]
+        zeros = tl.zeros([BLOCK, BLOCK], dbias.dtype.element_ty)
+        tl.store(cells, zeros, mask=(rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :])
+
+
+@kernel(do_not_specialize=("seqlen_q", "row_blocks", "window_left", "window_right"))
+def zero_hidden_kernel(
+    dbias,
+    seqlen_q,
+    seqlen_k,
+    row_blocks,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: each block of rows of each head. All blocks of keys of which it sees some key not are zeroed."""
+    program = tl.program_id(0)
+    first = program % row_blocks * BLOCK
+    rows = first + tl.arange(0, BLOCK)
+    dbias += (program // row_blocks).to(tl.int64) * seqlen_q * seqlen_k
+    key_blocks = tl.cdiv(seqlen_k, BLOCK)
+    offset = seqlen_k - seqlen_q
+    begin = 0
+    if HAS_LEFT:
+        hidden = tl.maximum(first + BLOCK - 1 + offset - window_left, 0)
+        begin = tl.minimum(tl.cdiv(hidden, BLOCK), key_blocks)
+        zero_blocks(dbias, rows, 0, begin, seqlen_q, seqlen_k, BLOCK)
+    if HAS_RIGHT:
+        end = tl.maximum(first + offset + window_right + 1, 0) // BLOCK
+        zero_blocks(dbias, rows, tl.maximum(begin, end), key_blocks, seqlen_q, seqlen_k, BLOCK)
+
+
+class ZeroHidden:
+    """The launch for the gradients of one signature, which are contiguous."""
+
+    def __init__(self, problem: Problem) -> None:
+        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        row_blocks = triton.cdiv(problem.seqlen_q, BLOCK)
+        self._kernel = KeptKernel(
+            zero_hidden_kernel,
+            problem.batch * problem.num_heads_q * row_blocks,
+            (problem.seqlen_q, problem.seqlen_k, row_blocks, left, right),
+            (left != UNLIMITED, right != UNLIMITED, BLOCK),
+            None,
+        )
+
+    def __call__(self, dbias: Tensor) -> None:
+        self._kernel(dbias.device, dbias)

@@ -22,6 +22,7 @@ from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.decode.operators import DECODE
 from flashtile.decode.problem import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of, seen_by_window
+from flashtile.integrations.transformers_steps import attend_by, kind_of_step, remember
 from flashtile.padding import as_cells
 
 IN_CONFIG = {
@@ -61,10 +62,18 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        of_scores = attention_mask is not None and attention_mask.dim() == 4
         if not others.get("output_attentions") and not torch.compiler.is_compiling():
             # Some models tell their attention nothing of it.
             others["output_attentions"] = _collects_weights()
+        step = None
+        if attention_mask is None and query.shape[2] == 1:
+            step = kind_of_step(
+                query, key, value, dropout, scaling, sliding_window, softcap, s_aux, others
+            )  # fmt: skip
+            out = None if step is None else attend_by(step, query, key, value)
+            if out is not None:
+                return out, None
+        of_scores = attention_mask is not None and attention_mask.dim() == 4
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
         if not with_scores and (others.get("cache") is not None or torch.compiler.is_compiling()):
             return original(
@@ -95,8 +104,12 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
             if attention_mask is not None:
                 return _padded(q, k, v, attention_mask, options), None
             sequences = _sequences(q.shape[0], others)
-            attend = _dense if sequences is None else _packed
-            return attend(q, k, v, options | (sequences or {})), None
+            if sequences is not None:
+                return _packed(q, k, v, options | sequences), None
+            out = _dense(q, k, v, options)
+            if step is not None:
+                remember(step, q, k, v, _options_of_step(*(options[name] for name in _OF_STEP)), out)
+            return out, None
         except NotImplementedError as error:
             raise renamed(error, IN_CONFIG) from None
 

@@ -15,7 +15,13 @@ from itertools import accumulate
 
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.config import family_of_capability
-from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, row, row_blocks
+from flashtile.backends.portable.decode.config import (
+    NARROW,
+    DecodeConfig,
+    bytes_to_read,
+    row,
+    row_blocks,
+)
 from flashtile.io_model.calls import Call
 from flashtile.io_model.cards import Card
 from flashtile.io_model.kernels import L2_SHARE, KernelTraffic, counted, reach
@@ -58,7 +64,11 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     m_blocks = -(-call.seqlen_q * pack // config.tile.BLOCK_M)
     every = [tile for tile, count in tiles for _ in range(count * heads)]
     programs, parts, cut_rows = len(every), 0, 0
-    if config.balances(m_blocks, len(every), card.sm_count):
+    most = max((len(tile.blocks) for tile in every), default=0)
+    even = not call.page_size and all(len(tile.blocks) == most for tile in every)
+    element_bytes = 4 if call.element_bytes == 4 else call.cache_element_bytes
+    tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, element_bytes)
+    if config.balances(m_blocks, len(every), card.sm_count, tile_bytes, even):
         programs, parts, cut_rows = _runs(every, card.sm_count * config.programs_per_sm)
     partial_bytes = parts * (call.width_v + 1) * PARTIAL_BYTES
     cut_out = cut_rows * (call.width_v * call.element_bytes + 4)

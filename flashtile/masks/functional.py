@@ -68,7 +68,8 @@ def check_beside(extras: Extras, options: Options) -> None:
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()
-"""Of calls with a block mask and no score_mod, whose captured tensors they would keep alive."""
+"""Of calls with a block mask alone. Those with a score_mod that captures no tensor differ in its text; the
+tensors of another would be kept alive."""
 
 
 def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
@@ -83,13 +84,16 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
         mask_mod = blocks.mask_mod
     score = None if score_mod is None else traced("score_mod", score_mod)
     mask = None if mask_mod is None else traced("mask_mod", mask_mod)
-    if blocks is None or score is not None or torch.compiler.is_dynamo_compiling():
+    captures = score is not None and score.tensors
+    if blocks is None or captures or torch.compiler.is_dynamo_compiling():
         return _functions(score, mask, blocks)
     known = _kept.get(blocks)
     if known is None or known.mask is not mask:
         made = _functions(None, mask, blocks)
         known = _kept[blocks] = made._replace(extras=SignedExtras.of(made.captured, made.lists))
-    return known
+    if score is None:
+        return known
+    return known._replace(score_mod=score.text, soft_cap=score.soft_cap)
 
 
 def _functions(score: Trace | None, mask: Trace | None, blocks: BlockMask | None) -> Functions:

@@ -15,7 +15,7 @@ import triton.language as tl
 import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build
-from flashtile.backends.portable.decode import prepare_combine, prepare_copy_blocks
+from flashtile.backends.portable.decode import config, launch, prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.decode.schedule import Layout, Lengths, Sequences, balanced_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
@@ -28,6 +28,9 @@ share_of, share_start = share_of_kernel.fn, share_start_kernel.fn
 pytestmark = pytest.mark.interpreter
 
 BY_NAME = {case.name: case for case in CASES}
+WHOLE = (
+    "dense", "paged", "empty-cache", "window-left", "ragged-queries", "tree-by-batch", "sink-without-keys",
+)  # fmt: skip
 IN_FLOAT16 = [name for name, case in BY_NAME.items() if case.cache_dtype == FP8] + ["paged", "everything"]
 
 
@@ -41,6 +44,39 @@ def test_every_feature_in_float32(name):
 def test_float16(name):
     tensors, arguments = build(BY_NAME[name], FP16, "cpu")
     testing.check(*tensors, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_short_work_tiles_are_left_whole(name, whole_tiles, monkeypatch):
+    """No kernel combines anything, and what nobody asks for is not written."""
+    monkeypatch.setattr(launch, "combine_tile", None)
+    tensors, arguments = build(BY_NAME[name], FP16, "cpu")
+    testing.check(*tensors, backend="portable", **arguments)
+    (q, *caches, _, _), arguments = tensors, arguments | {"backend": "portable"}
+    expected, _ = flashtile.flash_attn_with_kvcache(q, *caches, return_softmax_lse=True, **arguments)
+    for _ in range(2):
+        assert torch.equal(flashtile.flash_attn_with_kvcache(q, *caches, **arguments), expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sequences", "even", "balanced"),
+    [
+        (256, 1, True, False),
+        (512, 1, True, True),
+        (512, 8, True, False),
+        (2048, 16, True, True),
+        (1024, 16, True, False),
+        (1024, 16, False, True),
+        (512, 16, False, False),
+        (1024, 33, True, False),
+        (1024, 34, True, True),
+    ],
+)
+def test_which_work_tiles_are_left_whole(keys, sequences, even, balanced, whole_tiles):
+    """Of 8 key heads of 128 on an H200: those that a program reads while parts would be combined, and longer
+    ones where a last round of programs keeps the card busy."""
+    chosen = config.row("hopper", 2, config.NARROW, 128)
+    assert chosen.balances(1, 8 * sequences, 132, 512 * keys, even) is balanced
 
 
 @triton.jit

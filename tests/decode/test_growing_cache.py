@@ -1,6 +1,10 @@
-"""Steps over a dense cache that grows: a launch made from the last is the one that would be prepared."""
+"""Steps over a dense cache that grows: a launch made from the last is the one that would be prepared, and
+Transformers' layers find it."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +24,15 @@ LENGTHS = [*range(1, 20), 63, 64, 65, 127, 128, 129, 512, 1023, 1025, 4096, 4100
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """Launches as on an H200, of kernels that nothing compiles; a list of (kernel, arguments,
-    whether it was compiled for that) that were run."""
+def kernels(monkeypatch, whole_tiles):
+    """Launches as on an H200, of kernels that nothing compiles; a list of (kernel, arguments, whether it was
+    compiled for that, addresses of its first tensors) that were run."""
     run: list[tuple] = []
 
     def launches(kernel, fixed):
         def launcher(stream, tensors):
-            run.append((kernel, fixed, stream is FIRST))
+            places = [t.data_ptr() for t in tensors[:4] if isinstance(t, torch.Tensor)]
+            run.append((kernel, fixed, stream is FIRST, places))
 
         launcher.with_fixed = lambda fixed: launches(kernel, fixed)
         return launcher
@@ -44,8 +49,6 @@ def kernels(monkeypatch):
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(config, "family", lambda device: "hopper")
-    for kept in ("launches", "_grown"):
-        monkeypatch.setattr(DECODE, kept, BoundedCache(CACHE_BYTES))
     return run
 
 
@@ -76,9 +79,91 @@ def test_a_launch_for_another_length(kernels, heads, head_dim, rows, arguments, 
             flash_attn_with_kvcache(
                 q, cache.transpose(1, 2), cache.transpose(1, 2), backend="portable", **arguments
             )
-        prepared.append(sum(1 for name, _, first in kernels if first and "decode" in name[0]))
+        prepared.append(sum(1 for name, _, first, _ in kernels if first and "decode" in name[0]))
         return [found[:2] for found in kernels]
 
     assert run(anew=False) == run(anew=True)
     assert prepared[1] == len(LENGTHS)
     assert reused is None or (prepared[0] < prepared[1] / 2) == reused
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Transformers' attention, with no steps known."""
+    pytest.importorskip("transformers")
+    from flashtile.integrations import transformers_steps
+    from flashtile.integrations.transformers_attention import serving
+
+    monkeypatch.setattr(transformers_steps, "_launches", BoundedCache(CACHE_BYTES))
+    monkeypatch.setattr("flashtile.op.selection.PREFERENCE", ("portable",))
+    return transformers_steps, serving(None)
+
+
+@torch.no_grad()
+def test_the_layers_of_a_step_share_a_launch(kernels, steps):
+    """Each with its own tensors, whatever came before: the same kernels as by the usual way."""
+    known, serve = steps
+    module = SimpleNamespace(is_causal=True)
+    query = torch.zeros(3, 2, 8, 1, 64, dtype=torch.bfloat16)
+
+    def run(usual: bool) -> list[tuple]:
+        kernels.clear()
+        for length in (2, 64, 3, 129, 64, 4096):
+            caches = torch.zeros(3, 2, 2, 2, length, 64, dtype=torch.bfloat16)
+            for layer in range(3):
+                if usual:
+                    known._launches.clear()
+                out, _ = serve(module, query[layer], *caches[layer], None, scaling=0.125)
+                assert (out.shape, out.is_contiguous()) == ((2, 1, 8, 64), True)
+                tensors = [query[layer], *caches[layer], out]
+                attend = [found for found in kernels if "decode" in found[0][0]]
+                assert attend[-1][3] == [t.data_ptr() for t in tensors]
+        return [found[:2] for found in kernels]
+
+    found = run(usual=False)
+    assert len(known._launches) == 5
+    assert found == run(usual=True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"output_attentions": True},
+        {"s_aux": torch.ones(8)},
+        {"dropout": 0.1},
+        {"position_ids": torch.tensor([[0, 1]])},
+        {"attention_mask": torch.ones(2, 1, 1, 50, dtype=torch.bool)},
+        {"cu_seq_lens_q": torch.tensor([0, 1, 2])},
+        {"scaling": None},
+        "gradients",
+        "autocast",
+    ],
+    ids=str,
+)
+def test_what_else_a_layer_has_goes_the_usual_way(kernels, steps, other, monkeypatch):
+    known, serve = steps
+    query = torch.zeros(2, 8, 1, 64, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 2, 2, 50, 64, dtype=torch.bfloat16)
+    named: dict[str, Any] = {"attention_mask": None, "scaling": 0.125}
+
+    def step(**other: Any) -> None:
+        serve(SimpleNamespace(is_causal=True), query, *cache, **named | other)
+
+    with torch.no_grad():
+        step()
+        found = []
+        monkeypatch.setattr(known._launches, "get", found.append, raising=False)
+        step()
+    assert len(found) == 1
+    attention = "flashtile.integrations.transformers_attention"
+    for usual, result in (("_dense", query), ("_packed", query), ("_with_scores", (query, None))):
+        monkeypatch.setattr(f"{attention}.{usual}", lambda *_, result=result: result)
+    if other == "gradients":
+        step()
+    elif other == "autocast":
+        with torch.no_grad(), torch.autocast("cpu"):
+            step()
+    else:
+        with torch.no_grad():
+            step(**other)
+    assert len(found) == 1

@@ -31,6 +31,7 @@ from cases import BF16, FP16, FP32, Case
 from decode_cases import CASES as DECODE_CASES
 from decode_cases import DecodeCase, build
 from flashtile import masks
+from flashtile.backends.portable.decode import config as decode_config
 from flashtile.decode.problem import FP8
 
 RAGGED = ((70, 130), (1, 139), (0, 17), (35, 0), (7, 7))
@@ -70,6 +71,8 @@ DECODED = {
                    cache_dtype=FP8, descale="block"),
     )
 }  # fmt: skip
+WHOLE_NAMES = ("dense", "one-large-page", "sink", "ragged-queries", "fp8")
+"""Whose work tiles are left whole, as short ones are."""
 DECODED_NAMES = (
     "odd-head-dims", "heads-in-blocks", "paged", "page-size-1", "empty-cache", "window-causal",
     "leftpad-paged", "batch-idx", "append-ragged", "rotary-ragged", "fp8-append", "fp8-append-rotary",
@@ -94,7 +97,9 @@ def attention(device: str, backend: str | None) -> Iterator[str]:
 
 
 def decode(device: str, backend: str | None) -> Iterator[str]:
-    for name in DECODED_NAMES:
+    for name in (*WHOLE_NAMES, *DECODED_NAMES):
+        if name == DECODED_NAMES[0]:  # all the rest is shared out among all programs
+            decode_config.MOST_WHOLE_BYTES = decode_config.MOST_UNEVEN_BYTES = -1
         tensors, arguments = build(DECODED[name], BF16, device)
         flashtile.flash_attn_with_kvcache(*tensors, backend=backend, **arguments)
         yield name

@@ -38,6 +38,37 @@ def test_every_feature(name: str, dtype: torch.dtype) -> None:
     testing.check(*tensors, backend="portable", **arguments)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.usefixtures("whole_tiles")
+def test_every_feature_of_short_work_tiles(name: str, dtype: torch.dtype) -> None:
+    tensors, arguments = build(BY_NAME[name], dtype, "cuda")
+    testing.check(*tensors, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.usefixtures("whole_tiles")
+def test_short_work_tiles_without_lse(page_size: int, head_dim: int) -> None:
+    """The same bits, by Triton's launch and by ours, and into a caller's memory."""
+    (q, *caches), arguments = paged([100, 1, 77, 130], (8, 2), head_dim, page_size=page_size)
+    expected, _ = attend((q, *caches), arguments)
+    for _ in range(3):
+        out = flashtile.flash_attn_with_kvcache(q, *caches, backend="portable", **arguments)
+        assert_same_bits(out, expected)
+    out.fill_(torch.nan)
+    flashtile.flash_attn_with_kvcache(q, *caches, out=out, backend="portable", **arguments)
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.usefixtures("whole_tiles")
+def test_a_cache_that_grows_beyond_short_work_tiles() -> None:
+    q = torch.randn(2, 1, 8, 64, device="cuda", dtype=BF16)
+    caches = torch.randn(2, 2, 1000, 2, 64, device="cuda", dtype=BF16)
+    for length in (5, 700, 701, 720, 764, 780, 800, 1000, 700):
+        testing.check(q, *caches[:, :, :length], backend="portable")
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 5}, {"split_size": 256}], ids=str)
 def test_page_sizes(page_size: int, splits: dict[str, int]) -> None:

@@ -327,6 +327,7 @@ def test_what_flash_attention_takes_is_taken():
     assert not flashtile.flash_attn_func(apart[0], apart[1][:, :0], apart[2][:, :0]).any()
     out = flashtile.flash_attn_func(*apart)
     assert torch.equal(out, expected)
+    torch._dynamo.reset()  # other tests may have reached the limit of recompilations
     compiled = torch.compile(flashtile.attention, backend="eager", fullgraph=True)
     assert torch.equal(compiled(*apart), expected)
     gradients = [torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, expected)]

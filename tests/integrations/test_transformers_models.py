@@ -61,6 +61,27 @@ def test_generated_tokens_are_those_of_eager(name):
         assert torch.equal(tokens, expected), options
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DECODERS)
+def test_layers_of_a_step_share_a_launch_on_a_gpu(name):
+    """Those with sinks go the usual way."""
+    from flashtile.integrations import transformers_steps
+
+    eager, ours = (model.cuda() for model in decoders(name))
+    tokens = TOKENS.cuda()
+    options = {
+        "attention_mask": torch.ones_like(tokens), "do_sample": False, "max_new_tokens": 8,
+        "output_logits": True, "return_dict_in_generate": True,
+    }  # fmt: skip
+    expected = eager.generate(tokens, **options)
+    transformers_steps._launches.clear()
+    for _ in range(2):
+        found = ours.generate(tokens, **options)
+        torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+        assert torch.equal(found.sequences, expected.sequences)
+    assert bool(transformers_steps._launches) == (name != "gpt_oss")
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_loss_and_gradients_are_those_of_eager(name):
     models = decoders(name)

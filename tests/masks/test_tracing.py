@@ -171,6 +171,30 @@ def test_a_block_mask_is_signed_again_when_its_lists_lie_elsewhere() -> None:
     torch.testing.assert_close(flashtile.attention(q, k, v, block_mask=block_mask), out)
 
 
+def test_score_mods_of_a_block_mask_share_what_is_kept() -> None:
+    """Unless they capture tensors, which would be kept alive."""
+    slopes = torch.rand(2)
+    block_mask = masks.create_block_mask(masks.causal(), None, None, 40, 40, BLOCK_SIZE=16)
+    alone = functional.functions(None, None, block_mask)
+    q, k, v = torch.randn(3, 1, 40, 2, 16).unbind()
+
+    def steep(score, b, h, q_idx, kv_idx):
+        return score + 0.5 * (kv_idx - q_idx)
+
+    def flat(score, b, h, q_idx, kv_idx):
+        return score * 2.0
+
+    cases = (steep, True), (flat, True), (masks.softcap(3.0), True), (masks.alibi(slopes), False)
+    for score_mod, kept in cases:
+        given = functional.functions(score_mod, None, block_mask)
+        assert (given.extras is alone.extras) is kept
+        expected = flashtile.attention(q, k, v, mask_mod=masks.causal(), score_mod=score_mod)
+        for _ in range(2):
+            out = flashtile.attention(q, k, v, block_mask=block_mask, score_mod=score_mod)
+            torch.testing.assert_close(out, expected)
+    assert functional.functions(None, None, block_mask) is alone
+
+
 def test_a_block_mask_of_flex_attention_is_converted_once() -> None:
     theirs = flex_attention.create_block_mask(
         lambda b, h, q, kv: q >= kv, None, None, 40, 40, device="cpu", BLOCK_SIZE=16

@@ -46,7 +46,9 @@ class HopperDecodeConfig(DecodeConfig):
     LAZY_RESCALE: bool
     PIN_WAIT: bool
 
-    def balances(self, m_blocks: int, work_tiles: int, multiprocessors: int) -> bool:
+    def balances(
+        self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
+    ) -> bool:
         programs = multiprocessors * self.programs_per_sm
         rounds = -(-work_tiles // programs)
         return work_tiles < LEAST_FILLED * rounds * programs and work_tiles < MOST_SHARED * programs

@@ -57,6 +57,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "page 1": {"page_size": 1},
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0},
+    "whole": {"page_size": 0, "lengths": False, "capacity": 256, "return_lse": False},
     "splits": {"num_splits": 4},
     "tree": {"tree": True, "seqlen_q": 4},
     "prior": {"prior": True},
@@ -159,6 +160,7 @@ def _attention_case(
         "softmax_max_ptr": problem.softmax_max_by_head,
         "softmax_max": problem.softmax_max is not None,
         "qv_ptr": problem.qv,
+        "lse_ptr": problem.return_lse,
     }
     tensors = dict.fromkeys(("q_ptr", "qv_ptr"), problem.dtype)
     tensors |= {"out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}

@@ -7,6 +7,7 @@ tiles times stages times programs of a multiprocessor, within its shared memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flashtile.backends.common.config import KernelConfig
@@ -19,7 +20,17 @@ NARROW, WIDE, TALL = 16, 64, 128
 that the products cost more than the bytes: 64 tokens, or sequences that share a prefix."""
 
 BALANCED_M_BLOCKS = 16
-"""Up to so many m_blocks a sequence, the grid is balanced. More are a prefill: work enough for any grid."""
+"""Up to so many m_blocks a sequence, the grid may be balanced. More are a prefill: work enough for any
+grid."""
+
+WHOLE_BYTES = 192 * 1024
+"""Of keys and values: about what a program reads in the time that partial results take to be left and
+combined. Work tiles of no more are left whole."""
+MOST_WHOLE_BYTES = 512 * 1024
+"""The most of a work tile that is left whole. Programs that share all n_blocks ask for the next one's keys
+early, and read the heads of a token side by side: with more bytes that is worth more."""
+MOST_UNEVEN_BYTES = 256 * 1024
+"""The same where lengths may differ, or keys lie in pages."""
 
 HEAD_DIMS = (64, 128, 256, 512)
 """Of the table; smaller heads take the first."""
@@ -34,9 +45,36 @@ class DecodeConfig:
     """Of a balanced grid, which has as many programs as run at a time."""
     precision: str
 
-    def balances(self, m_blocks: int, work_tiles: int, multiprocessors: int) -> bool:
-        """Whether programs share all n_blocks equally, of sequences of so many m_blocks at most."""
-        return m_blocks <= BALANCED_M_BLOCKS
+    def balances(
+        self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
+    ) -> bool:
+        """Whether programs share all n_blocks equally.
+
+        Args:
+            m_blocks: of a sequence at most.
+            tile_bytes: of a work tile at most, by :func:`bytes_to_read`.
+            even: all work tiles have as many, and they do not lie in pages.
+        """
+        if m_blocks > BALANCED_M_BLOCKS:
+            return False
+        most = MOST_WHOLE_BYTES if even else MOST_UNEVEN_BYTES
+        if self.tile.BLOCK_M > NARROW or tile_bytes > most:
+            return True
+        # A program on each multiprocessor keeps the memory busy; in a last round of fewer, some wait.
+        last_round = work_tiles % (multiprocessors * self.programs_per_sm) or multiprocessors
+        idle = max(0, multiprocessors - last_round)
+        return tile_bytes * idle > WHOLE_BYTES * multiprocessors
+
+
+def operand_bytes(problem: DecodeProblem) -> int:
+    """Of an element of the cache, as the products take it."""
+    return 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
+
+
+def bytes_to_read(keys: int, columns: int, element_bytes: int) -> float:
+    """Of so many keys and values, as far as they take time to read: FP8 is converted, which takes as long as
+    16 bits, and in float32 the products take longer."""
+    return math.inf if element_bytes == 4 else keys * columns * max(element_bytes, 2)
 
 
 def _row(BLOCK_N: int, num_warps: int, num_stages: int, programs_per_sm: int, *spill_budgets: int):
@@ -131,7 +169,7 @@ def row(table_family: str, element_bytes: int, BLOCK_M: int, width: int) -> Deco
 
 def choose(problem: DecodeProblem) -> DecodeConfig:
     """The configuration for a problem."""
-    element_bytes = 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
+    element_bytes = operand_bytes(problem)
     rows = problem.seqlen_q * problem.group_size
     width = padded(max(problem.head_dim, problem.head_dim_v))
     table_family = family(problem.device)

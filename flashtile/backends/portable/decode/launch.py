@@ -26,7 +26,12 @@ from flashtile.backends.portable.decode.combine import (
     combine_given_kernel,
     combine_kernel,
 )
-from flashtile.backends.portable.decode.config import NARROW, DecodeConfig
+from flashtile.backends.portable.decode.config import (
+    NARROW,
+    DecodeConfig,
+    bytes_to_read,
+    operand_bytes,
+)
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
 from flashtile.backends.portable.decode.steps import Strides, Variant
@@ -45,9 +50,9 @@ LEAST_SPLITS = 8
 LEAST_PAIRED_WIDTH = 32
 PREFETCH = 2
 """n_blocks: as many as are on their way: what is prefetched then follows them without a gap."""
-FEW_N_BLOCKS = 16
-"""For each multiprocessor. With so few, the programs of the next call find room beside this one's, if there
-is one of them on each; with more, two keep more bytes on their way."""
+FEW_N_BLOCKS = 4
+"""For each multiprocessor. With so few, of as few work tiles, the programs of the next call find room beside
+this one's, if there is one of them on each; with more, two keep more bytes on their way."""
 MAX_BLOCK_N = 256
 LEAST_UNIFIED_N_BLOCKS = 8
 """Of the longest sequence: with fewer, the check of a work tile costs more than a unified maximum saves."""
@@ -99,7 +104,16 @@ def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
     m_blocks = m_blocks_of(problem, config)
     most = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
     work_tiles = min(problem.batch * m_blocks, most) * problem.num_heads_kv
-    return config.balances(m_blocks, work_tiles, multiprocessors(problem.device))
+    columns = problem.head_dim + problem.head_dim_v
+    tile_bytes = bytes_to_read(keys_seen(problem), columns, operand_bytes(problem))
+    even = not (problem.page_size or problem.lengths or problem.leftpad or problem.varlen)
+    return config.balances(m_blocks, work_tiles, multiprocessors(problem.device), tile_bytes, even)
+
+
+def keys_seen(problem: DecodeProblem) -> int:
+    """By the rows of a work tile, at most."""
+    left, _ = effective_window(problem)
+    return problem.capacity if left == UNLIMITED else min(problem.capacity, left + problem.seqlen_q)
 
 
 def layout(problem: DecodeProblem, config: DecodeConfig) -> dict[str, Any]:
@@ -131,7 +145,8 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
     count = multiprocessors(problem.device)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
     most_n_blocks = work_tiles * -(-problem.capacity // config.tile.BLOCK_N)
-    few = has_dependent_launch(problem.device) and most_n_blocks <= FEW_N_BLOCKS * count
+    few = work_tiles <= count and most_n_blocks <= FEW_N_BLOCKS * count
+    few = few and has_dependent_launch(problem.device)
     return count if few else count * config.programs_per_sm
 
 
@@ -287,6 +302,7 @@ class DecodeLaunch:
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Floats of partial results, rounded up to keep what follows them aligned."""
+        self._stores_lse = True
         self._new_out: Any = None
         self._attend: KeptKernel | None = None
         self._combine: KeptKernel | None = None
@@ -309,7 +325,7 @@ class DecodeLaunch:
         if attend is None:
             k_cache, v_cache = self._operands(k_cache, v_cache)
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
-            return_lse = True  # the first call compiles, for which Triton needs tensors
+            return_lse = self._stores_lse  # the first call compiles, for which Triton needs tensors
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
         if self._varlen:
             out, lse = self._cleared(q, out, lse)
@@ -320,7 +336,7 @@ class DecodeLaunch:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         scratch = None
         lse_to: Tensor | int | None = lse
-        if lse is None:  # nobody asked for it: it goes behind the partial results
+        if lse is None and self._stores_lse:  # nobody asked for it: it goes behind the partial results
             scratch = q.new_empty(self._partials + self._lse_size, dtype=torch.float32)
             lse_to = scratch.data_ptr() + 4 * self._partials
         elif self._partials:
@@ -334,6 +350,12 @@ class DecodeLaunch:
         if self._attend is None and attend.takes_addresses:
             self._combine, self._attend = combine, attend
         return out, lse
+
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether it is compiled, and looks at nothing of q and the caches but where they begin, if it is
+        given ``out``."""
+        return self._attend is not None and not self._varlen
 
     def resized(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
@@ -370,7 +392,8 @@ class DecodeLaunch:
         longest = max(extent(k_cache), extent(v_cache))
         return (
             left != UNLIMITED, right != UNLIMITED, aligned(problem, k_cache, v_cache), longest >= 2**31,
-            longest * k_cache.element_size() >= 2**31, grid_size(problem, self._config),
+            longest * k_cache.element_size() >= 2**31, is_balanced(problem, self._config),
+            grid_size(problem, self._config),
             softmax_max_kind(problem, self._config), problem.split_size and problem.capacity, k_cache.dtype,
         )  # fmt: skip
 
@@ -445,6 +468,7 @@ class DecodeLaunch:
         attend = KeptKernel(decode_kernel, programs, scalars.of_attend(), (variant,), tile, **options)
         self._scalars, self._by_capacity = scalars, self._decided(problem, k_cache, v_cache)
         if not variant.SPLIT:
+            self._stores_lse = self._return_lse or self._varlen
             return attend, None
         self._partials = round_up(splits.slots * rows * (problem.head_dim_v + 1), 64)
         combined = combine_tile(problem, config, triton.cdiv(programs, work_tiles) if balanced else None)

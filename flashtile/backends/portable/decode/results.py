@@ -91,7 +91,8 @@ def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
-    """Write out [rows, BLOCK_DV] and lse [rows], in base 2, as the caller gets them."""
+    """Write out [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, lse [rows], in base 2, as the caller gets
+    them."""
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)
     if C.VARLEN:
@@ -100,4 +101,5 @@ def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
         lse_rows = (rows.b.to(tl.int64) * num_heads_q + rows.heads) * lengths.seqlen_q + rows.tokens
     offsets = (out_rows * num_heads_q + rows.heads) * C.HEAD_DIM_V
     store_rows(out_ptr, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
-    tl.store(lse_ptr + lse_rows, lse * LN_2, mask=rows.exists)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + lse_rows, lse * LN_2, mask=rows.exists)

@@ -1,0 +1,74 @@
+"""A step of decoding in Transformers, one query for each sequence, whose time is the host's.
+
+The layers of a step call attention with tensors that are alike. The first goes the usual way; the others find
+its launch by what Transformers hands over. It is given these tensors as they are: a kernel that is compiled
+takes addresses, and those are the same from any point of view.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.caches import BoundedCache
+from flashtile.decode.operators import DECODE
+from flashtile.decode.problem import DecodeOptions
+from flashtile.op.operation import CACHE_BYTES, SIGNATURE_BYTES, is_plain, signatures
+
+_launches: BoundedCache = BoundedCache(CACHE_BYTES)
+"""By kinds of steps: (launch, shape of out)."""
+
+
+def kind_of_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    others: dict[str, Any],
+) -> tuple | None:
+    """What the launch of a step without a mask depends on, or None where that is more than is looked at here.
+
+    The arguments are those of Transformers' attention: query (batch, heads, 1, head_dim), key and value
+    (batch, heads_kv, keys, head_dim). ``others`` says whether weights are asked for.
+    """
+    given, positions = others.get, others.get("position_ids")
+    if (
+        not is_plain((query, key, value))
+        or type(scaling) is not float
+        or torch.is_grad_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or dropout
+        or s_aux is not None
+        or given("output_attentions")
+        or given("position_bias") is not None
+        or given("cache") is not None
+        or given("cu_seq_lens_q") is not None
+        or (positions is not None and positions.shape[-1] != 1)
+    ):
+        return None
+    return (scaling, sliding_window, softcap, *signatures((query, key, value)))
+
+
+def attend_by(kind: tuple, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """out (batch, 1, heads, head_dim) by the launch of an earlier layer, None if there is none."""
+    known = _launches.get(kind)
+    if known is None:
+        return None
+    launch, shape = known
+    out = query.new_empty(*shape)
+    launch(query, key, value, DECODE.nothing, out)
+    return out
+
+
+def remember(kind: tuple, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, out: Tensor) -> None:
+    """Keep the launch that gave ``out``, for (batch, tokens, heads, head_dim) tensors, for the layers that
+    follow."""
+    launch: Any = DECODE.launches.get((options, *signatures((q, k, v))))
+    if getattr(launch, "takes_addresses", False):
+        _launches.store(kind, (launch, tuple(out.shape)), SIGNATURE_BYTES)

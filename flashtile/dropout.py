@@ -149,7 +149,7 @@ def kept(
 
 
 def _bytes(words: tuple[Tensor, Tensor]) -> Tensor:
-    """(batch, heads, pairs // 8 * 2, 8, fours // 4, 4, 2, 2) uint8: the bytes of both words of each counter."""
+    """Return the bytes of both words of each counter, (batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2)."""
     batch, heads, pairs, fours = words[0].shape
     low_bits = [word.to(torch.int32).view(batch, heads, pairs // 8, 8, fours) for word in words]
     return torch.stack(low_bits, 3).view(torch.uint8).view(batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2)

@@ -257,7 +257,7 @@ class Chunk:
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def kept(self, rows: range, keys: range) -> Tensor | None:
-        """Return (pairs, group * rows, keys): 1 for probabilities that dropout keeps, else 0; None without it."""
+        """Return (pairs, group * rows, keys): 1 where dropout keeps, else 0; None without it."""
         if self.beside.dropout is None:
             return None
         kept = self.beside.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)

@@ -29,7 +29,7 @@ class CompletionOutput:
         logprobs: one entry a token, if they were asked for.
         finish_reason: "stop" (an end token or a stop text), "length", "abort" or "error"; None while it runs.
         stop_reason: the stop text or the token of ``stop_token_ids`` that ended it; None for the model's own
-            end token.
+            end token. With "error" the message: what failed, or that the logits were NaN or infinite.
     """
 
     index: int

@@ -33,6 +33,7 @@ from flashtile.kv_cache import BlockManager
 
 LOGITS_ROWS = 512
 """Rows of logits that exist at a time where every token of a prompt needs them."""
+NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"
 
 
 @dataclass
@@ -51,13 +52,15 @@ class InFlight:
     Attributes:
         schedule: what was launched.
         samples: the sequences that got a token, in the order of ``tokens``.
-        failed: by sample, the error of a function of its request's.
+        best: the logits of these tokens: NaN and infinity always win.
+        failed: by sample, why it has no token: an error of a function of its request's, or its logits.
         drafted: sequences, and the guesses of a draft model for them.
     """
 
     schedule: Schedule
     samples: list[Sequence]
     tokens: Tensor
+    best: Tensor = field(default_factory=lambda: torch.empty(0))
     scores: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[Sequence, int, tuple[Tensor, ...]]] = field(default_factory=list)
@@ -68,6 +71,8 @@ class InFlight:
         """The tokens, when they have come; the sequences then know what was guessed for them."""
         if self.event is not None:
             self.event.synchronize()
+        for i in (~self.best.isfinite()).nonzero().flatten().tolist():
+            self.failed.setdefault(i, NOT_FINITE)
         if self.drafted is not None:
             sequences, guesses = self.drafted
             for sequence, found in zip(sequences, guesses.tolist(), strict=False):
@@ -394,6 +399,7 @@ class Runner:
         tokens = self.ranks.agree(choose(logits, draw.choice, positions.positions))
         self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
+        in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             params = samples[i].request.params
@@ -411,6 +417,7 @@ class Runner:
             sequences, guesses = in_flight.drafted
             place = place[len(tokens) :][: guesses.numel()].view(guesses.shape)
             in_flight.drafted = sequences, place.copy_(guesses, non_blocking=True)
+        (in_flight.best,) = _to_host((in_flight.best,))
         in_flight.scores = {i: _to_host(found) for i, found in in_flight.scores.items()}
         in_flight.prompt_scores = [
             (sequence, first, _to_host(found)) for sequence, first, found in in_flight.prompt_scores

@@ -25,7 +25,7 @@ from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import Shard, open_weights, random_weights
+from flashtile.engine.weights import Shard, open_weights, random_weights, with_its_head
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
 DTYPES = {
@@ -124,7 +124,6 @@ class LLM:
             raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
         folder = Path(model)
         config = read_config(folder)
-        self.model_config = config
         check_divides(config, processes)
         if processes > 1 and device is None:
             device = local_device()
@@ -166,11 +165,13 @@ class LLM:
             if load_format == "dummy":
                 weights = random_weights(config, self.device, self.dtype, seed, shard)
             else:
+                config = with_its_head(folder, config, self.dtype)
                 weights = open_weights(folder, config, self.device, self.dtype, shard)
             return Model(config, weights, length, ranks, quantization == "fp8")
 
         with torch.inference_mode():
             network, draft = load(folder, config, ranks), None
+            self.model_config = network.config
             if isinstance(speculation, DraftModel) and draft_config is not None:
                 draft = load(speculation.model, draft_config, ALONE)
         size = _between("block_size", block_size, None, 1, 1024)

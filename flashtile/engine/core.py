@@ -96,8 +96,8 @@ class Engine:
         self._texts: dict[Sequence, Detokenizer] = {}
         self._sent: dict[Sequence, int] = {}
         self._prompt_tokens = self._generation_tokens = 0
-        ends = set(config.eos_token_ids)
-        self.eos_token_ids = frozenset(ends or (tokenizer.eos_token_ids if tokenizer else ()))
+        ends = tokenizer.eos_token_ids if tokenizer else ()
+        self.eos_token_ids = frozenset((*config.eos_token_ids, *ends))
 
     def add_request(
         self,

@@ -386,7 +386,7 @@ class Engine:
         return found
 
     def _spelt(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        return None if self.tokenizer is None else self.tokenizer.spell(token)
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request with an error. After bad logits nobody finds its keys and values again."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """``logprob`` in nats; ``rank`` 1 is the likeliest; ``decoded_token`` None without a tokenizer."""
+    """``logprob`` in nats; ``rank`` 1 is the likeliest; ``decoded_token`` as it stands within a text, None
+    without a tokenizer. A part of a character is spelt by its bytes: ``bytes:\\xe2\\x98``."""
 
     logprob: float
     rank: int

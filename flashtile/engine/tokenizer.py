@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,16 @@ PLAIN_CHAT = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """For models of bytes, which have no template of their own."""
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """The byte that a character stands for in tokens of bytes (Radford et al. 2019, GPT-2's encoder)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _characters_of_bytes()
 
 
 class TextStream(ABC):
@@ -48,6 +60,26 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text in UTF-8, maybe a part of a character; nothing for unknown tokens."""
+
+    def spell(self, token: int) -> str:
+        """A token as text, or ``bytes:\\xe2\\x98``, as OpenAI has it, where it is a part of a character."""
+        found = self._spelt.get(token)
+        if found is None:
+            data = self.token_bytes(token)
+            try:
+                found = data.decode()
+            except UnicodeDecodeError:
+                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            self._spelt[token] = found
+        return found
+
+    @functools.cached_property
+    def _spelt(self) -> dict[int, str]:
+        return {}
 
     @abstractmethod
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
@@ -119,6 +151,9 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return _ByteStream()
 
@@ -166,6 +201,27 @@ class FastTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        text = self.loaded.id_to_token(token)
+        if text is None:
+            return b""
+        if "ByteLevel" in self.decoders and all(character in BYTE_OF for character in text):
+            return bytes(BYTE_OF[character] for character in text)
+        if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+            return bytes.fromhex(text[3:5])
+        # A decoder may treat the first token of a text otherwise: the second one is as within a text.
+        once, twice = (self.decode([token] * count, False) for count in (1, 2))
+        return twice[len(once) :].encode()
+
+    @functools.cached_property
+    def decoders(self) -> set[str]:
+        """The types of those that make texts of tokens."""
+        decoder = self.loaded.decoder
+        found = [] if decoder is None else [json.loads(decoder.__getstate__())]
+        for one in found:
+            found += one.get("decoders", ())
+        return {one["type"] for one in found}
 
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return _FastStream(self, before, skip_special_tokens)

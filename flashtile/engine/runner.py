@@ -33,6 +33,8 @@ from flashtile.kv_cache import BlockManager
 
 LOGITS_ROWS = 512
 """Rows of logits that exist at a time where every token of a prompt needs them."""
+MAX_CHANGES = 2**18
+"""Entries of the block table that go to the device with a step's other numbers."""
 NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"
 
 
@@ -179,10 +181,12 @@ class Runner:
         # The experts in use are known on the host only.
         self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
         self.graphs: dict[Form, Callable[[], None]] = {}
-        # Room for the largest step, whose every row of the block table is new. Graphs read from this place.
+        # Room for the largest step, whose every row of the block table is new if the table is small. Graphs
+        # read from this place.
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.verified)
         samples = max_num_batched_tokens + rows
-        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel()
+        changes = min(self.block_table.numel(), MAX_CHANGES)
+        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes
         self._transfer = Transfer(numbers, self.device)
         results = samples + rows * len(parents)
         self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
@@ -324,13 +328,19 @@ class Runner:
         tokens += [0] * (form.tokens - len(tokens))
         sample_rows = [table.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
         changed, values = table.take_changes()
+        if len(changed) > MAX_CHANGES:  # as when many sequences begin with the same long text
+            self._change_table(changed.to(self.device), values.to(self.device))
+            changed, values = changed[:0], values[:0]
         parts: list[list[int]] = [starts, rows, tokens]
         if form.width > 1:
             parts += [offsets, positions, slots, *_words(masks)]
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
-            self.block_table.view(-1).index_copy_(0, views[-2].long(), views[-1])
+            self._change_table(views[-2].long(), views[-1])
         return self._step(views, form), Positions(views[-5], views[-4].long(), views[-3])
+
+    def _change_table(self, places: Tensor, blocks: Tensor) -> None:
+        self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
         """The step that :meth:`_send` has sent."""

@@ -421,6 +421,34 @@ def test_options_of_the_engine_are_refused_by_name(options, message):
         load("llama3", **options)
 
 
+def test_a_model_of_very_many_positions_takes_what_is_used(tmp_path):
+    """Tables of all positions would take gigabytes and most of a minute."""
+    config = {**SIZES, **MODELS["llama2"], "max_position_embeddings": 2**24}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 2}
+    llm = LLM(tmp_path, kv_cache_memory_bytes=2**20, **options)
+    runner = llm.engine.runner
+    tokens = 2**20 // (2 * 2 * 4 * 16 * 4)  # of keys and values, by layer, head and dimension, in float32
+    assert llm.engine.max_model_len == len(runner.model.rotary[0]) == tokens
+    assert runner.block_table.shape == (3, tokens // 16)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, stop_token_ids=list(range(120)))
+    assert llm.generate([[1, 2]], params)[0].outputs[0].finish_reason == "stop"
+    with pytest.raises(ValueError, match=f"shorter than max_model_len={tokens} tokens"):
+        llm.generate([[1] * tokens])
+    assert LLM(tmp_path, max_model_len=99, **options).engine.max_model_len == 99
+    config |= {"model_type": "mistral", "sliding_window": 4, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # whose memory does not grow with the length
+    llm = LLM(tmp_path, kv_cache_memory_bytes=2**22, **{**options, "block_size": 1024})
+    assert llm.engine.max_model_len == 2**20
+
+
+def test_more_changes_of_the_block_table_than_a_step_has_room_for(monkeypatch):
+    monkeypatch.setattr("flashtile.engine.runner.MAX_CHANGES", 2)
+    llm = load("llama3", block_size=4)
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=6))
+    assert [one.outputs[0].token_ids for one in outputs] == [one[:6] for one in greedy("llama3", 14)]
+
+
 def test_dummy_weights_need_a_config_alone(tmp_path):
     shutil.copy(folder("gpt_oss") / "config.json", tmp_path)
     first, second, other = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from flashtile import machine
 
 WIDTH = 160
 """Columns of a table that is not printed to a terminal."""
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
+"""In torch's messages: its errors of CUDA and of the CPU have no class in common but RuntimeError."""
 
 STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
@@ -36,12 +39,18 @@ def bad_parameters() -> Iterator[None]:
 
 @contextmanager
 def bad_models() -> Iterator[None]:
-    """:func:`bad_parameters`, and so for a model's folder that cannot be read."""
+    """:func:`bad_parameters`, and so for a model's folder that cannot be read, or has no room in memory."""
     with bad_parameters():
         try:
             yield
         except (OSError, ModuleNotFoundError) as error:
             raise ValueError(str(error)) from None
+        except (MemoryError, RuntimeError) as error:
+            text = str(error)
+            if not isinstance(error, MemoryError) and not any(words in text for words in OUT_OF_MEMORY):
+                raise
+            sentences = re.split(r"(?<=\.)\s+", text.strip())
+            raise ValueError(f"there is not enough memory for the model: {' '.join(sentences[:3])}") from None
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:

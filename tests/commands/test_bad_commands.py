@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashtile import cli
 from flashtile.bench import runner
@@ -203,3 +205,29 @@ def test_a_benchmark_that_is_stopped_keeps_what_it_measured(monkeypatch, capsys)
     written = capsys.readouterr().out
     assert "ci-full-s96" in written
     assert "faster than the measured ceilings: ci-full-s96" in written  # 4 GFLOP in 2 ms at 1 TFLOP/s
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_model_that_has_no_room_in_memory(run, tmp_path, monkeypatch, where):
+    pytest.importorskip("aiohttp")
+    sizes = {"vocab_size": 2**24, "hidden_size": 2**24, "head_dim": 2, "num_hidden_layers": 1}
+    config = json.dumps({"model_type": "llama", **sizes})
+    said = "allocate"
+    if where == "cuda":
+        said = "CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has 1.00 GiB free."
+
+        def load(*_, **__):
+            raise torch.OutOfMemoryError(f"{said} Process 7 has 70.00 GiB memory in use. If reserved ...")
+
+        monkeypatch.setattr("flashtile.engine.LLM", load)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(config)
+        Path(folder, "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
+        options = ("--device", "cpu", "--load-format", "dummy")
+        code, error = run("serve", folder, *options)
+    assert code == 2, error
+    assert error.startswith("flashtile: ")
+    assert error.count("\n") == 1
+    assert f"there is not enough memory for the model: {said if where == 'cuda' else ''}" in error
+    assert said in error
+    assert "Process 7" not in error

@@ -141,8 +141,22 @@ def test_the_form_of_lm_eval(server):
 def test_of_two_tokens_with_one_text_the_likelier_is_shown(server):
     """Or lm-eval would take the answer for the greedy one."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-2.0, 2, "x"), 7: Logprob(-1.0, 1, "x")}
-    body = logprobs_body([5], [entry], 2, 0, server.service)
+    body = logprobs_body([5], [entry], 2, [0], server.service)
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"x": -1.0}])
+
+
+def test_parts_of_characters_are_told_by_their_bytes(server, llm):
+    """Each of a snowman's three bytes had the replacement character's, and moved what follows by one."""
+    answer = server.complete(prompt="a☃b", echo=True, logprobs=3, max_tokens=2)["choices"][0]
+    scores = answer["logprobs"]
+    assert scores["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b", "c", "d"]
+    assert (answer["text"], scores["text_offset"]) == ("a☃bcd", [0, 1, 1, 1, 2, 3, 4])
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True}
+    _, chat = server.ask(CHAT, {**fields, "logit_bias": {"226": 100}})
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["bytes"]) for one in content] == [("bytes:\\xe2", [226])] * 2
+    (output,) = llm.generate("a", SamplingParams(logprobs=256, max_tokens=1))
+    assert len({one.decoded_token for one in output.outputs[0].logprobs[0].values()}) == 256
 
 
 def test_log_probabilities_are_the_engines_own(server, llm):

@@ -126,7 +126,8 @@ def test_compile_inductor(device):
     call = partial(flashtile.attention, causal=True, return_lse=True)
     compiled = torch.compile(partial(block, call), fullgraph=True)
     expected = results(partial(block, partial(reference.attention, causal=True)), tensors)
-    assert_same(results(compiled, tensors), expected)
+    with torch._inductor.config.patch(compile_threads=1):  # a pool of processes would import torch each
+        assert_same(results(compiled, tensors), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,12 +10,12 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Test processes share the cores: one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
-# Results of these depend on how the CPU computes; refusals and what is only compiled, do not.
+# Results of these depend on how the CPU computes; those of refusals, graphs and counts do not.
 NUMERICAL := tests/attn tests/decode tests/masks tests/fp8 tests/linear tests/algorithms tests/integrations tests/kv_cache \
   tests/parallel tests/op/test_results_into.py tests/backends/test_cpu_backend.py tests/engine/test_engine_models.py \
   tests/test_reference.py tests/test_testing.py
-NOT_NUMERICAL := refused or opcheck or graph or inductor or benchmark or export or example
-# The telling tests: every family's results and refusals, the cache's memory, the engine's texts.
+NOT_NUMERICAL := refused or opcheck or compiled or graph or inductor or export or benchmark or counts or programs
+# Of each family results and refusals, and the memory of a cache and the texts of an engine.
 QUICK := tests/attn/test_conformance.py tests/attn/test_properties.py tests/attn/test_functional.py tests/attn/test_autograd.py \
   tests/attn/test_bad_input.py tests/decode/test_decode.py tests/decode/test_append.py tests/decode/test_decode_cache.py \
   tests/decode/test_decode_bad_input.py tests/masks tests/fp8/test_fp8.py tests/linear/test_linear.py tests/op/test_selection.py \

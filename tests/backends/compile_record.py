@@ -4,7 +4,7 @@
 
 A record holds as long as all that the compiler is given is the same: Triton's release, the sources of the
 kernel, its signature, constants and options. Comments and docstrings may change. (They move line numbers,
-which can change the order of instructions, and so a spill by a few bytes: ``make test-compile`` compiles all.)
+which can change the order of instructions, and so a spill by some bytes: ``make test-compile`` compiles all.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_of_this_triton() -> bool:
 
 
 def recorded(case: CompileCase, arch: str) -> CompileReport | None:
-    """The report of a case, from the record; None if that has none of what the compiler would be given now."""
+    """The report of a case, from the record; None if that has none for what the compiler is given now."""
     found = dict(record().get(arch, {}).get(case.name, {}))
     if not is_of_this_triton() or found.pop("inputs", None) != inputs(case):
         return None

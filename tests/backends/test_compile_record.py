@@ -62,7 +62,9 @@ def test_which_changes_of_an_imported_module_count(case, below, noticed, monkeyp
     before = compile_record.inputs(case)
     path_of, changed = compile_record.path_of, tmp_path / "tiles.py"
     changed.write_text(path_of(name).read_text("utf-8") + below)
-    monkeypatch.setattr(compile_record, "path_of", lambda module: changed if module == name else path_of(module))
+    monkeypatch.setattr(
+        compile_record, "path_of", lambda module: changed if module == name else path_of(module)
+    )
     for function in (compile_record.tree, compile_record.source):  # without what they have kept
         monkeypatch.setattr(compile_record, function.__name__, function.__wrapped__)
     assert (compile_record.inputs(case) != before) is noticed
@@ -74,7 +76,7 @@ def test_a_constant_has_one_text_in_every_process():
         FUNCTION: object
 
         @property
-        def DERIVED(self) -> int:
+        def derived(self) -> int:
             return 7
 
     assert "7" in compile_record.text(Variant(None))

@@ -15,7 +15,9 @@ bad: ; @false
 told: ; @test "$(ARGS)" = "--sample 3"
 """
 
-pytestmark = pytest.mark.skipif(not (shutil.which("make") and shutil.which("bash")), reason="needs make and bash")
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("make") and shutil.which("bash")), reason="needs make and bash"
+)
 
 
 @pytest.mark.parametrize(

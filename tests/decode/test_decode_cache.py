@@ -80,9 +80,10 @@ def test_slots_of_scaled_pages(on):
         **on,
     )
     got = k_cache[2, 1].float() * k_descale[2][:, None], v_cache[1, 0].float() * v_descale[1][:, None]
-    torch.testing.assert_close(got[0], k[0], rtol=2**-4, atol=1e-3)
+    half_a_step = 2**-4 * 1.001  # of e4m3's three bits, and float32's own rounding
+    torch.testing.assert_close(got[0], k[0], rtol=half_a_step, atol=1e-3)
     limit = 448 * v_descale[1][:, None]
-    torch.testing.assert_close(got[1], v[1].clamp(-limit, limit), rtol=2**-4, atol=1e-3)
+    torch.testing.assert_close(got[1], v[1].clamp(-limit, limit), rtol=half_a_step, atol=1e-3)
     assert (got[1].abs() == limit).any(), "nothing saturates: the values are too small to test it"
 
 

@@ -24,7 +24,7 @@ LENGTHS = [*range(1, 20), 63, 64, 65, 127, 128, 129, 512, 1023, 1025, 4096, 4100
 
 
 @pytest.fixture
-def kernels(monkeypatch, whole_tiles):
+def kernels(monkeypatch, fresh_launches):
     """Launches as on an H200, of kernels that nothing compiles; a list of (kernel, arguments, whether it was
     compiled for that, addresses of its first tensors) that were run."""
     run: list[tuple] = []

@@ -38,6 +38,7 @@ def dtypes(target):
 
 
 @pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.usefixtures("either_work")
 def test_every_feature(name, target):
     dtype = dtypes(target)[0]
     tensors, arguments = build(BY_NAME[name], dtype, target.device)
@@ -112,6 +113,7 @@ def test_any_scores(kind, dtype, target):
 
 
 @pytest.mark.parametrize("kind", ["usual", "wide", "just too low", "just too high"])
+@pytest.mark.usefixtures("balanced_work")
 def test_any_scores_of_an_fp8_cache(kind, target):
     scores = scores_of(kind, 200, torch.Generator().manual_seed(0))
     tensors = call_of(scores, dtypes(target)[0], target.device, FP8)
@@ -138,6 +140,7 @@ def test_values_of_any_size(value, target):
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["k", "v", "all keys"])
+@pytest.mark.usefixtures("balanced_work")
 def test_what_is_not_finite(bad, where, target):
     """As without ``softmax_max``."""
     scores = scores_of("usual", 300, torch.Generator().manual_seed(0))

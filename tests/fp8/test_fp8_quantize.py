@@ -265,7 +265,8 @@ def test_v_lies_transposed_in_key_order() -> None:
     in_order = torch.zeros(2, KEY_BLOCK, 3, 8)
     in_order[:, :100] = v
     expected = in_order[:, keys].permute(0, 2, 3, 1) / quantized.scales.item()
-    torch.testing.assert_close(quantized.values.float(), expected, rtol=1 / 16, atol=2.0**-6 / 16)
+    half_a_step = 1.001 / 16  # of e4m3's three bits, and float32's own rounding
+    torch.testing.assert_close(quantized.values.float(), expected, rtol=half_a_step, atol=2.0**-6 / 16)
 
 
 @CPU_ONLY

@@ -25,6 +25,7 @@ from flashtile.masks.operators import (
     ModifiedOptions,
     arguments_of,
     check_modified,
+    check_modified_values,
     mods_of,
     plain_part,
 )
@@ -226,6 +227,10 @@ def _check_lengths(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any)
     check_lengths(q, k, k, extras, options)
 
 
+def _check_modified_values(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
+    check_modified_values(q, k, k, extras, options)
+
+
 WEIGHTS = Operation(
     "weights",
     tensors=("q", "k", "lse"),
@@ -250,6 +255,7 @@ MODIFIED_WEIGHTS = Operation(
     check=partial(_check, check_modified, ModifiedOptions),
     describe=_describe,
     fake=_fake,
+    check_values=_check_modified_values,
     check_traced=_check_traced,
     part="weights",
     no_gradient=_NO_GRADIENT,

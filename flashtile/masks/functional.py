@@ -109,13 +109,17 @@ def _functions(score: Trace | None, mask: Trace | None, blocks: BlockMask | None
                 f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
                 f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
             )
-    lists, block_size = ((), (0, 0)) if blocks is None else (blocks.lists, blocks.BLOCK_SIZE)
+    lists: tuple[Tensor, ...] = ()
+    block_size = lengths = 0, 0
+    if blocks is not None:
+        lists, block_size, lengths = blocks.lists, blocks.BLOCK_SIZE, blocks.seq_lengths
     return Functions(
         captured,
         lists,
         texts["score_mod"],
         texts["mask_mod"],
         block_size,
+        lengths,
         0.0 if score is None else score.soft_cap,
         mask,
     )

@@ -27,6 +27,9 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         reason = _reason_of_width(problem)
     if reason is None and problem.mods is not None and problem.mods.learned and problem.deterministic:
         return "it adds to the gradients of captured tensors in any order, not deterministically"
+    size = None if problem.mods is None else problem.mods.block_size
+    if reason is None and size is not None and (size[0] % 16 or size[1] % 16):
+        return f"blocks of block_mask must be multiples of 16 queries and keys, they are {size[0]} by {size[1]}"
     return reason
 
 

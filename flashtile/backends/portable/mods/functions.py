@@ -24,7 +24,7 @@ import triton.language as tl
 from flashtile.backends.portable.mods import steps
 from flashtile.caches import BoundedCache
 from flashtile.masks.problem import MAX_SIZES, Mods
-from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives, is_variable
+from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives, is_finite, is_variable
 
 _STEPS = {
     name: getattr(steps, name)
@@ -63,6 +63,20 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
 
 
+def guards(mods: Mods) -> dict[str, bool]:
+    """What the backward pass has to expect of ``score_mod``, as fields of a variant. A function that stays
+    finite needs no guard, which would cost registers."""
+    program = mods.score_program
+    if program is None:
+        return {"GUARD_SCORES": False, "GUARD_FACTORS": False}
+    both, _ = derivatives(program)
+    score, factor = both.results
+    return {
+        "GUARD_SCORES": not is_finite(both, score, loads_are=True),
+        "GUARD_FACTORS": not is_finite(both, factor, loads_are=False),
+    }
+
+
 def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``, in a shape that broadcasts to the tile's,
     for Gluon perhaps a scalar."""
@@ -95,6 +109,8 @@ def gradient_function(mods: Mods) -> Any:
         results = results[1 + load.indices :]
         of: frozenset[str] = frozenset().union(*(depends[i] for i in indices if isinstance(i, Name)))
         value = f"ds * ({writer.operand(partial)})"
+        if not is_finite(both, partial, loads_are=False):  # ds is 0 where a score is hidden
+            value = f"tl.where(ds == 0.0, 0.0, {value})"
         if "score" in of or {"q", "kv"} <= of:  # one element for each score
             pass
         elif "q" in of:

@@ -34,6 +34,7 @@ from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
 from flashtile.dropout import draw_state
 from flashtile.masks.functional import attend as attend_modified
+from flashtile.masks.functional import learns_slopes, takes_functions
 
 # What the packed functions call these arguments, for their errors.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -630,6 +631,8 @@ def _attend(
         assert out is not None
         assert lse is not None
         return out, lse
+    if attend is operators.forward and learns_slopes(extras) and takes_functions(extras, options):
+        return attend_modified(q, k, v, extras, options, None, None, None)
     return attend(q, k, v, extras, options)
 
 

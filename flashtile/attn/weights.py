@@ -167,7 +167,10 @@ def weights_of(
     if torch._C._is_any_autocast_enabled():
         q, k, _ = apply_autocast(q, k, k)
     q, k = with_unit_stride(q), with_unit_stride(k)
-    extras = extras._replace(sink=None, rng_state=None)
+    slopes = extras.alibi_slopes
+    extras = extras._replace(
+        sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
+    )
     options = options._replace(dropout_p=0.0, deterministic=False)
     if score_mod is mask_mod is block_mask is None:
         if all(tensor is None for tensor in extras):

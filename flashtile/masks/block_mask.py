@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashtile.checks.arguments import as_int, check_dense, check_int
 from flashtile.masks.evaluate import evaluate
-from flashtile.masks.mods import check_tokens, traced
+from flashtile.masks.mods import traced
 from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.problem import MAX_LENGTH
 
@@ -124,7 +124,7 @@ def create_block_mask(
     Q_LEN, KV_LEN = _length("Q_LEN", Q_LEN), _length("KV_LEN", KV_LEN)
     sizes = size_q, size_kv = _block_sizes(BLOCK_SIZE)
     mask_mod = as_mask_mod(mask_mod)
-    check_tokens(mask_mod, Q_LEN, KV_LEN)
+    mask_mod.check_lengths(Q_LEN, KV_LEN)
     program, tensors, *_ = traced("mask_mod", mask_mod)
     device = _device(device, tensors)
     blocks_q, blocks_kv = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)

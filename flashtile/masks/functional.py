@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Options
+from flashtile.checks.attention import check_call
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
-from flashtile.masks.mods import traced
+from flashtile.masks.mods import MaskMod, traced
 from flashtile.masks.operators import Functions, SignedExtras, forward
 from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES, behind
+from flashtile.masks.program import alibi, composed, parse
 from flashtile.masks.tracing import Trace
 
 BESIDE = ("alibi_slopes", "sink")
@@ -41,11 +43,53 @@ def attend(
         NotImplementedError: beside arguments that a function says as well.
     """
     check_beside(extras, options)
+    check_tokens(mask_mod, q, k)
     given = functions(score_mod, mask_mod, block_mask)
+    if learns_slopes(extras):
+        detached = extras._replace(alibi_slopes=extras.alibi_slopes.detach())
+        check_call(q, k, v, detached, options)
+        given = _with_slopes(given, extras.alibi_slopes, k.shape[1] - q.shape[1])
+        extras = extras._replace(alibi_slopes=None)
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
         # The kernels have instructions of their own for it.
         given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)
     return forward(q, k, v, extras, options, given)
+
+
+def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
+    """Raise ValueError for more tokens than a mask is defined for. Other errors of q and k come later."""
+    if isinstance(mask_mod, MaskMod) and mask_mod.most_tokens is not None:
+        if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+            mask_mod.check_lengths(q.shape[1], k.shape[1])
+
+
+def learns_slopes(extras: Extras) -> bool:
+    """Whether ALiBi's slopes want a gradient, which only functions of scores have."""
+    slopes = extras.alibi_slopes
+    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
+
+
+def takes_functions(extras: Extras, options: Options) -> bool:
+    """Whether a call could have a ``score_mod`` as well."""
+    try:
+        check_beside(extras, options)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
+    """The functions with ALiBi in front of ``score_mod``, its slopes being the last captured tensor."""
+    captured = *given.captured, slopes
+    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+        raise ValueError(
+            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of {MAX_SIZES} "
+            f"dimensions that functions read, got {len(captured)} of {sum(t.dim() for t in captured)}"
+        )
+    program = alibi(len(given.captured), offset, slopes.dim() == 2)
+    if given.score_mod:
+        program = composed(program, parse(given.score_mod))
+    return given._replace(captured=captured, score_mod=str(program), soft_cap=0.0, extras=None)
 
 
 def check_beside(extras: Extras, options: Options) -> None:

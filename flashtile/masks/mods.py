@@ -119,6 +119,14 @@ class MaskMod(Mod):
     def __call__(self, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(batch, head, q_idx, kv_idx)
 
+    def check_lengths(self, seqlen_q: int, seqlen_k: int) -> None:
+        """Raise ValueError for more queries or keys than the mask is defined for."""
+        if self.most_tokens is not None and max(seqlen_q, seqlen_k) > self.most_tokens:
+            raise ValueError(
+                f"mask_mod {self.name} must have at most {self.most_tokens} tokens, got {seqlen_q} queries and "
+                f"{seqlen_k} keys"
+            )
+
     def __and__(self, other: Callable[..., Any]) -> MaskMod:
         other = mask_mod(other)
         both = MaskMod(
@@ -146,13 +154,6 @@ def _opposite(seen: Any) -> Any:
     return not seen if isinstance(seen, bool) else ~seen  # ~True is -2
 
 
-def check_tokens(mask: Any, seqlen_q: int, seqlen_k: int) -> None:
-    """Raise ValueError for more tokens than a mask is defined for."""
-    most = mask.most_tokens if isinstance(mask, MaskMod) else None
-    if most is not None and max(seqlen_q, seqlen_k) > most:
-        raise ValueError(
-            f"mask_mod {mask.name} must have at most {most} tokens, got {seqlen_q} queries and {seqlen_k} keys"
-        )
 
 
 class ScoreMod(Mod):

@@ -158,6 +158,32 @@ def soft_cap_of(program: Program) -> float:
     return float(cap) if is_cap else 0.0
 
 
+def composed(first: Program, second: Program) -> Program:
+    """``second`` of the scores that ``first`` gives. Both number captured tensors alike."""
+    builder = Builder(first.lines)
+    known: dict[Operand, Operand] = {Name("score"): first.results[0]}
+
+    def value(operand: Operand) -> Operand:
+        return known.get(operand, operand) if isinstance(operand, Name) else operand
+
+    for line in second.lines:
+        kind = line.kind if line.operation == LOAD else None
+        operands = map(value, line.operands)
+        known[line.name] = builder.emit(line.operation, *operands, kind=kind, where=line.where)
+    return builder.finish(*map(value, second.results))
+
+
+def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
+    """Scores minus what captured tensor ``tensor`` has for their head (or sequence and head) times how far the
+    key is from query ``i``, which stands at key ``i + offset``."""
+    builder = Builder()
+    distance = builder.emit("sub", builder.emit("add", Name("q"), offset), Name("kv"))
+    places = (Name("b"), Name("h")) if by_batch else (Name("h"),)
+    slope = builder.emit(LOAD, tensor, *places, kind="float")
+    bias = builder.emit("mul", slope, builder.emit("float", builder.emit("abs", distance)))
+    return builder.finish(builder.emit("sub", Name("score"), bias))
+
+
 class Load(NamedTuple):
     """What the derivative by an element of a captured tensor belongs to."""
 

@@ -18,7 +18,7 @@ from flashtile.attn.problem import NO_EXTRAS, Extras, Options, WeightsProblem
 from flashtile.checks.arguments import check_dense
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.values import check_lengths
-from flashtile.masks.functional import check_beside, functions
+from flashtile.masks.functional import check_beside, check_tokens, functions
 from flashtile.masks.operators import FORWARD as MODIFIED_FORWARD
 from flashtile.masks.operators import (
     ModifiedExtras,
@@ -178,6 +178,7 @@ def weights_of(
         found = WEIGHTS((q, k, lse), extras, WeightsOptions(*options, *form))
     else:
         check_beside(extras, options)
+        check_tokens(mask_mod, q, k)
         own = functions(score_mod, mask_mod, block_mask)
         with torch.no_grad():  # none of the captured tensors is to learn
             all_extras, all_options = arguments_of(extras, options, own)

@@ -174,12 +174,14 @@ def _block_sizes(value: Any) -> tuple[int, int]:
 def _device(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
     """Where a mask that captures these tensors is evaluated."""
     if given is None:
-        return tensors[0].device if tensors else torch.device("cpu")
+        given = tensors[0].device if tensors else "cpu"
     try:
         device = torch.empty(0, device=given).device
-    except (RuntimeError, AssertionError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"device must be None or a device that torch has here, got {given!r}: {first}") from None
+    if device.type == "meta":
+        raise ValueError("device must be None or a device with data, got meta")
     for tensor in tensors:
         if tensor.device.type != device.type:
             raise ValueError(f"mask_mod reads a tensor on {tensor.device}, but device is {device}")

@@ -152,7 +152,7 @@ class Call:
     def parts(self) -> Iterator[tuple[int, range, range]]:
         """(sequence, query heads, rows) of each part that has an accumulator of its own."""
         heads = range(self.problem.num_heads_q)
-        together = self.lists is None or len(self.lists[0]) == 1
+        together = self.lists is None or self.mods.list_heads == 1
         groups = [heads] if together else list(split(heads, 1))
         all_rows = visible_rows(self.seqlen_q, self.seqlen_k, *self.window)
         for b in range(self.problem.batch):

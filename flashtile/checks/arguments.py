@@ -75,12 +75,11 @@ def named(value: Any) -> str:
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Raise TypeError for what is not a tensor, and for sparse, nested and quantised ones."""
+    """Raise TypeError for what is not a tensor, and for sparse and nested ones."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.is_nested or tensor.layout != torch.strided:
         kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-        kind = f"a quantised one of {tensor.dtype}" if tensor.is_quantized else kind
         raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
 
 

@@ -18,8 +18,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashtile.attn.operators import FORWARD
 from flashtile.arguments import make_options
+from flashtile.attn.operators import FORWARD
 from flashtile.checks.arguments import (
     as_int,
     check_dense,
@@ -141,7 +141,9 @@ def profile_scores(
             ("softmax_scale", softmax_scale, None), ("causal", causal, True), ("softcap", softcap, 0.0),
         ):  # fmt: skip
             if value != default:
-                raise ValueError(f"{name} must be left out for a model, whose calls bring theirs, got {value}")
+                raise ValueError(
+                    f"{name} must be left out for a model, whose calls bring theirs, got {value}"
+                )
         with _Dispatched(parts), _Functions(parts), torch.no_grad():
             model_or_q(*arguments, **keywords)
     return parts.profile()
@@ -168,9 +170,7 @@ class _Parts:
         self.largest: list[Tensor] = []
         self.least = math.inf
 
-    def add(
-        self, q: Tensor, k: Tensor, scale: float | None, softcap: float, left: int, right: int
-    ) -> None:
+    def add(self, q: Tensor, k: Tensor, scale: float | None, softcap: float, left: int, right: int) -> None:
         """One sequence: q (seqlen_q, heads_q, head_dim) and k (seqlen_k, heads_kv, head_dim)."""
         seqlen_q, seqlen_k = q.shape[0], k.shape[0]
         if seqlen_q == 0 or seqlen_k == 0:

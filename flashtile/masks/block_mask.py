@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flashtile.checks.arguments import as_int, check_dense, check_int
 from flashtile.masks.evaluate import evaluate
-from flashtile.masks.mods import traced
 from flashtile.masks.mods import mask_mod as as_mask_mod
+from flashtile.masks.mods import traced
 from flashtile.problem import MAX_LENGTH
 
 CELLS_AT_ONCE = 2**24
@@ -179,7 +179,9 @@ def _device(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
         device = torch.empty(0, device=given).device
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"device must be None or a device that torch has here, got {given!r}: {first}") from None
+        raise ValueError(
+            f"device must be None or a device that torch has here, got {given!r}: {first}"
+        ) from None
     if device.type == "meta":
         raise ValueError("device must be None or a device with data, got meta")
     for tensor in tensors:

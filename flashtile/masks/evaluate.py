@@ -58,8 +58,8 @@ def evaluate(
 
 
 def _in_dtype(line: Line, operands: list[Any], dtype: torch.dtype) -> list[Any]:
-    """Ints next to a float, and those of a line that gives a float, as floats of ``dtype``. Left to torch they
-    would be float32 in a float64 call."""
+    """Ints next to a float, and those of a line that gives a float, as floats of ``dtype``. Torch would make
+    float32 of them in a float64 call."""
     if line.kind != "float" and not any(map(_is_float, operands)):
         return operands
     return [

@@ -45,10 +45,10 @@ def attend(
     check_beside(extras, options)
     check_tokens(mask_mod, q, k)
     given = functions(score_mod, mask_mod, block_mask)
-    if learns_slopes(extras):
-        detached = extras._replace(alibi_slopes=extras.alibi_slopes.detach())
-        check_call(q, k, v, detached, options)
-        given = _with_slopes(given, extras.alibi_slopes, k.shape[1] - q.shape[1])
+    slopes = extras.alibi_slopes
+    if slopes is not None and learns_slopes(extras):
+        check_call(q, k, v, extras._replace(alibi_slopes=slopes.detach()), options)
+        given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
         extras = extras._replace(alibi_slopes=None)
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
         # The kernels have instructions of their own for it.
@@ -58,9 +58,10 @@ def attend(
 
 def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
     """Raise ValueError for more tokens than a mask is defined for. Other errors of q and k come later."""
-    if isinstance(mask_mod, MaskMod) and mask_mod.most_tokens is not None:
-        if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
-            mask_mod.check_lengths(q.shape[1], k.shape[1])
+    if not isinstance(mask_mod, MaskMod) or mask_mod.most_tokens is None:
+        return
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        mask_mod.check_lengths(q.shape[1], k.shape[1])
 
 
 def learns_slopes(extras: Extras) -> bool:
@@ -83,8 +84,9 @@ def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
     captured = *given.captured, slopes
     if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
         raise ValueError(
-            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of {MAX_SIZES} "
-            f"dimensions that functions read, got {len(captured)} of {sum(t.dim() for t in captured)}"
+            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
+            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
+            f"{sum(t.dim() for t in captured)}"
         )
     program = alibi(len(given.captured), offset, slopes.dim() == 2)
     if given.score_mod:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashtile.checks.arguments import as_float, as_int, check_dense, check_int
 from flashtile.masks.mods import MaskMod, Mod, ScoreMod
+from flashtile.masks.operations import WHOLE
 from flashtile.problem import FLOAT32_MAX, MAX_LENGTH
 
 _P = ParamSpec("_P")
@@ -42,8 +43,7 @@ def _length(name: str, value: Any, least: int = -MAX_LENGTH) -> int:
 def _table(name: str, tensor: Any, ranks: tuple[int, ...], layout: str, of_floats: bool) -> Tensor:
     """A captured tensor of floats or of ints."""
     check_dense(name, tensor)
-    is_int = not (tensor.is_floating_point() or tensor.is_complex())
-    if not (tensor.is_floating_point() if of_floats else is_int):
+    if not (tensor.is_floating_point() if of_floats else tensor.dtype in WHOLE):
         raise TypeError(f"{name} must be of {'floats' if of_floats else 'ints'}, got {tensor.dtype}")
     if tensor.dim() not in ranks:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")

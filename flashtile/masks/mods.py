@@ -79,7 +79,7 @@ class Mod:
 
     kind = ""
     recipe: tuple[Callable[..., Mod], tuple] | None = None
-    """(function, arguments) that make it again, where it is pickled; None: it is made of a user's function."""
+    """(function, arguments) that make it again, where it is pickled; None of one of a user's function."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -92,9 +92,9 @@ class Mod:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
         if self.recipe is not None:
             return self.recipe
-        place = getattr(self.function, "__module__", None), getattr(self.function, "__qualname__", None)
+        place: Any = tuple(getattr(self.function, name, None) for name in ("__module__", "__qualname__"))
         try:
-            is_global = _global(*place) is self  # type: ignore[arg-type] # decorated: its name is the mod's
+            is_global = _global(*place) is self  # decorated: the function's name is the mod's
         except (AttributeError, ImportError, TypeError, ValueError):
             is_global = False
         return (_global, place) if is_global else (type(self), (self.function, self.name))
@@ -123,8 +123,8 @@ class MaskMod(Mod):
         """Raise ValueError for more queries or keys than the mask is defined for."""
         if self.most_tokens is not None and max(seqlen_q, seqlen_k) > self.most_tokens:
             raise ValueError(
-                f"mask_mod {self.name} must have at most {self.most_tokens} tokens, got {seqlen_q} queries and "
-                f"{seqlen_k} keys"
+                f"mask_mod {self.name} must have at most {self.most_tokens} tokens, got {seqlen_q} queries "
+                f"and {seqlen_k} keys"
             )
 
     def __and__(self, other: Callable[..., Any]) -> MaskMod:
@@ -152,8 +152,6 @@ class MaskMod(Mod):
 
 def _opposite(seen: Any) -> Any:
     return not seen if isinstance(seen, bool) else ~seen  # ~True is -2
-
-
 
 
 class ScoreMod(Mod):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of captured tensors that hold no floats: those that torch computes with."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 

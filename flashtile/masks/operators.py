@@ -35,8 +35,8 @@ ModifiedOptions: Any = extended(
     "ModifiedOptions",
     Options,
     {
-        "score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int, "mask_seqlen_q": int,
-        "mask_seqlen_k": int,
+        "score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int,
+        "mask_seqlen_q": int, "mask_seqlen_k": int,
     },
 )  # fmt: skip
 """``learned`` has bit i for the captured tensor i; block sizes, and the lengths that the block mask was made
@@ -127,12 +127,14 @@ def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
     made_for = options.mask_seqlen_q, options.mask_seqlen_k
     if made_for != lengths:
         raise ValueError(
-            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, but q has {lengths[0]} and "
-            f"k {lengths[1]}: make one for these lengths"
+            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, but q has {lengths[0]} "
+            f"and k {lengths[1]}: make one for these lengths"
         )
     if extras.kv_num_blocks.dim() != 3:
         shape = tuple(extras.kv_num_blocks.shape)
-        raise ValueError(f"block_mask.kv_num_blocks must have 3 dimensions (batch, heads, blocks), got {shape}")
+        raise ValueError(
+            f"block_mask.kv_num_blocks must have 3 dimensions (batch, heads, blocks), got {shape}"
+        )
     batch, heads = extras.kv_num_blocks.shape[:2]
     if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
         raise ValueError(

@@ -174,8 +174,8 @@ def composed(first: Program, second: Program) -> Program:
 
 
 def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
-    """Scores minus what captured tensor ``tensor`` has for their head (or sequence and head) times how far the
-    key is from query ``i``, which stands at key ``i + offset``."""
+    """Scores minus what captured tensor ``tensor`` has for their head (or sequence and head) times how far
+    the key is from query ``i``, which stands at key ``i + offset``."""
     builder = Builder()
     distance = builder.emit("sub", builder.emit("add", Name("q"), offset), Name("kv"))
     places = (Name("b"), Name("h")) if by_batch else (Name("h"),)
@@ -234,7 +234,9 @@ def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
     """
     lines = Builder(program.lines).finish(result).lines
     for line in lines:
-        if line.operation in _MAY_OVERFLOW or (line.operation == LOAD and line.kind == "float" and not loads_are):
+        if line.operation in _MAY_OVERFLOW or (
+            line.operation == LOAD and line.kind == "float" and not loads_are
+        ):
             return False
         if line.operation in _DIVISIONS and (isinstance(line.operands[1], Name) or line.operands[1] == 0):
             return False

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flashtile.checks.arguments import check_dense
+from flashtile.masks.operations import WHOLE
 from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.masks.triton_functions import in_torch
 
@@ -33,9 +34,6 @@ _MACHINERY = tuple(
 )
 _LIBRARIES = (*_MACHINERY, str(Path(torch.__file__).parent))
 """Whose lines are not the user's."""
-
-
-_INTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Trace(NamedTuple):
@@ -179,8 +177,10 @@ class _Recorder(TorchFunctionMode):
             if self.builder.kind(operand) != "int":
                 raise TypeError(f"an index must be an int, got {_said(self.builder.kind(operand))}")
         check_dense("a captured tensor", tensor)
-        if not tensor.is_floating_point() and tensor.dtype not in _INTS:
-            raise TypeError(f"a captured tensor must be of floats, bool, uint8 or signed ints, got {tensor.dtype}")
+        if not tensor.is_floating_point() and tensor.dtype not in WHOLE:
+            raise TypeError(
+                f"a captured tensor must be of floats, bool, uint8 or signed ints, got {tensor.dtype}"
+            )
         kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
         name = self.builder.emit(LOAD, self._number(tensor), *operands, kind=kind, where=user_line())
         return Symbol(self, name)

@@ -1,4 +1,4 @@
-"""Hidden scores have gradient 0 whatever a function makes of them, and slopes and exponents have gradients."""
+"""Hidden scores have gradient 0 whatever a function makes of them; slopes and exponents have gradients."""
 
 from __future__ import annotations
 

@@ -247,7 +247,8 @@ def test_bad_call(name) -> None:
 WRONG_VALUES = (
     None, "a", 1.5, math.nan, math.inf, True, 2**63, 10**400, [1], {}, torch.tensor(1.5), torch.ones(2, 3, 3),
     torch.ones(4, dtype=torch.complex64), torch.ones(4).to_sparse(), torch.ones(4, 4).to_mkldnn(),
-    torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.qint8), torch.nested.nested_tensor([torch.ones(4)]),
+    torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.qint8),
+    torch.nested.nested_tensor([torch.ones(4)]),
 )  # fmt: skip
 READY = {
     "causal": {"offset": 0},
@@ -292,8 +293,14 @@ def test_numbers_out_of_range_are_refused() -> None:
         (lambda: masks.dilated(-1, 1), "size must be from 0"),
         (lambda: masks.natten(0, 4, 1), "height must be from 1"),
         (lambda: masks.natten(4, 4, (1, 3, 5)), "kernel_size must be an int or a pair"),
-        (lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "abc"), "device must be None or a device"),
-        (lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "meta"), "device must be None or a device"),
+        (
+            lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "abc"),
+            "device must be None or a device",
+        ),
+        (
+            lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "meta"),
+            "device must be None or a device",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             make()
@@ -324,8 +331,9 @@ def test_dtypes_that_torch_does_not_compute_with_are_not_captured(dtype: torch.d
 def test_kinds_of_tensors_that_are_not_captured() -> None:
     for tensor in WRONG_VALUES:
         if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_quantized):
+            words = "must be of floats, bool" if tensor.is_quantized else "must be a dense"
             for kind in (masks.mask_mod, masks.score_mod):
-                with pytest.raises(TypeError, match="a captured tensor must be a dense"):
+                with pytest.raises(TypeError, match=f"a captured tensor {words}"):
                     kind(lambda *arguments, tensor=tensor: tensor[(arguments[-1],) * tensor.dim()])
 
 
@@ -345,10 +353,19 @@ def listing(name: str, *places_and_values: tuple[tuple[int, ...], int]) -> Block
 
 
 LISTS = {
-    "negative count": (listing("kv_num_blocks", ((0, 0, 1), -2)), "kv_num_blocks must be from 0 to 4 .* got -2"),
-    "large count": (listing("full_q_num_blocks", ((0, 0, 1), 5)), "full_q_num_blocks must be from 0 to 4 .* 5"),
+    "negative count": (
+        listing("kv_num_blocks", ((0, 0, 1), -2)),
+        "kv_num_blocks must be from 0 to 4 .* got -2",
+    ),
+    "large count": (
+        listing("full_q_num_blocks", ((0, 0, 1), 5)),
+        "full_q_num_blocks must be from 0 to 4 .* 5",
+    ),
     "block": (listing("kv_indices", ((0, 0, 2, 0), 4)), "kv_indices must be from 0 to 3 .* got 4"),
-    "negative block": (listing("full_q_indices", ((0, 0, 0, 0), -1)), "full_q_indices must be from 0 to 3 .* -1"),
+    "negative block": (
+        listing("full_q_indices", ((0, 0, 0, 0), -1)),
+        "full_q_indices must be from 0 to 3 .* -1",
+    ),
     "twice": (listing("full_kv_indices", ((0, 0, 3, 1), 0)), "name each block once, got block 0 twice"),
     "partial and full": (listing("full_kv_indices", ((0, 0, 3, 1), 3)), "block 3 twice"),
     "other blocks": (listing("q_indices", ((0, 0, 3, 0), 0)), "must name the blocks that kv_indices"),
@@ -378,8 +395,13 @@ def test_block_masks_of_other_lengths_in_as_many_blocks_are_refused() -> None:
     q = torch.randn(1, 60, 2, 8)
     for make in (masks.create_block_mask, partial(create_block_mask, device="cpu")):
         block_mask = make(CAUSAL, None, None, 52, 52, BLOCK_SIZE=16)
-        for call in (flashtile.attention, lambda q, k, v, **mask: flashtile.attention_weights(q, k, v, **mask)):
-            with pytest.raises(ValueError, match="block_mask was made for 52 queries and 52 keys, but q has 60"):
+        for call in (
+            flashtile.attention,
+            lambda q, k, v, **mask: flashtile.attention_weights(q, k, v, **mask),
+        ):
+            with pytest.raises(
+                ValueError, match="block_mask was made for 52 queries and 52 keys, but q has 60"
+            ):
                 call(q, q, q if call is flashtile.attention else torch.zeros(1, 2, 60), block_mask=block_mask)
 
 

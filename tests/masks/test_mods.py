@@ -169,7 +169,9 @@ def test_the_opposite_of_everything_is_nothing() -> None:
     assert not flashtile.attention(q, q, q, mask_mod=~masks.window(-1, -1)).any()
     everything = masks.mask_mod(lambda b, h, q_idx, kv_idx: True)
     assert (~everything)(0, 0, 0, 0) is False
-    torch.testing.assert_close(flashtile.attention(q, q, q, mask_mod=~~everything), flashtile.attention(q, q, q))
+    torch.testing.assert_close(
+        flashtile.attention(q, q, q, mask_mod=~~everything), flashtile.attention(q, q, q)
+    )
 
 
 def test_a_block_mask_of_no_sequences() -> None:

@@ -1,4 +1,4 @@
-"""What kind a number of a function is, and how exact: floats are floats as torch has them, of the call's dtype."""
+"""Numbers of functions: an int becomes a float where torch makes it one, and floats have the call's dtype."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_float64_calls_compute_in_float64(name: str) -> None:
 def test_a_division_by_zero_is_torchs() -> None:
     """Where a mask hides it, and in what is folded."""
     q = torch.randn(1, 4, 1, 8, requires_grad=True)
-    out = flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: s / 0, mask_mod=lambda b, h, i, j: i < 0)
+    out = flashtile.attention(
+        q, q, q, score_mod=lambda s, b, h, i, j: s / 0, mask_mod=lambda b, h, i, j: i < 0
+    )
     (dq,) = torch.autograd.grad(out.sum(), q)
     assert not out.any()
     assert not dq.any()

@@ -63,7 +63,7 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
 
 
-def guards(mods: Mods) -> dict[str, bool]:
+def guards(mods: Mods) -> dict[str, Any]:
     """What the backward pass has to expect of ``score_mod``, as fields of a variant. A function that stays
     finite needs no guard, which would cost registers."""
     program = mods.score_program

@@ -96,7 +96,8 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
+            "alibi_slopes requires grad, but no gradient is computed for it in a call that cannot have a "
+            "score_mod: it must be detached"
         )
 
 

@@ -204,7 +204,7 @@ def _check(
 def _problem(q: Tensor, k: Tensor, extras: Any, options: Any) -> WeightsProblem:
     own: dict[str, Any] = {"form": options.form, "top": options.top}
     if isinstance(extras, ModifiedExtras):
-        own["mods"] = mods_of(extras, options)
+        own["mods"] = mods_of(q, k, extras, options)
         extras, options = plain_part(extras, options)
     problem: Any = WeightsProblem.from_tensors(q, k, k, extras, options, **own)
     return problem

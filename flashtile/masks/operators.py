@@ -21,6 +21,7 @@ from flashtile.masks.derivatives import plain
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.masks.program import parse
+from flashtile.masks.ranges import positions_of
 from flashtile.masks.tracing import Trace
 from flashtile.op.operation import PLAIN_TYPES, Operation, is_plain, library, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
@@ -195,7 +196,7 @@ def check_modified_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options:
             evaluate(parse(text), inputs, captured, kind=kind, check=True)
 
 
-def mods_of(extras: Any, options: Any) -> Mods:
+def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods:
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     return Mods(
         options.score_mod,
@@ -204,11 +205,12 @@ def mods_of(extras: Any, options: Any) -> Mods:
         tuple(tensor.dim() for tensor in captured),
         (options.block_q, options.block_kv) if options.block_q else None,
         extras.kv_num_blocks.shape[1] if options.block_q else 1,
+        positions_of(q.shape[1], k.shape[1]),
     )
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
-    mods = mods_of(extras, options)
+    mods = mods_of(q, k, extras, options)
     return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import reference, testing
+from flashtile import masks, reference, testing
 from flashtile.masks.mods import traced
+from flashtile.masks.ranges import POSITIONS, positions_of, wide_lines
 from targets import Target
 
 BECOME_FLOATS: dict[str, Callable] = {
@@ -98,3 +99,38 @@ def test_a_division_by_zero_is_torchs() -> None:
 def test_what_torch_does_not_compute_does_not_compile(function, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         traced("score_mod", function)
+
+
+def test_ints_that_leave_32_bits_are_computed_in_64(target: Target) -> None:
+    """As torch computes them."""
+
+    def modify(s, b, h, i, j):
+        square = (i + 50000) * (j + 60000)
+        mixed = (i * 2654435761 + (j << 29)) % 97
+        chosen = torch.where(i > j, 3000000000, -5) // 1000000000 + torch.where(j * 2**33 > 2**34, 1, 0)
+        return s + square % 11 / 11 + mixed / 97 + chosen / 4
+
+    q, k, v = (testing.random_tensor((1, 8, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
+    out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)
+    expected, _ = reference.attention(q.double(), k.double(), v.double(), score_mod=modify)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
+    """The others would need more registers."""
+
+    def wide(function: Callable, positions: int = POSITIONS) -> int:
+        program = traced("mask_mod", function).program
+        return len(wide_lines(program, positions))
+
+    assert wide(lambda b, h, i, j: (i - j).abs() * 100 < 2**30) == 0
+    assert wide(lambda b, h, i, j: (i - j).abs() * 100 < 2**30, 2**26) == 1
+    assert wide(lambda b, h, i, j: i * j < 5) == 1
+    assert wide(lambda b, h, i, j: (i % 1000) * (j % -1000) < 5) == 0
+    assert wide(lambda b, h, i, j: i < 2**31) == 1
+    assert wide(lambda b, h, i, j: (i // 64 ^ j // 64) & 1 == 0) == 0
+    assert wide(lambda b, h, i, j: i << 8 == ~j) == 1
+    for mask in (masks.window(1000, 5), masks.natten(64, 64, 7), masks.dilated(5, 3), masks.prefix_lm(9)):
+        assert wide(mask) == 0
+    assert positions_of(2**25 - 1, 5) == positions_of(5, 2**25) == 2**25
+    assert positions_of(0, 5) == POSITIONS

@@ -25,6 +25,7 @@ from flashtile.backends.portable.mods import steps
 from flashtile.caches import BoundedCache
 from flashtile.masks.problem import MAX_SIZES, Mods
 from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives, is_finite, is_variable
+from flashtile.masks.ranges import wide_lines
 
 _STEPS = {
     name: getattr(steps, name)
@@ -132,6 +133,7 @@ class _Writer:
         self.gluon = gluon
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.numbers = () if fixed else mods.numbers
+        self.wide = wide_lines(program, mods.positions)
         self.body: list[str] = []
 
     def write(self, text: str) -> None:
@@ -158,10 +160,27 @@ class _Writer:
 
     def _call(self, line: Line) -> str:
         operation = line.operation
+        if line.name in self.wide:
+            return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
-        operands = [self._number(line, operand) or self.operand(operand) for operand in line.operands]
+        return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
+
+    def _wide_call(self, line: Line) -> str:
+        """On ints of 64 bits."""
+        operands = []
+        for operand in line.operands:
+            text = self.operand(operand)
+            if isinstance(operand, Name) and self.program.kinds[operand] == "int":
+                text = f"{text}.to(tl.int64)"
+            elif line.operation == "where" and type(operand) is int:  # alone it may be taken for unsigned
+                text = f"({self.operand(line.operands[0])}.to(tl.int64) * 0 + {text})"
+            operands.append(text)
+        return self._text(line, operands)
+
+    def _text(self, line: Line, operands: list[str]) -> str:
+        operation = line.operation
         if operation in _INFIX:
             return f" {_INFIX[operation]} ".join(operands)
         if operation in _CALLS:

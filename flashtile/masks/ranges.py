@@ -38,7 +38,9 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
             known[line.name] = (-POSITIONS, POSITIONS) if line.kind == "int" else (0, 1)
             continue
         found = _range(line, of_operands) if line.kind == "int" else (0, 1)
-        numbers = [one for one, operand in zip(of_operands, ints, strict=True) if not isinstance(operand, Name)]
+        numbers = [
+            one for one, operand in zip(of_operands, ints, strict=True) if not isinstance(operand, Name)
+        ]
         if not all(_within(one, _INT32) for one in (found, *numbers)):
             wide.append(line.name)
         known[line.name] = found if _within(found, _INT64) else _INT64

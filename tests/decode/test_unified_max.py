@@ -337,7 +337,7 @@ class TestProfile:
             flashtile.profile_scores(q.int(), k.int())
         with pytest.raises(ValueError, match="q is on meta"):
             flashtile.profile_scores(q.to("meta"), k.to("meta"))
-        with pytest.raises(TypeError, match="model_or_q must be a torch.Tensor or a function"):
+        with pytest.raises(TypeError, match=r"model_or_q must be a torch\.Tensor or a function"):
             flashtile.profile_scores(3)
         with pytest.raises(ValueError, match="causal must be left out for a model"):
             flashtile.profile_scores(lambda: None, causal=False)

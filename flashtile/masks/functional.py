@@ -16,6 +16,7 @@ from flashtile.masks.operators import Functions, SignedExtras, forward
 from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES, behind
 from flashtile.masks.program import alibi, composed, parse
 from flashtile.masks.tracing import Trace
+from flashtile.op.refusals import transforming
 
 BESIDE = ("alibi_slopes", "sink")
 """The tensors beside q, k and v that a call with functions may have."""
@@ -72,6 +73,8 @@ def learns_slopes(extras: Extras) -> bool:
 
 def takes_functions(extras: Extras, options: Options) -> bool:
     """Whether a call could have a ``score_mod`` as well."""
+    if transforming():
+        return False
     try:
         check_beside(extras, options)
     except NotImplementedError:

@@ -5,8 +5,6 @@ Python's ``True == 1 == 1.0`` hash alike, so every option gets its one type here
 
 from __future__ import annotations
 
-import numbers
-import operator
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
-from flashtile.checks.arguments import check_dense, check_offsets
+from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, named
 from flashtile.problem import MAX_LENGTH, UNLIMITED
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,7 +39,7 @@ def make_options(
     try:
         left, right = window_size
     except (TypeError, ValueError) as error:
-        text = f"window_size must be a pair (left, right) of ints, got {_named(window_size)}"
+        text = f"window_size must be a pair (left, right) of ints, got {named(window_size)}"
         raise type(error)(text) from None
     if type(left) is not int:
         left = as_int("window_size[0]", left)
@@ -64,11 +62,11 @@ def make_options(
     if type(attention_chunk) is not int:
         attention_chunk = as_int("attention_chunk", attention_chunk)
     if type(causal) is not bool:
-        raise TypeError(f"causal must be True or False, got {_named(causal)}")
+        raise TypeError(f"causal must be True or False, got {named(causal)}")
     if type(deterministic) is not bool:
-        raise TypeError(f"deterministic must be True or False, got {_named(deterministic)}")
+        raise TypeError(f"deterministic must be True or False, got {named(deterministic)}")
     if backend is not None and type(backend) is not str:
-        raise TypeError(f"backend must be None or a backend's name, got {_named(backend)}")
+        raise TypeError(f"backend must be None or a backend's name, got {named(backend)}")
     if not deterministic:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options(
@@ -137,42 +135,6 @@ def with_unit_stride(tensor: Any) -> Any:
         return tensor
     # contiguous() would leave one without elements as it is.
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def as_int(name: str, value: Any) -> Any:
-    """An int from anything that is one (numpy integers, integer tensors of one element)."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value
-    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
-    try:
-        if not is_bool:
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name} must be an int, got {_named(value)}")
-
-
-def as_float(name: str, value: Any, allowed: str) -> Any:
-    """A float from any real number (ints, numpy floats)."""
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
-        raise TypeError(f"{name} must be {allowed}, got {_named(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} must be finite, got {_named(value)}") from None
-
-
-def _named(value: Any) -> str:
-    """The type and, where it is short, the value, for an error text."""
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of {value.dim()} dimensions"
-    try:
-        text = repr(value)
-    except Exception:  # an int of thousands of digits, an object with a broken __repr__
-        return type(value).__name__
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def refuse_descales(

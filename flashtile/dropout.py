@@ -28,6 +28,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.checks.arguments import as_float, check_dense, check_share
+
 UNITS = 2**15
 """dropout_p is rounded to a multiple of 1 / UNITS."""
 _COARSE = 2**8
@@ -76,6 +78,7 @@ def keep_share(dropout_p: float) -> float:
         >>> keep_share(0.1) == 1 - 13 / 128, keep_share(0.5)
         (True, 0.5)
     """
+    check_share("dropout_p", as_float("dropout_p", dropout_p, "a number"))
     return 1 - threshold(dropout_p) / UNITS
 
 
@@ -120,6 +123,12 @@ def kept(
         >>> torch.equal(part, mask[:, 1:3, 5:, 9:])
         True
     """
+    check_dense("rng_state", rng_state)
+    if tuple(rng_state.shape) != (2,) or rng_state.dtype != torch.int64:
+        raise ValueError(
+            f"rng_state must be int64 of shape (2,), got {rng_state.dtype} of {tuple(rng_state.shape)}"
+        )
+    check_share("dropout_p", as_float("dropout_p", dropout_p, "a number"))
     seed, offset = rng_state.unbind()
 
     def places(extent: range, dim: int) -> Tensor:

@@ -61,7 +61,10 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip
-    check_call(q, k, v, extras, options)
+    if isinstance(alibi_slopes, Tensor):  # autograd gives their gradient here
+        check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
+    else:
+        check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
@@ -83,7 +86,7 @@ def attention(
         grids = _grids(q, k)
         if mask_mod is not None:
             seen = seen & torch.as_tensor(mask_mod(*grids), device=q.device)
-        modify = None if score_mod is None else lambda scores: score_mod(scores, *grids)
+        modify = None if score_mod is None else lambda scores: _modified(score_mod, scores, seen, grids)
         added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
         factors = None
         if dropout_p > 0 and rng_state is not None:
@@ -237,6 +240,20 @@ def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tens
     if b is not None and cells.shape[0] > 1:
         cells = cells[b : b + 1]
     return cells[:, :, :seqlen_q, :seqlen_k]
+
+
+def _modified(
+    score_mod: Callable[..., Any], scores: Tensor, seen: Tensor, grids: tuple[Tensor, ...]
+) -> Tensor:
+    """``score_mod`` of all ``scores``. The derivatives that autograd takes are those of scores that are
+    ``seen`` and that the function does not hide: elsewhere they may be infinite, and 0 * inf is NaN."""
+    values = torch.as_tensor(score_mod(scores, *grids)).to(scores.dtype).expand(scores.shape)
+    seen = seen & (values.detach() != -torch.inf)
+    if seen.all():
+        return values
+    cells = seen.nonzero(as_tuple=True)  # batch, head, row and key of each
+    of_seen = torch.as_tensor(score_mod(scores[cells], *cells)).to(scores.dtype).expand(len(cells[0]))
+    return values.detach().index_put(cells, of_seen)
 
 
 def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -34,6 +34,7 @@ from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.decode.prefill import attention_over_pages
 from flashtile.dropout import draw_state
 from flashtile.masks.functional import attend as attend_modified
+from flashtile.masks.functional import learns_slopes, takes_functions
 
 # What the packed functions call these arguments, for their errors.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -118,6 +119,7 @@ def attention(
             chunk alone (Llama 4's, as FlashAttention-3 has it); with causal the earlier ones of them.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
+            Learnable in calls that could have a score_mod, whose kernels then compute them.
         sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
             every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
@@ -630,6 +632,8 @@ def _attend(
         assert out is not None
         assert lse is not None
         return out, lse
+    if attend is operators.forward and learns_slopes(extras) and takes_functions(extras, options):
+        return attend_modified(q, k, v, extras, options, None, None, None)
     return attend(q, k, v, extras, options)
 
 

@@ -18,13 +18,14 @@ from flashtile.attn.problem import NO_EXTRAS, Extras, Options, WeightsProblem
 from flashtile.checks.arguments import check_dense
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.values import check_lengths
-from flashtile.masks.functional import check_beside, functions
+from flashtile.masks.functional import check_beside, check_tokens, functions
 from flashtile.masks.operators import FORWARD as MODIFIED_FORWARD
 from flashtile.masks.operators import (
     ModifiedExtras,
     ModifiedOptions,
     arguments_of,
     check_modified,
+    check_modified_values,
     mods_of,
     plain_part,
 )
@@ -166,7 +167,10 @@ def weights_of(
     if torch._C._is_any_autocast_enabled():
         q, k, _ = apply_autocast(q, k, k)
     q, k = with_unit_stride(q), with_unit_stride(k)
-    extras = extras._replace(sink=None, rng_state=None)
+    slopes = extras.alibi_slopes
+    extras = extras._replace(
+        sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
+    )
     options = options._replace(dropout_p=0.0, deterministic=False)
     if score_mod is mask_mod is block_mask is None:
         if all(tensor is None for tensor in extras):
@@ -174,6 +178,7 @@ def weights_of(
         found = WEIGHTS((q, k, lse), extras, WeightsOptions(*options, *form))
     else:
         check_beside(extras, options)
+        check_tokens(mask_mod, q, k)
         own = functions(score_mod, mask_mod, block_mask)
         with torch.no_grad():  # none of the captured tensors is to learn
             all_extras, all_options = arguments_of(extras, options, own)
@@ -199,7 +204,7 @@ def _check(
 def _problem(q: Tensor, k: Tensor, extras: Any, options: Any) -> WeightsProblem:
     own: dict[str, Any] = {"form": options.form, "top": options.top}
     if isinstance(extras, ModifiedExtras):
-        own["mods"] = mods_of(extras, options)
+        own["mods"] = mods_of(q, k, extras, options)
         extras, options = plain_part(extras, options)
     problem: Any = WeightsProblem.from_tensors(q, k, k, extras, options, **own)
     return problem
@@ -226,6 +231,10 @@ def _check_lengths(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any)
     check_lengths(q, k, k, extras, options)
 
 
+def _check_modified_values(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
+    check_modified_values(q, k, k, extras, options)
+
+
 WEIGHTS = Operation(
     "weights",
     tensors=("q", "k", "lse"),
@@ -250,6 +259,7 @@ MODIFIED_WEIGHTS = Operation(
     check=partial(_check, check_modified, ModifiedOptions),
     describe=_describe,
     fake=_fake,
+    check_values=_check_modified_values,
     check_traced=_check_traced,
     part="weights",
     no_gradient=_NO_GRADIENT,

@@ -5,6 +5,8 @@ The other modules of this package put them together for the calls of a family.
 
 from __future__ import annotations
 
+import numbers
+import operator
 import os
 import re
 from typing import Any
@@ -34,6 +36,42 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
     first, *code = str(error).splitlines(keepends=True)
     first = re.sub(rf"(?<!')\b({words})\b(?!')", lambda match: names[match[0]], first)
     return type(error)("".join((first, *code)))
+
+
+def as_int(name: str, value: Any) -> Any:
+    """An int from anything that is one (numpy integers, integer tensors of one element)."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    try:
+        if not is_bool:
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an int, got {named(value)}")
+
+
+def as_float(name: str, value: Any, allowed: str) -> Any:
+    """A float from any real number (ints, numpy floats)."""
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise TypeError(f"{name} must be {allowed}, got {named(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got {named(value)}") from None
+
+
+def named(value: Any) -> str:
+    """The type and, where it is short, the value, for an error text."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of {value.dim()} dimensions"
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits, an object with a broken __repr__
+        return type(value).__name__
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def check_dense(name: str, tensor: Any) -> None:
@@ -297,6 +335,11 @@ def check_score_options(options: Any) -> None:
     for name, side in (("window_size[0]", options.window_left), ("window_size[1]", options.window_right)):
         check_int(name, side, UNLIMITED, MAX_LENGTH, "-1 (unlimited)")
     check_backend(options.backend)
+
+
+def check_share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be from 0 to below 1, got {value}")
 
 
 def check_backend(backend: Any) -> None:

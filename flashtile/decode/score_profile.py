@@ -18,12 +18,22 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashtile.arguments import make_options
 from flashtile.attn.operators import FORWARD
-from flashtile.checks.arguments import check_dense, check_groups, check_heads_tensor
+from flashtile.checks.arguments import (
+    as_int,
+    check_dense,
+    check_dtype,
+    check_groups,
+    check_heads_tensor,
+    check_int,
+    check_score_options,
+    named,
+)
 from flashtile.decode.addresses import sequence_lengths
 from flashtile.decode.operators import DECODE
 from flashtile.decode.reference import sequence
-from flashtile.problem import UNLIMITED
+from flashtile.problem import DTYPES, MAX_LENGTH, UNLIMITED
 from flashtile.reference import visible
 
 PART = 64
@@ -95,7 +105,8 @@ def profile_scores(
         :class:`ScoreProfile`: phi for all heads and for each, the range, and the share of parts outside.
 
     Raises:
-        TypeError, ValueError: q and k are not such tensors, or the model computes no attention.
+        TypeError, ValueError: q and k are not such tensors, another argument is not of its kind, or the model
+            computes no attention.
 
     Examples:
         >>> q, k = torch.randn(2, 1, 512, 4, 64, dtype=torch.bfloat16).unbind()
@@ -108,21 +119,46 @@ def profile_scores(
         >>> flashtile.profile_scores(50 * q, k).pays  # scores of +-200
         False
     """
+    options = make_options(None, None, softmax_scale, causal, (UNLIMITED, UNLIMITED), softcap, False, None)
+    check_score_options(options)
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, got {named(dtype)}")
+    max_rows = as_int("max_rows", max_rows)
+    check_int("max_rows", max_rows, 1, MAX_LENGTH)
     parts = _Parts(dtype, max_rows)
     if isinstance(model_or_q, Tensor):
         if len(arguments) != 1 or keywords:
             raise TypeError("k must be the one argument after q")
         q, (k,) = model_or_q, arguments
-        for name, tensor in (("q", q), ("k", k)):
-            check_dense(name, tensor)
-            check_heads_tensor(name, tensor, False, "total", "seqlen", q)
-        check_groups(q, k, "k")
+        _check_tensors(q, k)
         for q_rows, k_rows in zip(q, k, strict=True):
-            parts.add(q_rows, k_rows, softmax_scale, softcap, UNLIMITED, 0 if causal else UNLIMITED)
+            right = 0 if causal else UNLIMITED
+            parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, UNLIMITED, right)
     else:
+        if not callable(model_or_q):
+            raise TypeError(f"model_or_q must be a torch.Tensor or a function, got {named(model_or_q)}")
+        for name, value, default in (
+            ("softmax_scale", softmax_scale, None), ("causal", causal, True), ("softcap", softcap, 0.0),
+        ):  # fmt: skip
+            if value != default:
+                raise ValueError(
+                    f"{name} must be left out for a model, whose calls bring theirs, got {value}"
+                )
         with _Dispatched(parts), _Functions(parts), torch.no_grad():
             model_or_q(*arguments, **keywords)
     return parts.profile()
+
+
+def _check_tensors(q: Tensor, k: Any) -> None:
+    for name, tensor in (("q", q), ("k", k)):
+        check_dense(name, tensor)
+        check_dtype(name, tensor)
+        check_heads_tensor(name, tensor, False, "total", "seqlen", q)
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on meta, where it has no data to look at")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
+    check_groups(q, k, "k")
 
 
 class _Parts:
@@ -134,9 +170,7 @@ class _Parts:
         self.largest: list[Tensor] = []
         self.least = math.inf
 
-    def add(
-        self, q: Tensor, k: Tensor, scale: float | None, softcap: float, left: int, right: int
-    ) -> None:
+    def add(self, q: Tensor, k: Tensor, scale: float | None, softcap: float, left: int, right: int) -> None:
         """One sequence: q (seqlen_q, heads_q, head_dim) and k (seqlen_k, heads_kv, head_dim)."""
         seqlen_q, seqlen_k = q.shape[0], k.shape[0]
         if seqlen_q == 0 or seqlen_k == 0:

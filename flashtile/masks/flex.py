@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.arguments import check_flag
 from flashtile.attn.functional import attention
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, check_dense, named, renamed
 
 _OF_FLEX = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
@@ -68,6 +68,8 @@ def flex_attention(
         raise ValueError(
             f"key has {key.shape[1]} heads, but query has {query.shape[1]}: enable_gqa must be True for that"
         )
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise TypeError(f"kernel_options must be a dict or None, got {named(kernel_options)}")
     if kernel_options:
         raise NotImplementedError(f"kernel_options must be None or empty, got {kernel_options}")
     try:

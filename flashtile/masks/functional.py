@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from flashtile.attn.problem import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Options
+from flashtile.checks.attention import check_call
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
-from flashtile.masks.mods import traced
+from flashtile.masks.mods import MaskMod, traced
 from flashtile.masks.operators import Functions, SignedExtras, forward
 from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES, behind
+from flashtile.masks.program import alibi, composed, parse
 from flashtile.masks.tracing import Trace
+from flashtile.op.refusals import transforming
 
 BESIDE = ("alibi_slopes", "sink")
 """The tensors beside q, k and v that a call with functions may have."""
@@ -41,11 +44,57 @@ def attend(
         NotImplementedError: beside arguments that a function says as well.
     """
     check_beside(extras, options)
+    check_tokens(mask_mod, q, k)
     given = functions(score_mod, mask_mod, block_mask)
+    slopes = extras.alibi_slopes
+    if slopes is not None and learns_slopes(extras):
+        check_call(q, k, v, extras._replace(alibi_slopes=slopes.detach()), options)
+        given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
+        extras = extras._replace(alibi_slopes=None)
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
         # The kernels have instructions of their own for it.
         given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)
     return forward(q, k, v, extras, options, given)
+
+
+def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
+    """Raise ValueError for more tokens than a mask is defined for. Other errors of q and k come later."""
+    if not isinstance(mask_mod, MaskMod) or mask_mod.most_tokens is None:
+        return
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        mask_mod.check_lengths(q.shape[1], k.shape[1])
+
+
+def learns_slopes(extras: Extras) -> bool:
+    """Whether ALiBi's slopes want a gradient, which only functions of scores have."""
+    slopes = extras.alibi_slopes
+    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
+
+
+def takes_functions(extras: Extras, options: Options) -> bool:
+    """Whether a call could have a ``score_mod`` as well."""
+    if transforming():
+        return False
+    try:
+        check_beside(extras, options)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
+    """The functions with ALiBi in front of ``score_mod``, its slopes being the last captured tensor."""
+    captured = *given.captured, slopes
+    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+        raise ValueError(
+            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
+            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
+            f"{sum(t.dim() for t in captured)}"
+        )
+    program = alibi(len(given.captured), offset, slopes.dim() == 2)
+    if given.score_mod:
+        program = composed(program, parse(given.score_mod))
+    return given._replace(captured=captured, score_mod=str(program), soft_cap=0.0, extras=None)
 
 
 def check_beside(extras: Extras, options: Options) -> None:
@@ -109,13 +158,17 @@ def _functions(score: Trace | None, mask: Trace | None, blocks: BlockMask | None
                 f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
                 f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
             )
-    lists, block_size = ((), (0, 0)) if blocks is None else (blocks.lists, blocks.BLOCK_SIZE)
+    lists: tuple[Tensor, ...] = ()
+    block_size = lengths = 0, 0
+    if blocks is not None:
+        lists, block_size, lengths = blocks.lists, blocks.BLOCK_SIZE, blocks.seq_lengths
     return Functions(
         captured,
         lists,
         texts["score_mod"],
         texts["mask_mod"],
         block_size,
+        lengths,
         0.0 if score is None else score.soft_cap,
         mask,
     )

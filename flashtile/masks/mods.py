@@ -8,6 +8,8 @@ which costs some 100 us of host time.
 from __future__ import annotations
 
 import functools
+import importlib
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.checks.arguments import check_dense
 from flashtile.masks.tracing import Trace, trace
 from flashtile.masks.triton_functions import Pointer, in_torch
 
@@ -66,10 +69,17 @@ class _Guards:
 _traces: weakref.WeakKeyDictionary[Any, dict[str, tuple[_Guards, Trace]]] = weakref.WeakKeyDictionary()
 
 
+def _global(module: str, name: str) -> Any:
+    """What is called ``name`` (with dots) in a module, for pickle."""
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
 class Mod:
     """A ``mask_mod`` or ``score_mod``: called like the function that it is made of."""
 
     kind = ""
+    recipe: tuple[Callable[..., Mod], tuple] | None = None
+    """(function, arguments) that make it again, where it is pickled; None of one of a user's function."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -78,6 +88,16 @@ class Mod:
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
+        if self.recipe is not None:
+            return self.recipe
+        place: Any = tuple(getattr(self.function, name, None) for name in ("__module__", "__qualname__"))
+        try:
+            is_global = _global(*place) is self  # decorated: the function's name is the mod's
+        except (AttributeError, ImportError, TypeError, ValueError):
+            is_global = False
+        return (_global, place) if is_global else (type(self), (self.function, self.name))
 
 
 class MaskMod(Mod):
@@ -93,24 +113,45 @@ class MaskMod(Mod):
     """
 
     kind = "mask_mod"
+    most_tokens: int | None = None
+    """Queries and keys that it is defined for, at most; None is any number."""
 
     def __call__(self, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(batch, head, q_idx, kv_idx)
 
+    def check_lengths(self, seqlen_q: int, seqlen_k: int) -> None:
+        """Raise ValueError for more queries or keys than the mask is defined for."""
+        if self.most_tokens is not None and max(seqlen_q, seqlen_k) > self.most_tokens:
+            raise ValueError(
+                f"mask_mod {self.name} must have at most {self.most_tokens} tokens, got {seqlen_q} queries "
+                f"and {seqlen_k} keys"
+            )
+
     def __and__(self, other: Callable[..., Any]) -> MaskMod:
         other = mask_mod(other)
-        return MaskMod(
+        both = MaskMod(
             lambda b, h, q, kv: self(b, h, q, kv) & other(b, h, q, kv), f"{self.name} & {other.name}"
         )
+        limits = [mask.most_tokens for mask in (self, other) if mask.most_tokens is not None]
+        both.recipe, both.most_tokens = (operator.and_, (self, other)), min(limits, default=None)
+        return both
 
     def __or__(self, other: Callable[..., Any]) -> MaskMod:
         other = mask_mod(other)
-        return MaskMod(
+        either = MaskMod(
             lambda b, h, q, kv: self(b, h, q, kv) | other(b, h, q, kv), f"{self.name} | {other.name}"
         )
+        either.recipe = operator.or_, (self, other)
+        return either
 
     def __invert__(self) -> MaskMod:
-        return MaskMod(lambda b, h, q, kv: ~self(b, h, q, kv), f"~({self.name})")
+        opposite = MaskMod(lambda b, h, q, kv: _opposite(self(b, h, q, kv)), f"~({self.name})")
+        opposite.recipe = operator.invert, (self,)
+        return opposite
+
+
+def _opposite(seen: Any) -> Any:
+    return not seen if isinstance(seen, bool) else ~seen  # ~True is -2
 
 
 class ScoreMod(Mod):
@@ -192,6 +233,8 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
         raise ValueError(f"kind must be 'score_mod' or 'mask_mod', got {kind!r}")
     if not hasattr(function, "fn"):
         raise TypeError(f"function must be a @triton.jit function, got {type(function).__name__}")
+    for i, tensor in enumerate(tensors):
+        check_dense(f"tensors[{i}]", tensor)
     python = in_torch(function)
     of_kind: type[Mod] = ScoreMod if kind == "score_mod" else MaskMod
 

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of captured tensors that hold no floats: those that torch computes with."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
+_PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 
 
 class Operation(NamedTuple):
@@ -23,6 +26,11 @@ class Operation(NamedTuple):
     gradient: Callable[..., tuple] | None = None
     simplify: Callable[..., Any] | None = None
     """The result where it is a number or an operand, else None."""
+
+    def number(self, *numbers: Any) -> Any:
+        """The result of numbers alone."""
+        result = self.evaluate(*numbers)
+        return result.item() if isinstance(result, Tensor) else result
 
 
 def kind_of_number(number: float) -> str:
@@ -37,6 +45,17 @@ def _always(kind: str) -> Callable[..., str]:
     return lambda *kinds: kind
 
 
+def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
+    """The kind of what an operation of one operand gives that is of the same kind."""
+
+    def kind_of(kind: str) -> str:
+        if kind not in allowed:
+            raise TypeError(f"{symbol} takes {' and '.join(_PLURAL[one] for one in allowed)}, not a {kind}")
+        return kind
+
+    return kind_of
+
+
 def _is(operand: Any, number: float) -> bool:
     return type(operand) in (int, float) and operand == number
 
@@ -47,6 +66,13 @@ def _numbers(*operands: Any) -> bool:
 
 def _fold(compute: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands: compute(*operands) if _numbers(*operands) else None
+
+
+def _divided(a: float, b: float) -> float:
+    """As torch divides, which knows a quotient by zero."""
+    if b != 0:
+        return a / b
+    return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1, b)
 
 
 def _simplify_add(a: Any, b: Any) -> Any:
@@ -80,19 +106,19 @@ def _simplify_or(a: Any, b: Any) -> Any:
 
 
 def _tensors(*operands: Any) -> tuple[Tensor, ...]:
-    """For functions of torch that take no numbers: numbers of the kind of the tensor beside them."""
-    given = [operand for operand in operands if isinstance(operand, Tensor)]
-    if not given:
-        return tuple(map(torch.tensor, operands))
-    like = given[0]
+    """For functions of torch that take no numbers: numbers of the dtype of the tensor next to them."""
+    like = next((operand for operand in operands if isinstance(operand, Tensor)), None)
     return tuple(
         operand if isinstance(operand, Tensor) else _number_like(operand, like) for operand in operands
     )
 
 
-def _number_like(number: float, like: Tensor) -> Tensor:
-    fits = isinstance(number, bool) or not isinstance(number, float) or like.is_floating_point()
-    return torch.tensor(number, dtype=like.dtype if fits else None, device=like.device)
+def _number_like(number: float, like: Tensor | None) -> Tensor:
+    if isinstance(number, float) and (like is None or not like.is_floating_point()):
+        dtype: torch.dtype | None = torch.float64  # no call computes in more
+    else:
+        dtype = None if like is None else like.dtype
+    return torch.tensor(number, dtype=dtype, device=None if like is None else like.device)
 
 
 def _of_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -100,16 +126,8 @@ def _of_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to(kind: str) -> Callable[[Any], Any]:
-    python, dtype = {
-        "float": (float, torch.float32), "int": (int, torch.int64), "bool": (bool, torch.bool)
-    }[kind]  # fmt: skip
-
-    def convert(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return python(x)
-        return x if kind == "float" and x.is_floating_point() else x.to(dtype)
-
-    return convert
+    python, dtype = {"int": (int, torch.int64), "bool": (bool, torch.bool)}[kind]
+    return lambda x: x.to(dtype) if isinstance(x, Tensor) else python(x)
 
 
 def _unary(function: Callable[..., Tensor], gradient: Callable[..., Any] | None = None) -> Operation:
@@ -145,8 +163,12 @@ def _larger(emit: Any, y: Any, a: Any, b: Any) -> tuple:
 
 
 def _pow_gradient(emit: Any, y: Any, a: Any, b: Any) -> tuple:
+    """0 by the base where the exponent is 0, and 0 by an exponent of at least 0 where the base is 0, as torch
+    has it: the products would be 0 * inf."""
     by_base = emit("mul", b, emit("pow", a, emit("sub", b, 1.0)))
-    return by_base, None if _numbers(b) else emit("mul", y, emit("log", a))
+    by_base = emit("where", emit("eq", b, 0.0), 0.0, by_base)
+    is_flat = emit("le", emit("abs", a), emit("minimum", b, 0.0))  # a is 0, and b is not negative
+    return by_base, emit("where", is_flat, 0.0, emit("mul", y, emit("log", a)))
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -161,6 +183,7 @@ OPERATIONS: dict[str, Operation] = {
         lambda a, b: a / b,
         _always("float"),
         lambda emit, y, a, b: (emit("div", 1.0, b), emit("neg", emit("div", y, b))),
+        _fold(_divided),
     ),
     "floordiv": _binary(_of_tensors(torch.floor_divide)),
     "mod": _binary(
@@ -182,10 +205,11 @@ OPERATIONS: dict[str, Operation] = {
     "lshift": _binary(lambda a, b: a << b),
     "rshift": _binary(lambda a, b: a >> b),
     "not": Operation(
-        _of_tensors(torch.bitwise_not), lambda kind: kind, None, _fold(lambda a: not a if a in (0, 1) else ~a)
+        _of_tensors(torch.bitwise_not), _only("~", "bool", "int"), None,
+        _fold(lambda a: not a if isinstance(a, bool) else ~a),
     ),
     "neg": Operation(
-        lambda a: -a, lambda kind: kind, lambda emit, y, a: (-1.0,), _fold(lambda a: -a)
+        lambda a: -a, _only("-", "int", "float"), lambda emit, y, a: (-1.0,), _fold(lambda a: -a)
     ),
     "abs": Operation(
         _of_tensors(torch.abs), lambda kind: kind, lambda emit, y, a: (emit("sign", a),), _fold(abs)
@@ -212,7 +236,7 @@ OPERATIONS: dict[str, Operation] = {
         lambda emit, y, x: emit("mul", 2 / math.sqrt(math.pi), emit("exp", emit("neg", emit("mul", x, x)))),
     ),
     "floor": _unary(torch.floor),
-    "float": Operation(_to("float"), _always("float"), lambda emit, y, x: (1.0,), _fold(_to("float"))),
+    "float": Operation(lambda x: x, _always("float"), lambda emit, y, x: (1.0,), _fold(float)),
     "int": Operation(_to("int"), _always("int"), None, _fold(_to("int"))),
     "bool": Operation(_to("bool"), _always("bool"), None, _fold(_to("bool"))),
 }  # fmt: skip

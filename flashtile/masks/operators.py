@@ -15,11 +15,13 @@ from torch import Tensor
 from flashtile.attn import derivatives, operators
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, Problem
 from flashtile.checks.attention import check_call, check_types
+from flashtile.checks.values import check_block_lists
 from flashtile.masks.block_mask import BACKWARD_LISTS, LISTS
 from flashtile.masks.derivatives import plain
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.masks.program import parse
+from flashtile.masks.ranges import positions_of
 from flashtile.masks.tracing import Trace
 from flashtile.op.operation import PLAIN_TYPES, Operation, is_plain, library, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
@@ -33,9 +35,13 @@ ModifiedExtras: Any = extended("ModifiedExtras", Extras, dict.fromkeys((*CAPTURE
 ModifiedOptions: Any = extended(
     "ModifiedOptions",
     Options,
-    {"score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int},
-)
-"""``learned`` has bit i for the captured tensor i; block sizes are 0 without a block mask."""
+    {
+        "score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int,
+        "mask_seqlen_q": int, "mask_seqlen_k": int,
+    },
+)  # fmt: skip
+"""``learned`` has bit i for the captured tensor i; block sizes, and the lengths that the block mask was made
+for, are 0 without a block mask."""
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(Extras._fields), len(Options._fields)
 _FIRST_CAPTURED = _NUM_EXTRAS
@@ -81,6 +87,8 @@ class Functions(NamedTuple):
     score_mod: str
     mask_mod: str
     block_size: tuple[int, int]
+    lengths: tuple[int, int]
+    """Queries and keys that the block mask was made for."""
     soft_cap: float
     """That ``score_mod`` is, if it is no more."""
     mask: Trace | None
@@ -116,6 +124,18 @@ def check_modified(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -
 
 
 def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
+    lengths = q.shape[1], k.shape[1]
+    made_for = options.mask_seqlen_q, options.mask_seqlen_k
+    if made_for != lengths:
+        raise ValueError(
+            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, but q has {lengths[0]} "
+            f"and k {lengths[1]}: make one for these lengths"
+        )
+    if extras.kv_num_blocks.dim() != 3:
+        shape = tuple(extras.kv_num_blocks.shape)
+        raise ValueError(
+            f"block_mask.kv_num_blocks must have 3 dimensions (batch, heads, blocks), got {shape}"
+        )
     batch, heads = extras.kv_num_blocks.shape[:2]
     if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
         raise ValueError(
@@ -138,14 +158,26 @@ def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
             )
         if tensor.device != q.device:
             raise ValueError(f"block_mask is on {tensor.device}, but q is on {q.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"block_mask.{name} must be contiguous, got strides {tuple(tensor.stride())}")
 
 
 def _check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     check_types(q, k, v, *plain_part(extras, options))
 
 
-def _check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    """Raise for reads outside of captured tensors; only GPUs ask, the CPU's launch checks as it computes."""
+def check_modified_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Raise for lists of blocks that contradict each other, and for reads outside of captured tensors; the
+    latter for GPUs alone, because the CPU's launch checks them as it computes."""
+    if options.block_q:
+        by_queries = check_block_lists("kv", tuple(getattr(extras, name) for name in LISTS[:4]))
+        if extras.q_indices is not None:
+            by_keys = check_block_lists("q", tuple(getattr(extras, name) for name in LISTS[4:]))
+            if not torch.equal(by_queries.mT, by_keys):
+                raise ValueError(
+                    "block_mask.q_indices and full_q_indices must name the blocks that kv_indices and "
+                    "full_kv_indices name, got others"
+                )
     if not q.is_cuda:
         return
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
@@ -164,7 +196,7 @@ def _check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) ->
             evaluate(parse(text), inputs, captured, kind=kind, check=True)
 
 
-def mods_of(extras: Any, options: Any) -> Mods:
+def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods:
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     return Mods(
         options.score_mod,
@@ -173,11 +205,12 @@ def mods_of(extras: Any, options: Any) -> Mods:
         tuple(tensor.dim() for tensor in captured),
         (options.block_q, options.block_kv) if options.block_q else None,
         extras.kv_num_blocks.shape[1] if options.block_q else 1,
+        positions_of(q.shape[1], k.shape[1]),
     )
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
-    mods = mods_of(extras, options)
+    mods = mods_of(q, k, extras, options)
     return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
 
 
@@ -211,7 +244,7 @@ FORWARD = _Forward(
     check=check_modified,
     describe=_describe,
     fake=operators.FORWARD.fake,
-    check_values=_check_values,
+    check_values=check_modified_values,
     check_traced=_check_traced,
 )
 BACKWARD = operators.BackwardOperation(
@@ -235,11 +268,11 @@ def arguments_of(extras: Extras, options: Options, functions: Functions) -> tupl
 
 
 def _options_of(options: Options, functions: Functions) -> Any:
-    captured, _, score_mod, mask_mod, block_size, *_ = functions
+    captured, _, score_mod, mask_mod, block_size, lengths, *_ = functions
     learned = 0
     if captured and torch.is_grad_enabled():
         learned = sum(1 << i for i, t in enumerate(captured) if t.requires_grad and t.is_floating_point())
-    return ModifiedOptions._make((*options, score_mod, mask_mod, learned, *block_size))
+    return ModifiedOptions._make((*options, score_mod, mask_mod, learned, *block_size, *lengths))
 
 
 def forward(

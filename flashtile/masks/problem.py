@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flashtile.masks.program import Program, parse, renumbered, variables
+from flashtile.masks.ranges import POSITIONS
 
 MAX_CAPTURED = 8
 """Tensors that the functions of a call may read."""
@@ -33,6 +34,8 @@ class Mods:
     """Queries by keys, of a block mask."""
     list_heads: int = 1
     """Query heads that the block mask tells apart, 1 if all share it."""
+    positions: int = POSITIONS
+    """More than there are queries or keys: it says which ints fit 32 bits."""
 
     @property
     def score_program(self) -> Program | None:

@@ -19,6 +19,7 @@ Walther, *Evaluating Derivatives*, 2008, chapter 3).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -108,10 +109,14 @@ class Builder:
         """The result of an operation; ``kind`` is that of the element that a load reads."""
         if kind is None:
             of = OPERATIONS[operation]
-            simpler = of.simplify(*operands) if of.simplify is not None else None
-            if simpler is not None:
-                return simpler
             kind = of.kind(*map(self.kind, operands))
+            simpler = of.simplify(*operands) if of.simplify is not None else None
+            if simpler is None and not any(isinstance(operand, Name) for operand in operands):
+                simpler = of.number(*operands)
+            if simpler is not None:  # 1.0 * i is i, but a float
+                return simpler if self.kind(simpler) == kind else self.emit(kind, simpler)
+        if any(type(operand) is int and not -(2**63) <= operand < 2**63 for operand in operands):
+            raise TypeError("an int must fit 64 bits")
         # True == 1 == 1.0, which are not the same operand.
         key = (operation, *((type(operand), operand) for operand in operands))
         if key not in self._known:
@@ -153,6 +158,32 @@ def soft_cap_of(program: Program) -> float:
     return float(cap) if is_cap else 0.0
 
 
+def composed(first: Program, second: Program) -> Program:
+    """``second`` of the scores that ``first`` gives. Both number captured tensors alike."""
+    builder = Builder(first.lines)
+    known: dict[Operand, Operand] = {Name("score"): first.results[0]}
+
+    def value(operand: Operand) -> Operand:
+        return known.get(operand, operand) if isinstance(operand, Name) else operand
+
+    for line in second.lines:
+        kind = line.kind if line.operation == LOAD else None
+        operands = map(value, line.operands)
+        known[line.name] = builder.emit(line.operation, *operands, kind=kind, where=line.where)
+    return builder.finish(*map(value, second.results))
+
+
+def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
+    """Scores minus what captured tensor ``tensor`` has for their head (or sequence and head) times how far
+    the key is from query ``i``, which stands at key ``i + offset``."""
+    builder = Builder()
+    distance = builder.emit("sub", builder.emit("add", Name("q"), offset), Name("kv"))
+    places = (Name("b"), Name("h")) if by_batch else (Name("h"),)
+    slope = builder.emit(LOAD, tensor, *places, kind="float")
+    bias = builder.emit("mul", slope, builder.emit("float", builder.emit("abs", distance)))
+    return builder.finish(builder.emit("sub", Name("score"), bias))
+
+
 class Load(NamedTuple):
     """What the derivative by an element of a captured tensor belongs to."""
 
@@ -189,6 +220,31 @@ def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tupl
             results += [adjoints[line.name], *indices]
             loads.append(Load(tensor, len(indices)))
     return builder.finish(*results), tuple(loads)
+
+
+_MAY_OVERFLOW = frozenset(("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "pow"))
+_DIVISIONS = frozenset(("div", "floordiv", "mod"))
+
+
+def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
+    """Whether a result is finite at every index for finite scores, or -inf because the last line chooses it.
+
+    Args:
+        loads_are: whether what captured tensors hold is taken for finite.
+    """
+    lines = Builder(program.lines).finish(result).lines
+    for line in lines:
+        if line.operation in _MAY_OVERFLOW or (
+            line.operation == LOAD and line.kind == "float" and not loads_are
+        ):
+            return False
+        if line.operation in _DIVISIONS and (isinstance(line.operands[1], Name) or line.operands[1] == 0):
+            return False
+        for operand in line.operands:
+            chosen = line is lines[-1] and line.operation == "where" and operand == -math.inf
+            if isinstance(operand, float) and not math.isfinite(operand) and not chosen:
+                return False
+    return isinstance(result, Name) or result == -math.inf or math.isfinite(result)
 
 
 def is_variable(program: Program, line: Line, operand: Operand) -> bool:

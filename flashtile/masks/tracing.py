@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flashtile.checks.arguments import check_dense
+from flashtile.masks.operations import WHOLE
 from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.masks.triton_functions import in_torch
 
@@ -174,8 +176,11 @@ class _Recorder(TorchFunctionMode):
         for operand in operands:
             if self.builder.kind(operand) != "int":
                 raise TypeError(f"an index must be an int, got {_said(self.builder.kind(operand))}")
-        if tensor.is_complex():
-            raise TypeError(f"a captured tensor must be of real numbers, got {tensor.dtype}")
+        check_dense("a captured tensor", tensor)
+        if not tensor.is_floating_point() and tensor.dtype not in WHOLE:
+            raise TypeError(
+                f"a captured tensor must be of floats, bool, uint8 or signed ints, got {tensor.dtype}"
+            )
         kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
         name = self.builder.emit(LOAD, self._number(tensor), *operands, kind=kind, where=user_line())
         return Symbol(self, name)
@@ -249,6 +254,8 @@ def _where(recorder: _Recorder, condition: Any, a: Any, b: Any) -> Any:
 
 def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     number = isinstance(exponent, (int, float))
+    if isinstance(exponent, float):
+        base = recorder.as_float(base)
     if number and exponent in range(1, 65):  # by squaring: negative bases, too
         if exponent == 1:
             return base

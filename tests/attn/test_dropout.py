@@ -61,6 +61,16 @@ def test_rounding_changes_what_is_asked_for_by_two_percent_at_most(dropout_p):
     assert dropout.is_fine(dropout_p) == (dropped * 128 % 1 != 0)
 
 
+def test_the_share_is_one_of_probabilities():
+    for wrong in (3, 1.0, -0.1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="dropout_p must be from 0 to below 1"):
+            dropout.keep_share(wrong)
+    with pytest.raises(TypeError, match="dropout_p must be a number"):
+        dropout.keep_share("a")
+    with pytest.raises(ValueError, match="rng_state must be int64 of shape"):
+        dropout.kept(torch.zeros(3), 0.5, 1, range(1), range(1), range(4), range(4))
+
+
 def test_what_hopper_compares_are_numbers_in_fp16():
     pytest.importorskip("triton")
     from flashtile.backends.hopper.dropout.config import MOST_DROPPED, reason_against_dropout

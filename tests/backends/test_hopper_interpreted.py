@@ -244,6 +244,18 @@ def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
     assert {"forward_kernel", "backward_kernel"} <= set(interpreter.launched)
 
 
+def test_hidden_scores_have_no_gradient() -> None:
+    """Neither those that a mask hides nor rows past the end, where the function divides by zero."""
+
+    def modify(s, b, h, q_idx, kv_idx):
+        return s / (q_idx - kv_idx).abs() + torch.log(70.0 - q_idx) / 8
+
+    q, k, v = (testing.random_tensor((1, 70, 1, 64), BF16, "cpu", seed=i) for i in range(3))
+    with interpreted() as interpreter:
+        testing.check(q, k, v, backend="hopper", score_mod=modify, mask_mod=lambda b, h, i, j: i != j)
+    assert "backward_kernel" in interpreter.launched
+
+
 def test_a_block_mask_of_whole_blocks() -> None:
     """Full, partial and empty ones, and rows that have none: no other mask hides a key."""
     mask = mask_mod(lambda b, h, q, kv: (q // 128 != 1) & (((q - kv) % 3 != 1) | (kv < 128)))

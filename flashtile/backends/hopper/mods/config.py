@@ -38,6 +38,8 @@ class WithFunctions:
     SCORE_MOD: Any
     """``@triton.jit`` functions, or None; so is MASK_MOD."""
     MASK_MOD: Any
+    GUARD_SCORES: bool
+    GUARD_FACTORS: bool
     LISTED: bool
     OWN: int
     """Of a block of the block mask: query rows in the forward, keys in the backward."""

@@ -35,6 +35,7 @@ def function_fields(mods: Mods, fixed: bool) -> dict[str, Any]:
         "SCORE_MOD": functions.score_function(mods, True, fixed=True),
         "MASK_MOD": mask,
         "LISTED": listed,
+        **functions.guards(mods),
     }
 
 

@@ -41,6 +41,7 @@ def variants_of(
         SCORE_MOD=score,
         MASK_MOD=functions.mask_function(mods),
         HAS_SCORE_MOD=plain.HAS_SCORE_MOD or score is not None,
+        **functions.guards(mods),
     )
     if mods.block_size is not None:
         size_q, size_kv = mods.block_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +21,33 @@ WIDTH = 160
 """Columns of a table that is not printed to a terminal."""
 
 
+class BadArgument(typer.BadParameter):
+    """An error that names arguments of Python's: those that the command has options for are named as these."""
+
+    def format_message(self) -> str:
+        message = str(super().format_message())
+        for parameter in self.ctx.command.params if self.ctx else ():
+            if parameter.param_type_name == "option" and parameter.name and parameter.opts:
+                message = _with_option(message, parameter.name, parameter.opts[0])
+        return message
+
+
+def _with_option(message: str, name: str, option: str) -> str:
+    """One word may be a word of English, such as ``model``: it is an argument where it is said to be something,
+    or set to something."""
+    message = re.sub(rf"(?<![\w.-]){name}=(True\b|(?!\w))", option, message)
+    message = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", message)
+    alone = rf"{name}(?![\w./])" if "_" in name else rf"{name}(?= must be )"
+    return re.sub(rf"(?<![\w./-]){alone}", option, message)
+
+
 @contextmanager
 def bad_parameters() -> Iterator[None]:
     """Errors of arguments, raised inside, as errors of the command line: one line, exit code 2."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise BadArgument(str(error)) from None
 
 
 @contextmanager

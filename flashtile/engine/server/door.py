@@ -198,7 +198,7 @@ def allowed_connections(wanted: int, files_each: int = 1) -> int:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    allowed = max(2 * SPARE_CONNECTIONS, min(wanted, (soft - used) // files_each))
+    allowed = min(wanted, max(2 * SPARE_CONNECTIONS, (soft - used) // files_each))
     if allowed < wanted:
         logger.warning("%d files may be open (ulimit -n): %d connections are kept", soft, allowed)
     return allowed

@@ -22,7 +22,7 @@ WIDTH = 160
 
 
 class BadArgument(typer.BadParameter):
-    """An error that names arguments of Python's: those that the command has options for are named as these."""
+    """An error of a Python function, in which the command's options stand for arguments."""
 
     def format_message(self) -> str:
         message = str(super().format_message())
@@ -33,8 +33,7 @@ class BadArgument(typer.BadParameter):
 
 
 def _with_option(message: str, name: str, option: str) -> str:
-    """One word may be a word of English, such as ``model``: it is an argument where it is said to be something,
-    or set to something."""
+    """Names of one word, such as ``model``, may be English: ``NAME must be`` and ``NAME=`` are arguments."""
     message = re.sub(rf"(?<![\w.-]){name}=(True\b|(?!\w))", option, message)
     message = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", message)
     alone = rf"{name}(?![\w./])" if "_" in name else rf"{name}(?= must be )"

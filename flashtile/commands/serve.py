@@ -33,7 +33,8 @@ def serve(
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of another tokenizer.")] = None,
     skip_tokenizer_init: Annotated[
-        bool, typer.Option("--skip-tokenizer-init", help="Without a tokenizer: prompts and answers are tokens.")
+        bool,
+        typer.Option("--skip-tokenizer-init", help="No tokenizer: prompts and answers are tokens."),
     ] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",

@@ -1,7 +1,7 @@
 """The server's listening sockets, and which connections it keeps.
 
-asyncio's own server takes connections until no file is left, and then writes to the log without end. This one
-keeps a number of connections; where one more comes, the one that has waited longest without a call makes room.
+asyncio's own server takes connections until no file is left, and then writes to the log without end. This
+one keeps a number of connections; where one more comes, the one longest without a call makes room.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def check_content_type(request: web.Request) -> None:
-    """Calls that do something are JSON: a page of another origin cannot send that without being allowed to."""
+    """Calls that do something are JSON, which a page of another origin cannot send without leave."""
     if request.content_type != "application/json":
         raise ApiError(
             f"Content-Type must be application/json, got {request.content_type!r:.80}",

@@ -15,7 +15,6 @@ from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.protocol import Call, ChatCall, CompletionCall, Conversation
 from flashtile.engine.tokenizer import Tokenizer
 
-
 TRUNCATED = 4
 """A text of which ``truncate_prompt_tokens`` keeps the end may be so many times as long as others."""
 

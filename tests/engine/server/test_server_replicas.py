@@ -98,7 +98,10 @@ def test_calls_go_where_their_beginning_was_and_others_to_the_idlest():
 def test_the_prompt_of_a_call():
     """Its first bytes, as the client writes them, though the body is cut off or no JSON at all."""
     assert prompt_of(b'{"model": "m", "prompt": "once upon') == b'"prompt": "once upon'
-    assert prompt_of(b'{"messages": [{"content": "a \\"prompt\\""') == b'"messages": [{"content": "a \\"prompt\\""'
+    assert (
+        prompt_of(b'{"messages": [{"content": "a \\"prompt\\""')
+        == b'"messages": [{"content": "a \\"prompt\\""'
+    )
     assert prompt_of(b"[1]") == prompt_of(b"\xff") == prompt_of(b"") == b""
 
 
@@ -194,7 +197,7 @@ def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
     monkeypatch.setattr(front_module, "ANSWERS_IN", 0.5)
 
     async def run() -> None:
-        async with serving() as (front, replicas, client):
+        async with serving() as (_, replicas, client):
 
             async def is_up(number: int, up: bool) -> None:
                 while replicas[number].is_up is not up:
@@ -223,7 +226,7 @@ def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch
     largest = 2**20
 
     async def run() -> None:
-        async with serving(Limits(api_keys=("sesame",), max_body_bytes=largest)) as (front, replicas, client):
+        async with serving(Limits(api_keys=("sesame",), max_body_bytes=largest)) as (front, _, client):
             key = {"Authorization": "Bearer sesame"}
             for path in ("/v1/completions", "/load", "/metrics", "/nothing"):
                 assert (await get(client, path))[0] == 401
@@ -246,7 +249,11 @@ def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch
             assert b" 401 " in await reader.readline()
             writer.close()
             # A target may be absolute, or lead nowhere.
-            for target, status in ((b"http://x.test/v1/models?a=%20", b" 200 "), (b"*", b" 4"), (b"@x", b" 400 ")):
+            for target, status in (
+                (b"http://x.test/v1/models?a=%20", b" 200 "),
+                (b"*", b" 4"),
+                (b"@x", b" 400 "),
+            ):
                 reader, writer = await asyncio.open_connection("127.0.0.1", front.door.port)
                 writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n\r\n" % target)
                 assert status in await reader.readline(), target

@@ -41,7 +41,7 @@ KEPT = 2**20
 ANSWERS_IN = 3.0
 """Seconds in which a replica answers what takes no time, such as ``/health``."""
 CHECK_EVERY, HANGS_AFTER = 1.0, 3
-"""Seconds between two questions whether a replica is well; one that has not answered so many of them hangs."""
+"""Seconds between two checks of a replica; one that has not answered so many of them hangs."""
 
 Gone = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
 
@@ -183,7 +183,9 @@ class Front:
                 well = False
             unanswered = 0 if well or replica.url != url else unanswered + 1
             if unanswered == HANGS_AFTER:
-                logger.error("replica %d does not answer: its calls go to others until it does", replica.number)
+                logger.error(
+                    "replica %d does not answer: its calls go to others until it does", replica.number
+                )
                 replica.set_hanging(True)
             elif replica.hangs and well:
                 logger.warning("replica %d answers again", replica.number)
@@ -244,7 +246,8 @@ class Front:
 
     async def _ask(self, request: web.Request, body: Incoming, replica: Replica) -> web.StreamResponse:
         """The replica's answer; one of ``Gone`` if it has died or hangs before anything was sent."""
-        assert self._session is not None and replica.url is not None
+        assert self._session is not None
+        assert replica.url is not None
         # A target may be of any form; what goes on is its path.
         url = URL(replica.url + request.rel_url.raw_path_qs, encoded=True)
         data, headers = body.to_send()
@@ -318,7 +321,9 @@ class Front:
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _load(self, request: web.Request) -> web.Response:
-        loads = {one.number: json.loads(answer)["server_load"] for one, answer in await self._ask_all(request)}
+        loads = {
+            one.number: json.loads(answer)["server_load"] for one, answer in await self._ask_all(request)
+        }
         each = [loads.get(replica.number) for replica in self.replicas]
         return json_response({"server_load": sum(loads.values()), "replicas": each})
 

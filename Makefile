@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel mutants soak test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -41,6 +41,9 @@ test-compile: $(READY) ## compile every configuration of every kernel; make test
 
 mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
 	$(RUN) scripts/mutants.py $(ARGS)
+
+soak: $(READY) ## two replicas of a server under load and abuse for SECONDS=600; the exit code says whether all was well
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/engine/server $(RUN) tests/engine/server/soak.py $(or $(SECONDS),600)
 
 test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal

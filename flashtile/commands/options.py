@@ -29,7 +29,7 @@ class BadArgument(typer.BadParameter):
         for parameter in self.ctx.command.params if self.ctx else ():
             if parameter.param_type_name == "option" and parameter.name and parameter.opts:
                 message = _with_option(message, parameter.name, parameter.opts[0])
-        return message
+        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # a hint that the command has no options for
 
 
 def _with_option(message: str, name: str, option: str) -> str:

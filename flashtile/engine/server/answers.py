@@ -112,7 +112,7 @@ async def stream_events(
             raise
         except Exception as error:
             if not isinstance(error, ApiError):
-                logger.exception("%s failed in its answer", job.name)
+                logger.exception("%r failed in its answer", job.name)
                 error = internal_error()
             await response.write(error_event(error))
         await response.write(b"data: [DONE]\n\n")

@@ -136,6 +136,10 @@ class Service:
 
     def render(self, conversation: Conversation) -> str:
         """The prompt that a conversation is."""
+        count, most = len(conversation.messages), self.engine.max_model_len
+        if count > most:  # of which none takes less than a token
+            message = f"messages must be at most {most} messages, got {count}"
+            raise ApiError(message, "messages", code="context_length_exceeded")
         try:
             return self.tokenizer.apply_chat_template(
                 conversation.messages, None, conversation.add_generation_prompt,

@@ -432,6 +432,8 @@ def test_overlong_texts_are_refused_before_all_of_them_is_read(model, monkeypatc
             (COMPLETIONS, {"prompt": ["a", long], **start}, "prompt"),
             (CHAT, {"messages": [{"role": "user", "content": long}], **start}, "messages"),
             ("/tokenize", {"prompt": long}, "prompt"),
+            (CHAT, {"messages": HELLO * MAX_MODEL_LEN + HELLO, **start}, "messages"),
+            ("/detokenize", {"tokens": [97] * MAX_MODEL_LEN + [97]}, "tokens"),
         ):
             read.clear()
             status, body = server.ask(path, fields)

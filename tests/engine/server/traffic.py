@@ -72,7 +72,7 @@ class Traffic:
     async def run(self, goes_on: Callable[[], bool]) -> None:
         """``AT_A_TIME`` clients, each of which asks once more as long as ``goes_on`` says so."""
         draw, connector = random.Random(self.seed), aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(90)
+        timeout = aiohttp.ClientTimeout(300)
         async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
 
             async def client() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from flashtile import machine
 
 WIDTH = 160
 """Columns of a table that is not printed to a terminal."""
+
+STOPPED = 128 + signal.SIGINT
+"""Exit code of a command that a signal ended early."""
 
 
 class BadArgument(typer.BadParameter):
@@ -128,6 +133,32 @@ def progress_bar(to: Console) -> Progress:
     """A bar that is gone when it is full, and that only a terminal sees."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
+
+
+def say(progress: Progress, line: str) -> None:
+    """Print a line of progress where there is no terminal that shows the bar."""
+    if progress.disable:
+        progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass
+class Stop:
+    """``early`` becomes True if a signal ended the block of :func:`stops_early`."""
+
+    early: bool = False
+
+
+@contextmanager
+def stops_early() -> Iterator[Stop]:
+    """End the block, and no more, at an interrupt (Ctrl-C) or SIGTERM."""
+    stop = Stop()
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        stop.early = True
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _check_writable(path: Path, there: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -171,3 +172,34 @@ def test_a_reader_that_stops_reading_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_a_benchmark_that_is_stopped_keeps_what_it_measured(monkeypatch, capsys):
+    """In a pipe each cell is a line as soon as it is measured; SIGTERM ends the run, not the report."""
+    results = {"flashtile": {"status": "ok", "ms": 2.0, "tflops": 2.0, "gbps": 1.0, "spread": 0.0}}
+    cell = {
+        "workload": "ci-full-s96", "pass": "forward", "seqlen_q": 96, "seqlen_k": 96, "dtype": "float32",
+        "flops": 4e9, "bytes": 1e3, "resident_bytes": 1, "results": results,
+    }  # fmt: skip
+    document = {
+        "versions": {"torch": "2", "triton": None, "cuda": None}, "date": "2026-01-01", "cells": [],
+        "device": {"device": "cpu", "name": "a CPU"}, "settings": {"threads": 1, "rounds": 1, "rep_ms": 1.0},
+        "ceilings": {"matmul_tflops": {"float32": 1.0}, "copy_gbps": 100.0},
+        "contestants": [{"name": "flashtile", "ours": True}],
+    }  # fmt: skip
+
+    def measure(*_, after_cell, **__):
+        document["cells"].append(cell)
+        after_cell(document)
+        assert "1/1 ci-full-s96 forward: flashtile 2 ms" in capsys.readouterr().err
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal did not end the run")
+
+    monkeypatch.setattr(runner, "run", measure)
+    monkeypatch.setattr(sys, "argv", ["flashtile", *BENCH])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == options.STOPPED
+    written = capsys.readouterr().out
+    assert "ci-full-s96" in written
+    assert "faster than the measured ceilings: ci-full-s96" in written  # 4 GFLOP in 2 ms at 1 TFLOP/s

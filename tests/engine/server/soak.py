@@ -62,7 +62,7 @@ def soak(model: Path, count: int, seed: int = 0) -> Result:
         max_concurrent_requests=AT_A_TIME - 2, max_connections=AT_A_TIME + 8, request_timeout=60,
         max_priority=2, access_log=False,
     )  # fmt: skip
-    result, known = Result(), known_answers(model)
+    result, known = Result(), known_answers(model, 5)
     with running(model, limits, num_gpu_blocks_override=48, **OPTIONS) as server:
         engine, asynchronous = server.llm.engine, server.service.asynchronous
         others = _count_calls()  # those of other servers in this process

@@ -25,7 +25,7 @@ QUICK := tests/attn/test_conformance.py tests/attn/test_properties.py tests/attn
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-quick test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-quick test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -76,6 +76,9 @@ record-compiled: $(READY) ## compile the configurations that have changed since,
 
 mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
 	$(RUN) scripts/mutants.py $(ARGS)
+
+soak: $(READY) ## two replicas of a server under load and abuse for SECONDS=600; the exit code says whether all was well
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/engine/server $(RUN) tests/engine/server/soak.py $(or $(SECONDS),600)
 
 test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal

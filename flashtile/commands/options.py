@@ -28,13 +28,32 @@ STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
 
 
+class BadArgument(typer.BadParameter):
+    """An error of a Python function, in which the command's options stand for arguments."""
+
+    def format_message(self) -> str:
+        message = str(super().format_message())
+        for parameter in self.ctx.command.params if self.ctx else ():
+            if parameter.param_type_name == "option" and parameter.name and parameter.opts:
+                message = _with_option(message, parameter.name, parameter.opts[0])
+        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # a hint that the command has no options for
+
+
+def _with_option(message: str, name: str, option: str) -> str:
+    """Names of one word, such as ``model``, may be English: ``NAME must be`` and ``NAME=`` are arguments."""
+    message = re.sub(rf"(?<![\w.-]){name}=(True\b|(?!\w))", option, message)
+    message = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", message)
+    alone = rf"{name}(?![\w./])" if "_" in name else rf"{name}(?= must be )"
+    return re.sub(rf"(?<![\w./-]){alone}", option, message)
+
+
 @contextmanager
 def bad_parameters() -> Iterator[None]:
     """Errors of arguments, raised inside, as errors of the command line: one line, exit code 2."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise BadArgument(str(error)) from None
 
 
 @contextmanager

@@ -22,6 +22,11 @@ PLAIN_CHAT = (
 )
 """For models of bytes, which have no template of their own."""
 
+SHORT = 8
+"""Characters for each token that a prompt may have, up to which a text is simply encoded."""
+PIECE, CERTAIN = 2**14, 64
+"""Characters of a longer text that are encoded together to count tokens; tokens that cuts may add to it."""
+
 
 def _characters_of_bytes() -> dict[str, int]:
     """The byte that a character stands for in tokens of bytes (Radford et al. 2019, GPT-2's encoder)."""
@@ -57,6 +62,21 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text, with those around it that the model was trained with."""
+
+    def is_longer(self, text: str, most: int) -> bool:
+        """Whether a text has certainly more than ``most`` tokens; little more of it than that is read.
+
+        A text is read in pieces, whose tokens are those of the whole but for a few at each cut. Twice
+        ``most`` is certain.
+        """
+        if len(text) <= SHORT * most:
+            return False
+        count = 0
+        for start in range(0, len(text), PIECE):
+            count += len(self.encode(text[start : start + PIECE], add_special_tokens=False))
+            if count > 2 * most + CERTAIN:
+                return True
+        return False
 
     @abstractmethod
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...

@@ -16,7 +16,7 @@ from flashtile.demo.huggingface import save_llama
 from flashtile.demo.llama import Llama, sized
 from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
-from flashtile.engine.tokenizer import ByteTokenizer, load_tokenizer
+from flashtile.engine.tokenizer import PIECE, ByteTokenizer, load_tokenizer
 
 PARAMS = {"temperature": 0.0, "max_tokens": 24}
 
@@ -117,6 +117,19 @@ def test_stop_texts_and_streams(llm, kind, overlapped, options, text, reason, st
         assert all(text.startswith(answer.text) for answer in answers)
     assert kind is not RequestOutputKind.FINAL_ONLY or len(outputs) == 1
     assert len(outputs) > 1 or kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_texts_are_too_long_only_where_they_are(words):
+    """Whatever they are of, and wherever they are cut to be counted; little of them is read."""
+    for tokenizer in (load_tokenizer(words), ByteTokenizer()):
+        for text in ("the quick brown fox ", " ", "🦊"):
+            most = 300
+            long = text * (2 * PIECE // len(text))
+            count = len(tokenizer.encode(long))
+            assert tokenizer.is_longer(long, most)
+            assert not tokenizer.is_longer(long, count)
+            assert not tokenizer.is_longer(long, count // 2)  # it may be, for all that is certain
+            assert not tokenizer.is_longer(text * (most // len(text)), most)
 
 
 def test_streams_of_tokenizers_say_what_decoding_says(words):

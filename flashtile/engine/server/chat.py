@@ -16,6 +16,7 @@ from flashtile.engine.server.answers import (
     spelt,
     stream_events,
 )
+from flashtile.engine.server.errors import json_response
 from flashtile.engine.server.fields import Body
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import ChatCall, read_chat
@@ -51,7 +52,7 @@ async def chat_completions(request: web.Request, service: Service, body: Body) -
         answered["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
     if call.return_token_ids:
         answered["prompt_token_ids"] = output.prompt_token_ids
-    return web.json_response(answered)
+    return json_response(answered)
 
 
 def _choice(

@@ -17,6 +17,7 @@ from flashtile.engine.server.answers import (
     spelt,
     stream_events,
 )
+from flashtile.engine.server.errors import json_response
 from flashtile.engine.server.fields import Body
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import CompletionCall, read_completion
@@ -45,7 +46,7 @@ async def completions(request: web.Request, service: Service, body: Body) -> web
         for answer in output.outputs
         for choice in writer.chunks(prompt, output, answer)
     ]
-    return web.json_response({**beginning, "choices": choices, "usage": usage.body()})
+    return json_response({**beginning, "choices": choices, "usage": usage.body()})
 
 
 class _Writer:

@@ -89,7 +89,10 @@ class _Guards:
         self.names: list[tuple[dict[str, Any], str, Any]] = []
         self.lengths: list[tuple[Any, int]] = []
         """Of dicts that are read as a whole."""
-        self.metadata: tuple[tuple[Callable[..., Any], tuple, Any], ...] = ()
+        self.empty: list[dict[str, Any]] = []
+        self.tensors: tuple[tuple[Tensor, int, torch.dtype], ...] = ()
+        """Captured ones, with dimensions and dtype."""
+        self.asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] = ()
 
     def hold(self) -> bool:
         for reference, code, defaults, keywords in self.functions:
@@ -110,7 +113,13 @@ class _Guards:
         for whole, length in self.lengths:
             if len(whole) != length:
                 return False
-        return all(ask(*arguments) == was for ask, arguments, was in self.metadata)
+        for tensor, dimensions, dtype in self.tensors:
+            if tensor.ndim != dimensions or tensor.dtype is not dtype:
+                return False
+        for ask, arguments, answer in self.asked:
+            if ask(*arguments) != answer:
+                return False
+        return not any(self.empty)
 
 
 class _Kept(NamedTuple):
@@ -136,8 +145,9 @@ def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
     """A new trace, kept in the function's attributes if everything that it read is guarded."""
     guards = _guards_of(function)  # before it runs: it may change what it reads
     made = trace(kind, function)
-    if guards is not None and made.metadata is not None:
-        guards.metadata = made.metadata
+    if guards is not None and made.asked is not None:
+        guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)
+        guards.asked = made.asked
         own[_KEY[kind]] = _Kept(guards, made)
     return made
 
@@ -170,7 +180,9 @@ class _Walk:
         if kind in (tuple, torch.Size):
             return all(map(self.may_read, value))
         if hasattr(value, "__dict__"):
-            self.spaces.append(vars(value))
+            # A function's will hold its trace.
+            full = vars(value) or kind is types.FunctionType
+            (self.spaces if full else self.guards.empty).append(vars(value))
         if kind in PLAIN_TENSORS or kind is types.ModuleType:
             return True
         if kind is types.FunctionType:

@@ -44,9 +44,9 @@ class Trace(NamedTuple):
     """Of the program, written once."""
     soft_cap: float
     """Of a program that is a soft-cap of the scores and no more, else 0."""
-    metadata: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
-    """(question, its arguments, the answer): what the function asked of tensors apart from their elements.
-    None if it read a tensor's data as a Python number, or made a tensor."""
+    asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
+    """(question, its arguments, the answer): what it asked of tensors apart from their elements. None if it read
+    a tensor's data as a Python number, or made a tensor."""
 
 
 def trace(kind: str, function: Callable[..., Any]) -> Trace:
@@ -100,17 +100,8 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
         text = f"{kind} must return {_said(wanted)} ({_HOW[wanted]}), got {got}"
         raise TypeError(f"{text}\n  {_first_line(function)}")
     program = recorder.builder.finish(operand)
-    tensors, asked = tuple(recorder.tensors), None
-    if recorder.reads_no_data:
-        asked = (*recorder.asked, *((_place_in_a_program, (t,), _place_in_a_program(t)) for t in tensors))
-    return Trace(program, tensors, str(program), soft_cap_of(program), asked)
-
-
-def _place_in_a_program(tensor: Tensor) -> tuple:
-    """What a captured tensor's place in a program follows from."""
-    if tensor.dim() == 0:
-        return 0, tensor.dtype, tensor.requires_grad, tensor.device
-    return tensor.dim(), tensor.dtype
+    asked = tuple(recorder.asked.values()) if recorder.reads_no_data else None
+    return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program), asked)
 
 
 _HOW = {
@@ -158,6 +149,10 @@ def _located(filename: str, number: int) -> str:
     return f"{Path(filename).name}:{number}: {linecache.getline(filename, number).strip()}"
 
 
+def _may_be_a_number(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.requires_grad
+
+
 def _name_of(function: Any) -> str:
     return str(function.__name__)
 
@@ -193,7 +188,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.builder = Builder()
         self.tensors: list[Tensor] = []
-        self.asked: list[tuple[Callable[..., Any], tuple, Any]] = []
+        self.asked: dict[tuple, tuple[Callable[..., Any], tuple, Any]] = {}
         self.reads_no_data = True
         self.compiling, self.busy = compiling, False
         self.placeholders: list[tuple[Tensor, Name]] = []
@@ -242,13 +237,16 @@ class _Recorder(TorchFunctionMode):
                     "index the tensor with batch, head, q_idx or kv_idx, or leave fullgraph=True out"
                 )
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
         if not self.busy:
             if func in METADATA and not kwargs and type(args[0]) in PLAIN_TENSORS:
-                self.asked.append((func, args, result))
+                self.ask(func, *args)
             else:
                 self.reads_no_data = False
-        return result
+        return func(*args, **kwargs)
+
+    def ask(self, question: Callable[..., Any], tensor: Tensor, *more: Any) -> None:
+        """Write down what is asked of a tensor, which decides what the program is."""
+        self.asked[question, id(tensor), more] = question, (tensor, *more), question(tensor, *more)
 
     def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Write an operation down. What is asked of tensors meanwhile is not the user's question."""
@@ -282,7 +280,10 @@ class _Recorder(TorchFunctionMode):
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             if value.dim() == 0:
-                if value.device.type != "cpu" or value.requires_grad or torch.compiler.is_compiling():
+                if torch.compiler.is_compiling():
+                    return self.operand(self.load(value, ()))
+                self.ask(_may_be_a_number, value)
+                if not _may_be_a_number(value):
                     return self.operand(self.load(value, ()))
                 self.reads_no_data = False
                 return value.item()

@@ -11,6 +11,7 @@ from flashtile.masks.traces import called_as, kept
 from flashtile.masks.tracing import Trace
 from flashtile.masks.triton_functions import Pointer, in_torch
 
+
 class Mod:
     """A ``mask_mod`` or ``score_mod``: called like the function that it is made of."""
 
@@ -123,6 +124,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
         kind: "score_mod" or "mask_mod".
         function: of the arguments of that kind, then a pointer for each of ``tensors``, which ``tl.load``
             reads as it lies in memory when contiguous. Its own operations are those of ``tl`` on one value.
+            Globals are read here, once: Triton lets none of them change.
         tensors: captured ones; a ``score_mod`` has their gradients.
 
     Raises:
@@ -142,9 +144,9 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
     python = in_torch(function)
     of_kind: type[Mod] = ScoreMod if kind == "score_mod" else MaskMod
 
-    flat = tuple(tensor.reshape(-1) for tensor in tensors)
-
     def call(*arguments: Any) -> Any:
+        # Not before: a copy would miss what is written later, a view made now a later requires_grad_().
+        flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
         return python(*arguments, *map(Pointer, flat))
 
     return of_kind(call, getattr(function, "__name__", None))

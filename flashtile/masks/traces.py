@@ -1,22 +1,23 @@
 """Programs of functions, kept from call to call for as long as tracing again would give the same.
 
-The rule: whatever a function reads from outside is compared at every call, or its trace is not kept and the
-function is run on symbols again, which costs some 100 us of host time. Compared are
+The rule: whatever a function reads from outside is compared at every call, or its trace is not kept. The
+function is then run on symbols again, which costs some 100 us of host time. Compared are
 
-* its code and defaults, and those of the functions that it calls, by identity;
-* closure cells, globals, attributes of modules and of functions, and a partial's arguments, where they hold
-  numbers, strings, dtypes, tensors, tuples of these, functions, or ready masks;
+* its code and defaults, and those of the functions that it calls;
+* closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, where they
+  hold numbers, strings, dtypes, tensors, tuples of these, functions, or ready masks;
 * what it asked of a tensor other than its elements: shape, strides, dtype, device, ``requires_grad``.
 
-Not kept is a trace that read anything else: an element of a list or a dict, an attribute of an object or a
-class, the result of a function that is not known to depend on its arguments alone, an import within it, or a
-tensor's data (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the CPU, which is a number of the
-program). A tensor that is indexed with batch, head or positions is captured instead: kernels read it when they
+A trace is not kept if the function read anything else: an element of a list or a dict, an attribute of an
+object or a class, the result of a function that is not known to depend on its arguments alone, an import
+within it, or a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the
+CPU). A tensor that is indexed with batch, head or positions is captured instead: kernels read it when they
 run.
 
-Whether a function reads nothing else is seen in two ways. :func:`_guards_of` walks everything that its code can
-name. While it runs, the recorder sees what is asked of tensors. Under ``torch.compile`` nothing is kept: Dynamo
-inlines the trace and guards what it reads itself.
+Two things show what a function reads. :func:`_guards_of` walks everything that its code can name. While the
+function runs, the recorder sees what is asked of tensors. Under ``torch.compile`` nothing is kept: Dynamo
+inlines the trace and guards what it reads. There a 0-dim tensor is captured, and a number that is made of a
+tensor's data breaks the graph.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 
 from flashtile.masks.tracing import FUNCTIONS, PLAIN_TENSORS, Trace, apart, trace
+from flashtile.masks.triton_functions import STAND_INS
 
 _CONSTANTS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
@@ -50,11 +52,16 @@ _KNOWN = {
     id(value): value
     for value in (
         *(getattr(builtins, name) for name in _PURE.split()),
-        *(value for value in vars(builtins).values() if isinstance(value, type) and issubclass(value, Exception)),
+        *(
+            value
+            for value in vars(builtins).values()
+            if isinstance(value, type) and issubclass(value, Exception)
+        ),
         *(value for value in vars(math).values() if callable(value)),
         *(getattr(torch, name, None) for name in FUNCTIONS),
         *(getattr(torch.nn.functional, name, None) for name in FUNCTIONS),
         Tensor,
+        *STAND_INS,
     )
 }
 """Callables that need no look inside. torch's, given a symbol, are recorded, and given tensors they make the

@@ -1,4 +1,4 @@
-"""From a user's function to a program: it is run once on symbols, which write down what is done with them.
+"""From a user's function to a program: it is run on symbols, which write down what is done with them.
 
 Running beats reading its source: whatever Python does with numbers, closures, loops and other functions needs
 no rule of ours, and the derivative comes from the same list of operations. What a symbol cannot do (decide an
@@ -45,8 +45,8 @@ class Trace(NamedTuple):
     soft_cap: float
     """Of a program that is a soft-cap of the scores and no more, else 0."""
     asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
-    """(question, its arguments, the answer): what it asked of tensors apart from their elements. None if it read
-    a tensor's data as a Python number, or made a tensor."""
+    """(question, its arguments, the answer): what it asked of tensors apart from their elements. None if it
+    read a tensor's data as a Python number, or made a tensor."""
 
 
 def trace(kind: str, function: Callable[..., Any]) -> Trace:
@@ -164,7 +164,10 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 METADATA = frozenset(
     (
-        *(getattr(Tensor, name) for name in ("dim", "size", "stride", "numel", "is_floating_point", "__len__")),
+        *(
+            getattr(Tensor, name)
+            for name in ("dim", "size", "stride", "numel", "is_floating_point", "__len__")
+        ),
         *(
             getattr(Tensor, name).__get__
             for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout")
@@ -233,8 +236,8 @@ class _Recorder(TorchFunctionMode):
         if self.compiling:
             if name.strip("_") in _NUMBERS:
                 raise TypeError(
-                    "a Python number is made of a tensor's data, which a graph of torch.compile does not have: "
-                    "index the tensor with batch, head, q_idx or kv_idx, or leave fullgraph=True out"
+                    "a Python number is made of a tensor's data, which a graph of torch.compile does not "
+                    "have: index the tensor with batch, head, q_idx or kv_idx, or leave fullgraph=True out"
                 )
             return func(*args, **kwargs)
         if not self.busy:

@@ -145,7 +145,7 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
     last = None if own is None else own.get(_KEY[kind])
     if last is not None and last.guards.owner() is function and last.guards.hold():
         return last.trace
-    return apart(_keep)(kind, function, own)  # type: ignore[no-any-return]
+    return apart(_keep)(kind, function, own)
 
 
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:

@@ -38,7 +38,7 @@ def test_a_change_is_seen_in_graphs(name: str, way: str) -> None:
     closures.check(name, way, changes=1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from(list(closures.STATES)), st.integers(0, 2)), min_size=2, max_size=4))
 def test_states_read_together(parts: list[tuple[str, int]]) -> None:
     """One function of several states, of which any may change between calls."""

@@ -197,7 +197,13 @@ def attention(
         cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
         is seqused_q is None
     ):
-        if mask is not None and key_padding_mask is score_mod is mask_mod is block_mask is None:
+        if (
+            mask is not None
+            and key_padding_mask is None
+            and score_mod is None
+            and mask_mod is None
+            and block_mask is None
+        ):
             mask, key_padding_mask = padding_of(mask, q, k)
         extras = Extras(
             cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias,
@@ -210,7 +216,7 @@ def attention(
     attend: Any = operators.forward
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
-    if not (score_mod is mask_mod is block_mask is None):
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
         _check_beside_functions(q, descales, buffers)
         attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
     if form is not None and isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:

@@ -172,7 +172,7 @@ def weights_of(
         sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
     )
     options = options._replace(dropout_p=0.0, deterministic=False)
-    if score_mod is mask_mod is block_mask is None:
+    if score_mod is None and mask_mod is None and block_mask is None:
         if all(tensor is None for tensor in extras):
             extras = NO_EXTRAS
         found = WEIGHTS((q, k, lse), extras, WeightsOptions(*options, *form))

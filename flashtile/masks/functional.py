@@ -51,6 +51,10 @@ def attend(
         check_call(q, k, v, extras._replace(alibi_slopes=slopes.detach()), options)
         given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
         extras = extras._replace(alibi_slopes=None)
+    if given.captured and torch.compiler.is_compiling():
+        # A graph captures a number in a tensor on the CPU, which goes with tensors on any device.
+        captured = tuple([t if t.dim() else t.to(q.device) for t in given.captured])
+        given = given._replace(captured=captured)
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
         # The kernels have instructions of their own for it.
         given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)

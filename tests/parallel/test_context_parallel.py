@@ -46,6 +46,21 @@ CASES = {
     "ulysses documents": {
         "ranks": 2, "method": "ulysses", "causal": True, "documents": ([13, 30, 7], [13, 30, 7]),
     },
+    "ulysses window, other keys": {
+        "ranks": 2, "method": "ulysses", "window_size": (6, 4), "tokens": (20, 50), "sink": True,
+    },
+    "ulysses, documents without queries": {
+        "ranks": 2, "method": "ulysses", "causal": True, "tokens": (20, 44), "documents": ([0, 20], [7, 37]),
+    },
+    "ring window, other keys": {
+        "ranks": 3, "method": "ring", "window_size": (6, 4), "tokens": (20, 50), "layout": "striped",
+    },
+    "allgather window, fewer keys": {
+        "ranks": 2, "method": "allgather", "window_size": (3, 2), "tokens": (50, 20),
+    },
+    "two dimensions, other keys": {
+        "ranks": 8, "mesh": (4, 2), "window_size": (9, 4), "tokens": (30, 67),
+    },
     "allgather": {"ranks": 4, "method": "allgather", "causal": True, "sink": True},
     "allgather window": {"ranks": 3, "method": "allgather", "window_size": (7, 0), "tokens": (31, 31)},
     "allgather striped": {"ranks": 2, "method": "allgather", "layout": "striped", "causal": True},
@@ -64,6 +79,7 @@ MASKS = {
     "causal": {"causal": True},
     "left": {"window_size": (11, -1)},
     "window": {"window_size": (6, 4), "softcap": 5.0, "sink": True},
+    "window, more keys": {"window_size": (6, 4), "tokens": (25, 41)},
     "documents": {"causal": True, "documents": ([7, 0, 21, 1, 12], [7, 0, 21, 1, 12])},
 }
 
@@ -81,6 +97,25 @@ def test_it_is_exact(ranks, name):
     for rank, errors in enumerate(ranks.run(parallel_tasks.compare, count, **case)):
         assert isinstance(errors, dict), f"rank {rank}: {errors!r}"
         assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", [
+    {"window_size": (3, -1), "tokens": (5, 12)},
+    {"window_size": (6, 4), "tokens": (21, 60)},
+    {"causal": True, "tokens": (5, 12), "documents": ([0, 5], [4, 8])},
+])  # fmt: skip
+@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather", "auto"])
+def test_keys_that_no_query_sees_on_one_rank(one_rank, method, case):
+    """They are cut off, and what is left is counted from its own start."""
+    errors = parallel_tasks.compare(None, method=method, **case)
+    assert all(error < 1e-9 for error in errors.values()), errors
 
 
 @pytest.mark.exhaustive

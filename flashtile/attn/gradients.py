@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.arguments import make_options
+from flashtile.arguments import as_offset_pair, make_options
 from flashtile.attn.operators import BACKWARD, FORWARD
 from flashtile.attn.problem import NO_EXTRAS, Extras
 from flashtile.checks.attention import check_call
@@ -61,6 +61,7 @@ def attention_backward(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
         dropout_p,
     )  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
     if all(extra is None for extra in extras):
         extras = NO_EXTRAS

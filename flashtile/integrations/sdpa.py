@@ -20,8 +20,7 @@ from flashtile.attn.functional import attention
 from flashtile.attn.gradients import attention_backward
 from flashtile.checks.arguments import ERRORS, check_backend, check_dense, renamed
 from flashtile.dropout import draw_state
-from flashtile.op.operation import is_plain
-from flashtile.padding import MaskPattern, as_booleans, as_cells, attend, recognise
+from flashtile.padding import MaskPattern, as_booleans, as_cells, attend, can_look, recognise
 
 FUNCTION = "scaled_dot_product_attention"
 NAME = "flashtile"
@@ -174,7 +173,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         else:
             pattern = self._pattern(attn_mask, query, k.shape[1])
             if pattern is None:
-                out = attention(q, k, v, **as_cells(attn_mask, k.shape[1]), **options)
+                out = attention(q, k, v, **as_cells(attn_mask), **options)
             else:
                 out, _ = attend(q, k, v, pattern, **options)
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
@@ -183,13 +182,11 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         """What a mask says, or None where it cannot be looked at or says something else.
 
         Successive layers share a mask. What it said is used again only if it holds what it held: neither its
-        address nor its version tells of every write (numpy, ``.data``, kernels, replays of a graph). Where
-        something watches or transforms the call, what was seen would not hold for what is computed.
+        address nor its version tells of every write (numpy, ``.data``, kernels, replays of a graph).
         """
         check_dense("attn_mask", mask)
         _check_broadcast(mask, query, seqlen_k)
-        capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-        if mask.requires_grad or capturing or torch.compiler.is_compiling() or not is_plain((mask,)):
+        if mask.requires_grad or not can_look(mask):
             return None
         batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
         if mask.is_cuda and mask.dtype == torch.bool and mask.shape[:-1].numel() == mask.shape[:1].numel():

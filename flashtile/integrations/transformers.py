@@ -160,7 +160,7 @@ def varlen(
     """:func:`flashtile.flash_attn_varlen_func` under Transformers' names."""
     try:
         return flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q.int(), cu_seqlens_k.int(), max_seqlen_q, max_seqlen_k, dropout_p,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
             softmax_scale, causal, window_size, softcap, deterministic=deterministic, sink=s_aux,
         )  # fmt: skip
     except NotImplementedError as error:

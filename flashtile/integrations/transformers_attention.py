@@ -258,7 +258,7 @@ def _with_scores(
     elif not of_scores:
         found = _under_keys(q, k, v, mask, options)
     else:
-        cells = as_cells(mask[..., : k.shape[1]], k.shape[1])
+        cells = as_cells(mask[..., : k.shape[1]])
         if bias is not None and "bias" in cells:
             cells["bias"] = bias + cells["bias"]
         found = attention(q, k, v, **options | EVERYWHERE | cells)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import parallel_tasks
 import pytest
 import torch
@@ -116,6 +117,49 @@ def test_keys_that_no_query_sees_on_one_rank(one_rank, method, case):
     """They are cut off, and what is left is counted from its own start."""
     errors = parallel_tasks.compare(None, method=method, **case)
     assert all(error < 1e-9 for error in errors.values()), errors
+
+
+WRONG = [
+    ({"mesh": 3}, TypeError, "mesh must be a torch.distributed DeviceMesh, got int"),
+    ({"group": "x"}, TypeError, "group must be a torch.distributed process group, got str"),
+    ({"layout": np.array(["zigzag", "ring"])}, ValueError, "layout must be one of"),
+    ({"layout": None}, ValueError, "layout must be one of"),
+    ({"method": np.array(["ring", "ring"])}, ValueError, "method must be one of"),
+    ({"method": torch.ones(2)}, ValueError, "method must be one of"),
+    ({"timeout": "x"}, TypeError, "timeout must be a number of seconds, got str 'x'"),
+    ({"timeout": True}, TypeError, "timeout must be a number of seconds"),
+    ({"timeout": 0}, ValueError, "timeout must be above 0"),
+    ({"timeout": float("nan")}, ValueError, "timeout must be above 0"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "says"), WRONG)
+def test_wrong_arguments_are_named(one_rank, changed, error, says):
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.raises(error, match=says):
+        parallel.context_parallel_attention(q, q, q, **changed)
+    x, name = torch.ones(4), next(iter(changed))
+    if name != "method":
+        with pytest.raises(error, match=says):
+            parallel.unshard(x, 0, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"lengths": [3]}, TypeError, "lengths must be a torch.Tensor, got list"),
+        ({"lengths": torch.ones(2)}, TypeError, "lengths must be of integers, got torch.float32"),
+        ({"rank": 7}, ValueError, "rank must be from 0 to 1, got 7"),
+        ({"rank": -1}, ValueError, "rank must be from 0 to 1, got -1"),
+        ({"rank": "a"}, TypeError, "rank must be an int"),
+        ({"size": 0}, ValueError, "size must be from 1"),
+        ({"interleave": 0}, ValueError, "interleave must be from 1"),
+        ({"interleave": 1.5}, TypeError, "interleave must be an int"),
+    ],
+)
+def test_own_tokens_names_what_is_wrong(changed, error, says):
+    with pytest.raises(error, match=says):
+        parallel.own_tokens(**{"lengths": torch.tensor([10]), "rank": 0, "size": 2, **changed})
 
 
 @pytest.mark.exhaustive

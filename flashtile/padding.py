@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashtile.arguments import as_int
 from flashtile.attn.functional import attention
-from flashtile.op.operation import is_plain
+from flashtile.checks.arguments import check_dense, check_dtype, check_int
+from flashtile.checks.values import check_between
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.problem import MAX_LENGTH
 
 
 class Packed(NamedTuple):
@@ -36,6 +40,15 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
         >>> torch.equal(pad(tokens, indices, 2, 5)[1, :2], padded[1, :2])
         True
     """
+    check_dense("padded", padded)
+    check_dense("mask", mask)
+    if mask.dim() != 2 or padded.shape[:2] != mask.shape:
+        raise ValueError(
+            "mask must have shape (batch, seqlen), as padded (batch, seqlen, ...) begins, "
+            f"got {tuple(mask.shape)} and {tuple(padded.shape)}"
+        )
+    if mask.device != padded.device:
+        raise ValueError(f"mask is on {mask.device}, not on {padded.device}: all must be on one device")
     mask = mask.bool()
     lengths = mask.sum(1, dtype=torch.int32)
     indices = mask.flatten().nonzero().flatten()
@@ -46,6 +59,19 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
 
 def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) with the packed ``tokens`` at ``indices`` and 0 elsewhere, as before unpad."""
+    check_dense("tokens", tokens)
+    check_dense("indices", indices)
+    check_dtype("indices", indices, (torch.int64,))
+    if tokens.dim() < 1 or tuple(indices.shape) != tuple(tokens.shape[:1]):
+        raise ValueError(
+            "indices must have shape (total,), as tokens (total, ...) begins, "
+            f"got {tuple(indices.shape)} and {tuple(tokens.shape)}"
+        )
+    batch, seqlen = as_int("batch", batch), as_int("seqlen", seqlen)
+    check_int("batch", batch, 0, MAX_LENGTH)
+    check_int("seqlen", seqlen, 0, MAX_LENGTH)
+    if is_plain((indices,)) and reads_values(indices):
+        check_between("indices", indices, 0, batch * seqlen - 1, "the last place of the batch")
     empty = tokens.new_zeros((batch * seqlen, *tokens.shape[1:]))
     return empty.index_copy(0, indices, tokens).unflatten(0, (batch, seqlen))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashtile.arguments import check_flag
 from flashtile.attn.functional import flash_attn_func, flash_attn_varlen_func
 from flashtile.checks.arguments import renamed
 from flashtile.decode.functional import flash_attn_with_kvcache
@@ -72,6 +73,7 @@ def register(as_flash_attention: bool = False) -> None:
         >>> model(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 64])
     """
+    check_flag("as_flash_attention", as_flash_attention)
     loading, modeling = _modules()
     literal = LITERAL_NAMES if as_flash_attention else ()
     if isinstance(loading._lazy_imports, _Loader):

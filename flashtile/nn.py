@@ -143,8 +143,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return
         if tensor.dtype != weight.dtype:
             raise TypeError(
-                f"{name} has dtype {tensor.dtype}, but the module's weights have {weight.dtype}: they must be "
-                "equal"
+                f"{name} has dtype {tensor.dtype}, but the module's weights have {weight.dtype}: "
+                "they must be equal"
             )
 
     def _project(self, same: bool, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

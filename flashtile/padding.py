@@ -140,8 +140,8 @@ def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPat
 
 
 def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
-    """The pattern of a padding mask, (batch, seqlen_k) and True for keys that are there; None if none fits, or
-    if it cannot be looked at.
+    """The pattern of a padding mask, (batch, seqlen_k) and True for keys that are there; None if none fits,
+    or if it cannot be looked at.
 
     With ``causal`` (aligned to the bottom right) padding must be on one side; on the right there must be as
     many queries as keys. It waits for the device, to see where the padding is.

@@ -410,7 +410,8 @@ USED = [
 BIAS = [
     *(bad(("attention", "attention varlen"), TypeError, "bias must be float32", str(dtype),
           bias=rand(1, 1, 5, 7, dtype=dtype)) for dtype in (torch.float16, torch.float64, torch.bool)),
-    *(bad("attention", ValueError, "bias must broadcast to", "(2, 4, 5, 7)", f"got {shape}", bias=rand(*shape))
+    *(bad("attention", ValueError, "bias must broadcast to", "(2, 4, 5, 7)", f"got {shape}",
+          bias=rand(*shape))
       for shape in ((5, 6), (2, 3, 5, 7), (1, 1, 1, 5, 7))),
     bad(("attention",), ValueError, "bias", "on meta", "not on cpu", bias=rand(1, 1, 5, 7, device="meta")),
 ]

@@ -97,7 +97,8 @@ def attention(
             of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
         v: as k, its head_dim may differ. Every head_dim is from 1 to 576; on GPUs above 512 in 16 bits only.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0;
-            int64 is cast, which costs a kernel. Tokens after the last offset belong to no sequence: their out and gradients are 0, their lse -inf.
+            int64 is cast, which costs a kernel. Tokens after the last offset belong to no sequence: their out and
+            gradients are 0, their lse -inf.
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
             synchronises.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
@@ -130,8 +131,8 @@ def attention(
         key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
             query and head. Keys before the first and behind the last that takes part cost nothing. causal and
             window_size count from the padded lengths. Not beside cu_seqlens.
-        bias: float32 or of q's dtype, learnable, broadcast and laid out as ``mask``: added to the scores after
-            scale and softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
+        bias: float32 or of q's dtype, learnable, broadcast as ``mask``: added to the scores after scale and
+            softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
             along, in one order.
         score_mod: FlexAttention's function of a score: ``score_mod(score, batch, head, q_idx, kv_idx)`` takes
             its place, after softcap and alibi_slopes and before masks. Captured tensors get gradients.
@@ -195,8 +196,16 @@ def attention(
     )  # fmt: skip
     extras = NO_EXTRAS
     if not (
-        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
-        is seqused_q is None
+        cu_seqlens_q
+        is cu_seqlens_k
+        is seqused_k
+        is alibi_slopes
+        is sink
+        is mask
+        is key_padding_mask
+        is bias
+        is seqused_q
+        is None
     ):
         cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
         if not (mask is bias is None):

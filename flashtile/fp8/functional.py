@@ -85,8 +85,8 @@ def quantize(
         max_seqlen = as_int("max_seqlen", max_seqlen)
     used_seed = as_int("seed", seed) if hadamard and role != "v" else None
     return _quantize(
-        x, role, method, used_seed, as_offsets(cu_seqlens), max_seqlen, seqused, rotary_cos, rotary_sin, rotary_offset,
-        rotary_interleaved, backend,
+        x, role, method, used_seed, as_offsets(cu_seqlens), max_seqlen, seqused, rotary_cos, rotary_sin,
+        rotary_offset, rotary_interleaved, backend,
     )  # fmt: skip
 
 

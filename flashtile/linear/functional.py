@@ -96,7 +96,8 @@ def linear(
     tensors = LINEAR.nothing
     if not (bias is weight_scale is norm_weight is x_scale is residual is None):
         tensors = LinearTensors(bias, weight_scale, norm_weight, x_scale, residual)
-    out = LINEAR((rows, weight), tensors, LinearOptions(activation, _as_eps("norm_eps", norm_eps), prefetch, backend))
+    options = LinearOptions(activation, _as_eps("norm_eps", norm_eps), prefetch, backend)
+    out = LINEAR((rows, weight), tensors, options)
     return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
 
 

@@ -55,6 +55,7 @@ tracing = torch._C._get_tracing_state
 environment = os.environ._data  # type: ignore[attr-defined]
 DEBUG, ON = os.environ.encodekey("FLASHTILE_DEBUG"), os.environ.encodevalue("1")
 
+
 class Operation:
     """What flashtile computes under one name: ``torch.ops.flashtile.<name>`` and its prepared launches.
 

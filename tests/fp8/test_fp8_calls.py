@@ -62,7 +62,7 @@ BAD = [
     (fp8.quantize, VARLEN, {"max_seqlen": 4}, ValueError, ("max_seqlen", "4")),
     (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 5, 4)}, ValueError, ("cu_seqlens",)),
     (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 10)}, ValueError, ("cu_seqlens", "10")),
-    (fp8.quantize, VARLEN, {"cu_seqlens": torch.tensor([0, 9]).short()}, TypeError, ("cu_seqlens", "int32", "int16")),
+    (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 9).short()}, TypeError, ("cu_seqlens", "int32", "int16")),
     (fp8.quantize, ROTARY, {"role": "v"}, ValueError, ("rotary_cos must be None for role 'v'",)),
     (fp8.quantize, ROTARY, {"rotary_sin": None}, ValueError, ("rotary_sin", "None")),
     (fp8.quantize, ROTARY, {"rotary_sin": torch.ones(SK, 3)}, ValueError, ("rotary_sin", "(9, 4)", "(9, 3)")),

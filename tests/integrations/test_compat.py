@@ -346,9 +346,9 @@ X, ANGLES = torch.ones(2, 5, 4, 8), torch.ones(10, 4)
     [
         (lambda: padding.unpad(X, None), TypeError, "mask must be a torch.Tensor, got NoneType"),
         (lambda: padding.unpad(X, torch.ones(2, 3)), ValueError, r"mask must have shape .*got \(2, 3\)"),
-        (lambda: padding.unpad(X, torch.ones(2, 5, device="meta")), ValueError, "mask is on meta, not on cpu"),
+        (lambda: padding.unpad(X, torch.ones(2, 5, device="meta")), ValueError, "mask is on meta, not"),
         (lambda: padding.pad(X[0], torch.arange(3), 1, 5), ValueError, r"indices must have shape \(total,\)"),
-        (lambda: padding.pad(X[0], torch.ones(5), 1, 5), TypeError, "indices must be int64, got torch.float32"),
+        (lambda: padding.pad(X[0], torch.ones(5), 1, 5), TypeError, "indices must be int64, got"),
         (lambda: padding.pad(X[0], torch.arange(5), -1, 5), ValueError, "batch must be from 0"),
         (lambda: padding.pad(X[0], torch.arange(5), 1, 4), ValueError, "indices must be from 0 to 3"),
         (lambda: rotary.apply_rotary_emb(3, ANGLES, ANGLES), TypeError, "x must be a torch.Tensor"),

@@ -165,7 +165,11 @@ BAD = {
     ),
     "flag": (TypeError, "prefetch must be True or False", dict(prefetch=1)),
     "backend": (ValueError, "backend must be None or one of", dict(backend="cublas")),
-    "number": (ValueError, r"x must have shape \(..., K\) with K at least 1, got \(\)", dict(x=torch.zeros(()))),
+    "number": (
+        ValueError,
+        r"x must have shape \(..., K\) with K at least 1, got \(\)",
+        dict(x=torch.zeros(())),
+    ),
 }
 BAD_QKV = {
     "places": (ValueError, "slot_mapping or block_table must say .* got neither", dict(slot_mapping=None)),

@@ -97,8 +97,8 @@ def attention(
             of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
         v: as k, its head_dim may differ. Every head_dim is from 1 to 576; on GPUs above 512 in 16 bits only.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0;
-            int64 is cast, which costs a kernel. Tokens after the last offset belong to no sequence: their out and
-            gradients are 0, their lse -inf.
+            int64 is cast, which costs a kernel. Tokens after the last offset belong to no sequence: their out
+            and gradients are 0, their lse -inf.
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
             synchronises.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
@@ -196,16 +196,8 @@ def attention(
     )  # fmt: skip
     extras = NO_EXTRAS
     if not (
-        cu_seqlens_q
-        is cu_seqlens_k
-        is seqused_k
-        is alibi_slopes
-        is sink
-        is mask
-        is key_padding_mask
-        is bias
-        is seqused_q
-        is None
+        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
+        is seqused_q is None
     ):
         cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
         if not (mask is bias is None):

@@ -75,6 +75,8 @@ def make_options(
     )  # fmt: skip
 
 
+MAX_SECONDS = 2**31 - 1
+
 FOREIGN = {
     "attn_mask": "flashtile.attention takes a boolean mask, and causal and window_size without one",
     "attention_mask": "flashtile.attention takes key_padding_mask, True for keys that take part; "
@@ -127,6 +129,42 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return cast[0], cast[1], cast[2]
 
 
+def as_scores(scores: Any, seqlen_k: Any) -> Any:
+    """A mask or bias that broadcasts to (batch, heads_q, seqlen_q, seqlen_k) with four dimensions, the last
+    of them written out by stride 0. What does not broadcast is left as it is, for the errors name it."""
+    if not isinstance(scores, Tensor) or scores.is_nested or scores.layout != torch.strided:
+        return scores
+    rank = scores.dim()
+    if seqlen_k is None or (rank and scores.shape[-1] not in (1, seqlen_k)):
+        return scores
+    if rank < 4:
+        scores = scores[(None,) * (4 - rank)]
+    if scores.shape[-1] != seqlen_k:
+        scores = scores.expand(*scores.shape[:-1], seqlen_k)
+    return scores
+
+
+def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
+    """How many keys a mask or bias of the call has; None where the call says it wrongly."""
+    if cu_seqlens_k is not None:
+        return options.max_seqlen_k
+    return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
+
+
+def as_offsets(cu_seqlens: Any) -> Any:
+    """``cu_seqlens`` in int32, by a cast of int64, which ``cumsum`` gives. All else is left as it is, for the
+    errors name it."""
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype is torch.int64:
+        return cu_seqlens.int()
+    return cu_seqlens
+
+
+def as_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
+    """Both, by one cast if they are one tensor."""
+    of_q = as_offsets(cu_seqlens_q)
+    return of_q, of_q if cu_seqlens_k is cu_seqlens_q else as_offsets(cu_seqlens_k)
+
+
 def with_unit_stride(tensor: Any) -> Any:
     """``tensor``, or a copy of one whose last stride is not 1, as FlashAttention makes it."""
     if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride(-1) == 1:
@@ -135,6 +173,14 @@ def with_unit_stride(tensor: Any) -> Any:
         return tensor
     # contiguous() would leave one without elements as it is.
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def as_seconds(name: str, value: Any) -> float:
+    """A time to wait, as torch.distributed takes it."""
+    seconds = as_float(name, value, "a number of seconds")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"{name} must be above 0 and at most {MAX_SECONDS} seconds, got {seconds:g}")
+    return seconds
 
 
 def refuse_descales(

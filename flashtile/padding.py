@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashtile.arguments import as_int
 from flashtile.attn.functional import attention
+from flashtile.checks.arguments import check_dense, check_dtype, check_int
+from flashtile.checks.values import check_between
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.problem import MAX_LENGTH
 
 
 class Packed(NamedTuple):
@@ -35,6 +40,15 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
         >>> torch.equal(pad(tokens, indices, 2, 5)[1, :2], padded[1, :2])
         True
     """
+    check_dense("padded", padded)
+    check_dense("mask", mask)
+    if mask.dim() != 2 or padded.shape[:2] != mask.shape:
+        raise ValueError(
+            "mask must have shape (batch, seqlen), as padded (batch, seqlen, ...) begins, "
+            f"got {tuple(mask.shape)} and {tuple(padded.shape)}"
+        )
+    if mask.device != padded.device:
+        raise ValueError(f"mask is on {mask.device}, not on {padded.device}: all must be on one device")
     mask = mask.bool()
     lengths = mask.sum(1, dtype=torch.int32)
     indices = mask.flatten().nonzero().flatten()
@@ -45,6 +59,19 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
 
 def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) with the packed ``tokens`` at ``indices`` and 0 elsewhere, as before unpad."""
+    check_dense("tokens", tokens)
+    check_dense("indices", indices)
+    check_dtype("indices", indices, (torch.int64,))
+    if tokens.dim() < 1 or tuple(indices.shape) != tuple(tokens.shape[:1]):
+        raise ValueError(
+            "indices must have shape (total,), as tokens (total, ...) begins, "
+            f"got {tuple(indices.shape)} and {tuple(tokens.shape)}"
+        )
+    batch, seqlen = as_int("batch", batch), as_int("seqlen", seqlen)
+    check_int("batch", batch, 0, MAX_LENGTH)
+    check_int("seqlen", seqlen, 0, MAX_LENGTH)
+    if is_plain((indices,)) and reads_values(indices):
+        check_between("indices", indices, 0, batch * seqlen - 1, "the last place of the batch")
     empty = tokens.new_zeros((batch * seqlen, *tokens.shape[1:]))
     return empty.index_copy(0, indices, tokens).unflatten(0, (batch, seqlen))
 
@@ -57,10 +84,18 @@ class MaskPattern(NamedTuple):
     right_padded: bool  # the keys that are there come first
 
 
+def can_look(mask: Tensor) -> bool:
+    """Whether what a mask holds may decide what is computed: not in a graph, nor where something watches or
+    transforms the call, and only if there is data."""
+    if torch.compiler.is_compiling() or not is_plain((mask,)):
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def as_booleans(name: str, mask: Tensor) -> Tensor | None:
     """True for what takes part, of a mask that says so or that is to be added: 0 there, and -inf elsewhere.
 
-    None for one that adds anything else. Looking waits for the device.
+    None for one that adds anything else, or that :func:`can_look` hides. Looking waits for the device.
 
     Raises:
         TypeError: it is neither of booleans nor of floats.
@@ -69,19 +104,20 @@ def as_booleans(name: str, mask: Tensor) -> Tensor | None:
         return mask
     if not mask.is_floating_point():
         raise TypeError(f"{name} must be bool or floating, got {mask.dtype}")
+    if not can_look(mask):
+        return None
     taking_part = mask == 0
     return taking_part if bool((taking_part | (mask == -torch.inf)).all()) else None
 
 
-def as_cells(mask: Tensor, seqlen_k: int) -> dict[str, Any]:
+def as_cells(mask: Tensor) -> dict[str, Any]:
     """``mask`` or ``bias`` of :func:`flashtile.attention`, of a mask that broadcasts to the scores."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    mask = mask.expand(*mask.shape[:3], seqlen_k)
     return {"mask" if mask.dtype == torch.bool else "bias": mask}
 
 
 def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPattern | None:
-    """What a boolean ``mask``, True for what takes part, says in words; None if it is another pattern.
+    """What a boolean ``mask``, True for what takes part, says in words; None if it is another pattern, or if
+    it cannot be looked at.
 
     Padding of keys in any places, a causal mask aligned to the bottom right, and both together where padding
     is on one side. It waits for the device, to look at the mask.
@@ -89,6 +125,8 @@ def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPat
     Args:
         mask: broadcasts to (batch, heads, seqlen_q, seqlen_k), which it may do for any of its dimensions.
     """
+    if not can_look(mask):
+        return None
     mask = mask[(None,) * (4 - mask.dim())].expand(batch, -1, seqlen_q, seqlen_k)
     one = mask[:, 0]
     keys = one.any(1)
@@ -102,11 +140,14 @@ def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPat
 
 
 def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
-    """The pattern of a padding mask, (batch, seqlen_k) and True for keys that are there; None if none fits.
+    """The pattern of a padding mask, (batch, seqlen_k) and True for keys that are there; None if none fits,
+    or if it cannot be looked at.
 
     With ``causal`` (aligned to the bottom right) padding must be on one side; on the right there must be as
     many queries as keys. It waits for the device, to see where the padding is.
     """
+    if not can_look(keys):
+        return None
     if not causal:
         return MaskPattern(None if bool(keys.all()) else keys, False, False)
     findings = keys.all(), (keys[:, 1:] >= keys[:, :-1]).all(), (keys[:, 1:] <= keys[:, :-1]).all()

@@ -18,7 +18,10 @@ from torch import Tensor
 
 from flashtile.arguments import (
     apply_autocast,
+    as_offset_pair,
+    as_scores,
     check_flag,
+    keys_of_scores,
     make_options,
     padding_of,
     refuse_descales,
@@ -94,8 +97,9 @@ def attention(
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
             of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
         v: as k, its head_dim may differ. Every head_dim is from 1 to 576; on GPUs above 512 in 16 bits only.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0.
-            Tokens after the last offset belong to no sequence: their out and gradients are 0, their lse -inf.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0;
+            int64 is cast, which costs a kernel. Tokens after the last offset belong to no sequence: their out
+            and gradients are 0, their lse -inf.
             Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
             synchronises.
         max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
@@ -123,14 +127,14 @@ def attention(
         sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
             every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
             arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
-        mask: bool, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides: True for a key that
-            takes part. It joins the masks above. What is 1 or expanded is never written out. Beside
+        mask: bool, whatever broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any strides: True for a key
+            that takes part. It joins the masks above. What is 1 or expanded is never written out. Beside
             cu_seqlens the lengths are max_seqlen_q and max_seqlen_k, from each sequence's first token on.
         key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
             query and head. Keys before the first and behind the last that takes part cost nothing. causal and
             window_size count from the padded lengths. Not beside cu_seqlens.
-        bias: float32 or of q's dtype, learnable, shaped and laid out as ``mask``: added to the scores after
-            scale and softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
+        bias: float32 or of q's dtype, learnable, broadcast as ``mask``: added to the scores after scale and
+            softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
             along, in one order.
         score_mod: FlexAttention's function of a score: ``score_mod(score, batch, head, q_idx, kv_idx)`` takes
             its place, after softcap and alibi_slopes and before masks. Captured tensors get gradients.
@@ -197,6 +201,10 @@ def attention(
         cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
         is seqused_q is None
     ):
+        cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+        if mask is not None or bias is not None:
+            seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
+            mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
         if (
             mask is not None
             and key_padding_mask is None
@@ -453,6 +461,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
         dropout_p,
     )  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
     if options.dropout_p != 0.0:
         extras = _with_state(extras, options, q)

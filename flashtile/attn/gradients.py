@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.arguments import make_options
+from flashtile.arguments import as_offset_pair, make_options
 from flashtile.attn.operators import BACKWARD, FORWARD
 from flashtile.attn.problem import NO_EXTRAS, Extras
+from flashtile.checks.arguments import check_dense
 from flashtile.checks.attention import check_call
 
 
@@ -61,6 +62,7 @@ def attention_backward(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
         dropout_p,
     )  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
     if all(extra is None for extra in extras):
         extras = NO_EXTRAS
@@ -81,8 +83,7 @@ def _check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor,
         ("out", out, shape, q.dtype),
         ("lse", lse, (heads, *rows) if packed else (rows[0], heads, rows[1]), None),
     ):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
         if tuple(tensor.shape) != tuple(expected):
             raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(tensor.shape)}")
         allowed = dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)

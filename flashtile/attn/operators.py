@@ -15,8 +15,9 @@ from flashtile.checks.values import check_lengths
 from flashtile.op.flops import backward_flops, count_scores, forward_flops
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import tell_observers
-from flashtile.op.operation import Operation, is_plain, library
+from flashtile.op.operation import Operation, is_plain
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
+from flashtile.op.registry import register_autograd
 
 _BIAS = Extras._fields.index("bias")
 
@@ -207,9 +208,5 @@ def _save_for_second(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-torch.library.register_autograd(
-    "flashtile::forward", _operator_backward, setup_context=_setup_context, lib=library
-)
-torch.library.register_autograd(
-    "flashtile::backward", transforms.second_derivative, setup_context=_save_for_second, lib=library
-)
+register_autograd("forward", _operator_backward, _setup_context)
+register_autograd("backward", transforms.second_derivative, _save_for_second)

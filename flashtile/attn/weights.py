@@ -13,7 +13,16 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, as_int, make_options, refuse_unknown, with_unit_stride
+from flashtile.arguments import (
+    apply_autocast,
+    as_int,
+    as_offset_pair,
+    as_scores,
+    keys_of_scores,
+    make_options,
+    refuse_unknown,
+    with_unit_stride,
+)
 from flashtile.attn.problem import NO_EXTRAS, Extras, Options, WeightsProblem
 from flashtile.checks.arguments import check_dense
 from flashtile.checks.attention import check_call, check_types
@@ -126,6 +135,9 @@ def attention_weights(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend, 0.0,
         attention_chunk,
     )  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
+    mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
     extras = Extras(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, None, mask, key_padding_mask, bias,
         seqused_q=seqused_q,

@@ -258,14 +258,15 @@ def check_floats(
 def check_broadcast(
     name: str, tensor: Tensor, scores: tuple[Any, Any, Any, Any], packed: bool, first: Tensor
 ) -> None:
-    """Of four dimensions, each that of the ``scores`` or, but for the keys, 1."""
+    """Of four dimensions, each that of the ``scores`` or, but for the keys, 1. Callers may leave out leading
+    dimensions and give one key: the front doors write that out."""
     of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
     pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)
     if tensor.dim() != 4 or tensor.shape[-1] != scores[-1] or any(n != 1 and n != all_ for n, all_ in pairs):
         batch, heads, rows, keys = scores
         raise ValueError(
-            f"{name} must have shape (batch or 1, heads_q or 1, {of_rows} or 1, {of_keys}) = "
-            f"({batch} or 1, {heads} or 1, {rows} or 1, {keys}), got {tuple(tensor.shape)}"
+            f"{name} must broadcast to (batch, heads_q, {of_rows}, {of_keys}) = "
+            f"({batch}, {heads}, {rows}, {keys}), got {tuple(tensor.shape)}"
         )
     check_device(name, tensor, first)
 
@@ -349,6 +350,7 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
 
 
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+def check_choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
+    # What is no string may compare element by element.
+    if not (value is None or isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

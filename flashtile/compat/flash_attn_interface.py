@@ -200,6 +200,7 @@ def get_scheduler_metadata(
     **named: Any,
 ) -> Tensor:
     """What ``scheduler_metadata`` takes: empty, for there is nothing to prepare."""
+    check_dense("cache_seqlens", cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 

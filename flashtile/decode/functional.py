@@ -14,6 +14,8 @@ from torch import Tensor
 
 from flashtile.arguments import (
     as_int,
+    as_offset_pair,
+    as_offsets,
     cast_for_autocast,
     check_flag,
     contiguous_qv,
@@ -108,8 +110,8 @@ def flash_attn_with_kvcache(
         num_splits: how many parts the keys of a sequence are split into; 0 is chosen for speed, 1 and
             ``split_size`` give results that do not depend on what else is in the batch, to the bit.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
-        cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries, and the most of
-            them.
+        cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries (int64 is cast), and
+            the most of them.
         cu_seqlens_k_new, max_seqlen_k_new: likewise of k and v; the most may be left out.
         rotary_seqlens: (batch,) int32, rotary positions start there instead of at ``cache_seqlens``.
         sink: (heads_q,), float32 or the dtype of q: the logit of a virtual key without a value, which enters
@@ -167,6 +169,8 @@ def flash_attn_with_kvcache(
     check_flag("return_softmax_lse", return_softmax_lse)
     if torch._C._is_any_autocast_enabled():
         q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
+    if not (cu_seqlens_q is cu_seqlens_k_new is None):
+        cu_seqlens_q, cu_seqlens_k_new = as_offset_pair(cu_seqlens_q, cu_seqlens_k_new)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     descales = new_descales = k_descale, v_descale
     if q_descale is not None or getattr(q, "dtype", None) is FP8:
@@ -275,6 +279,7 @@ def append_kvcache(
     check_flag("debug_checks", debug_checks)
     if torch._C._is_any_autocast_enabled():
         k, v = cast_for_autocast(k_cache, k, v)
+    cu_seqlens_k_new = as_offsets(cu_seqlens_k_new)
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):

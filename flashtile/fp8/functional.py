@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, as_int, check_flag, make_options, refuse_beyond
+from flashtile.arguments import (
+    apply_autocast,
+    as_int,
+    as_offset_pair,
+    as_offsets,
+    check_flag,
+    make_options,
+    refuse_beyond,
+)
 from flashtile.attn.problem import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.checks.fp8 import check_inputs, check_sequences
@@ -77,8 +85,8 @@ def quantize(
         max_seqlen = as_int("max_seqlen", max_seqlen)
     used_seed = as_int("seed", seed) if hadamard and role != "v" else None
     return _quantize(
-        x, role, method, used_seed, cu_seqlens, max_seqlen, seqused, rotary_cos, rotary_sin, rotary_offset,
-        rotary_interleaved, backend,
+        x, role, method, used_seed, as_offsets(cu_seqlens), max_seqlen, seqused, rotary_cos, rotary_sin,
+        rotary_offset, rotary_interleaved, backend,
     )  # fmt: skip
 
 
@@ -190,6 +198,7 @@ def attention(
     method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
     cu_seqlens_q, max_seqlen_q, _ = sequences((q,), cu_seqlens_q, max_seqlen_q, None)
     cu_seqlens_k, max_seqlen_k, seqused_k = sequences((k, v), cu_seqlens_k, max_seqlen_k, seqused_k)
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     check_sequences(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     check_flag("return_lse", return_lse)
     options = make_options(

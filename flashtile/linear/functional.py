@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.arguments import apply_autocast, check_flag
+from flashtile.arguments import apply_autocast, as_float, check_flag
 from flashtile.checks.arguments import check_dense
 from flashtile.linear.operators import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV, NO_GRADIENT
 from flashtile.linear.problem import (
@@ -96,7 +96,8 @@ def linear(
     tensors = LINEAR.nothing
     if not (bias is weight_scale is norm_weight is x_scale is residual is None):
         tensors = LinearTensors(bias, weight_scale, norm_weight, x_scale, residual)
-    out = LINEAR((rows, weight), tensors, LinearOptions(activation, float(norm_eps), prefetch, backend))
+    options = LinearOptions(activation, _as_eps("norm_eps", norm_eps), prefetch, backend)
+    out = LINEAR((rows, weight), tensors, options)
     return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -143,7 +144,8 @@ def linear_before_norm(
     tensors = BeforeNormTensors(
         bias, weight_scale, norm_weight, x_scale, _residual_rows(residual, x), next_norm_weight
     )
-    options = BeforeNormOptions(float(norm_eps), float(next_norm_eps), prefetch, backend)
+    eps, next_eps = _as_eps("norm_eps", norm_eps), _as_eps("next_norm_eps", next_norm_eps)
+    options = BeforeNormOptions(eps, next_eps, prefetch, backend)
     y, scaled, factor = LINEAR_BEFORE_NORM((rows, weight), tensors, options)
     if rows is not x:
         shape = (*x.shape[:-1], y.shape[-1])
@@ -212,7 +214,7 @@ def linear_qkv(
         bias, weight_scale, norm_weight, x_scale, positions, slot_mapping, block_table, rotary_cos, rotary_sin
     )
     given = (rows, weight, k_cache, v_cache)
-    options = QkvOptions(rotary_interleaved, float(norm_eps), prefetch, backend)
+    options = QkvOptions(rotary_interleaved, _as_eps("norm_eps", norm_eps), prefetch, backend)
     if torch.is_grad_enabled():
         for name, tensor in zip(LINEAR_QKV.names, (*given, *tensors), strict=True):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -226,9 +228,13 @@ def _rows(x: Tensor) -> Tensor:
     check_dense("x", x)
     if x.dim() == 2:
         return x
-    if x.dim() == 0:
-        raise ValueError("x must have shape (..., K), got shape ()")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have shape (..., K) with K at least 1, got {tuple(x.shape)}")
     return x.reshape(-1, x.shape[-1])
+
+
+def _as_eps(name: str, eps: Any) -> float:
+    return eps if type(eps) is float else as_float(name, eps, "a number")
 
 
 def _residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
@@ -236,4 +242,6 @@ def _residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
     if not isinstance(residual, Tensor) or residual.dim() == 2:
         return residual
     check_dense("residual", residual)
-    return residual.reshape(-1, residual.shape[-1]) if residual.dim() == x.dim() else residual
+    if residual.dim() != x.dim() or residual.shape[-1:] == (0,):  # no number of rows follows from it
+        return residual
+    return residual.reshape(-1, residual.shape[-1])

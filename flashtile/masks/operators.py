@@ -23,8 +23,9 @@ from flashtile.masks.problem import MAX_CAPTURED, Mods
 from flashtile.masks.program import parse
 from flashtile.masks.ranges import positions_of
 from flashtile.masks.tracing import Trace
-from flashtile.op.operation import PLAIN_TYPES, Operation, is_plain, library, signatures
+from flashtile.op.operation import PLAIN_TYPES, Operation, is_plain, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
+from flashtile.op.registry import register_autograd
 from flashtile.op.schema import extended
 
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
@@ -412,9 +413,5 @@ def _second_derivative(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
     return ddout, ddlse, ddq, ddk, ddv, None, None, *of_extras, *(None,) * len(options)
 
 
-torch.library.register_autograd(
-    "flashtile::forward_modified", _operator_backward, setup_context=_setup_context, lib=library
-)
-torch.library.register_autograd(
-    "flashtile::backward_modified", _second_derivative, setup_context=_save_for_second, lib=library
-)
+register_autograd("forward_modified", _operator_backward, _setup_context)
+register_autograd("backward_modified", _second_derivative, _save_for_second)

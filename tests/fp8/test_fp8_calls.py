@@ -62,7 +62,7 @@ BAD = [
     (fp8.quantize, VARLEN, {"max_seqlen": 4}, ValueError, ("max_seqlen", "4")),
     (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 5, 4)}, ValueError, ("cu_seqlens",)),
     (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 10)}, ValueError, ("cu_seqlens", "10")),
-    (fp8.quantize, VARLEN, {"cu_seqlens": torch.tensor([0, 9])}, TypeError, ("cu_seqlens", "int32", "int64")),
+    (fp8.quantize, VARLEN, {"cu_seqlens": int32(0, 9).short()}, TypeError, ("cu_seqlens", "int32", "int16")),
     (fp8.quantize, ROTARY, {"role": "v"}, ValueError, ("rotary_cos must be None for role 'v'",)),
     (fp8.quantize, ROTARY, {"rotary_sin": None}, ValueError, ("rotary_sin", "None")),
     (fp8.quantize, ROTARY, {"rotary_sin": torch.ones(SK, 3)}, ValueError, ("rotary_sin", "(9, 4)", "(9, 3)")),
@@ -118,7 +118,7 @@ BAD = [
     *((fp8.attention, ATTEND_VARLEN | ANGLES, {name: value}, error, (name, words))
       for name in ("cu_seqlens_q", "cu_seqlens_k")
       for value, error, words in (([0, 5], TypeError, "torch.Tensor"), (None, ValueError, "must be given"),
-                                  (torch.tensor([0, 4, 9]), TypeError, "int32"),
+                                  (torch.tensor([0, 4, 9]).short(), TypeError, "int32"),
                                   (int32(0, 9), ValueError, "entries"))),
     *((fp8.attention, ATTEND, {name: x_of().requires_grad_()}, NotImplementedError,
        (f"{name} must not require a gradient",)) for name in "kv"),

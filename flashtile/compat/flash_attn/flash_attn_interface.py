@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import make_options
+from flashtile.arguments import as_offset_pair, make_options
 from flashtile.attn.functional import (
     attention,
     flash_attn_func,
@@ -116,7 +116,8 @@ def _flash_attn_varlen_forward(
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, None, dropout_p
     )
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, rng_state=rng_state)
+    offsets = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    extras = Extras(*offsets, seqused_k, alibi_slopes, rng_state=rng_state)
     return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
 
 

@@ -1,0 +1,106 @@
+"""Where faults are planted, and where they would change no result: data, for one who moves files or adds some."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Area:
+    """Files of the package, by patterns in which ``*`` takes slashes as well, and the tests near them."""
+
+    name: str
+    files: tuple[str, ...]
+    near: tuple[str, ...]
+    """Tests that a sample traces; a whole run traces all of ``TESTS``."""
+
+
+AREAS = (
+    Area(
+        "masks",
+        ("flashtile/masks/*", "flashtile/operators/mask*", "flashtile/problems/mask*", "flashtile/api/mask*"),
+        ("tests/masks/*", "tests/attn/test_derivatives.py"),
+    ),
+    Area(
+        "operators",
+        (
+            *(f"flashtile/{folder}/*" for folder in ("attn", "decode", "fp8", "linear", "op", "checks")),
+            *(f"flashtile/{folder}/*" for folder in ("api", "operators", "problems", "attention")),
+            *(f"flashtile/{file}.py" for file in ("arguments", "problem", "merge", "caches", "dropout")),
+        ),
+        (
+            "tests/attn/test_functional.py",
+            "tests/attn/test_bad_input.py",
+            "tests/attn/test_operators.py",
+            "tests/attn/test_merge.py",
+            "tests/attn/test_tma_obstacles.py",
+            "tests/op/*",
+            "tests/decode/test_decode_operators.py",
+            "tests/decode/test_decode_bad_input.py",
+            "tests/decode/test_append.py",
+            "tests/decode/test_decode_cache.py",
+            "tests/fp8/test_fp8_calls.py",
+            "tests/fp8/test_fp8_quantize.py",
+            "tests/linear/*",
+            "tests/test_caches.py",
+        ),
+    ),
+    Area(
+        "portable",
+        ("flashtile/backends/portable/*", "flashtile/backends/common/*"),
+        ("tests/attn/test_conformance.py", "tests/decode/test_decode_kernels.py", "tests/linear/*", "tests/fp8/test_fp8.py"),
+    ),
+    Area("Hopper", ("flashtile/backends/hopper/*",), ("tests/backends/test_hopper_*",)),
+    Area(
+        "CPU",
+        ("flashtile/backends/cpu/*",),
+        ("tests/attn/test_conformance.py", "tests/backends/test_cpu_backend.py", "tests/decode/test_decode.py",
+         "tests/decode/test_one_query.py", "tests/decode/test_decode_cache.py", "tests/masks/test_mods.py", "tests/fp8/test_fp8.py"),
+    ),
+    Area("cache", ("flashtile/kv_cache/*",), ("tests/kv_cache/*",)),
+    Area("server", ("flashtile/engine/server/*", "flashtile/server/*"), ("tests/engine/server/*",)),
+    Area("engine", ("flashtile/engine/*",), ("tests/engine/test_*",)),
+    Area("parallel", ("flashtile/parallel/*",), ("tests/parallel/*",)),
+    Area(
+        "integrations",
+        ("flashtile/integrations/*", "flashtile/compat/*", "flashtile/nn.py", "flashtile/padding.py"),
+        ("tests/integrations/*",),
+    ),
+)
+"""A file belongs to the first that has it."""
+
+TESTS = (
+    *(f"tests/{folder}/*" for folder in ("attn", "backends", "decode", "engine", "fp8", "integrations")),
+    *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
+    "tests/test_*.py",
+)
+"""The other folders test what is in no area: pages, pictures, benchmarks."""
+
+NO_RESULT = json.loads(Path(__file__).with_name("no_result.json").read_text("utf-8"))
+"""``code``: functions (patterns of a file and of a name within it) that decide what a call costs and never what it
+computes. ``faults``: single faults, by the text of their line. Both with the reason."""
+
+
+def area_of(file: str) -> str | None:
+    """The area of a file, a path below the repository's root."""
+    for area in AREAS:
+        if any(fnmatchcase(file, pattern) for pattern in area.files):
+            return area.name
+    return None
+
+
+def files_of(name: str) -> list[str]:
+    """The files of an area."""
+    every = (path.relative_to(ROOT).as_posix() for path in (ROOT / "flashtile").rglob("*.py"))
+    return sorted(file for file in every if area_of(file) == name)
+
+
+def tests_of(patterns: tuple[str, ...]) -> list[str]:
+    """The files of tests that match."""
+    every = (path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
+    return sorted(file for file in every if any(fnmatchcase(file, pattern) for pattern in patterns))

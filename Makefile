@@ -39,8 +39,8 @@ test-interpreter: $(READY)
 test-compile: $(READY) ## compile every configuration of every kernel; make test leaves out those that tell little
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
 
-mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
-	$(RUN) scripts/mutants.py $(ARGS)
+mutants: $(READY) ## plant faults drawn from the source and count those that the tests notice; SAMPLE=30, SEED=, ARGS=
+	$(RUN) scripts/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal

@@ -6,11 +6,12 @@
     python scripts/mutants.py --shard 2/4 --out 2.json  # a part; --add 1.json 2.json 3.json 4.json sums up
     python scripts/mutants.py --list                    # plant nothing
 
-A seed draws the same faults as long as their lines stay. ``scripts/mutation/areas.py`` says which files are in an area,
-``no_result.json`` which code and which faults change no result, with the reason. Each fault is planted in a copy of the
-checkout and meets the tests that run its line, quick ones first, until one fails. Which those are is recorded once
-and kept in ``build/mutants``. Long runs may be cut: ``--seconds 500 --out found.json`` ends in time and, called again,
-goes on.
+A seed draws the same faults as long as their lines stay. ``scripts/mutation/areas.py`` says which files are in
+an area, ``no_result.json`` which code and which faults change no result, with the reason. Each fault is planted
+in a copy of the checkout and meets the tests that run its line, quick ones first, until one fails. Which those
+are is recorded once and kept in ``build/mutants``. Long runs may be cut: ``--seconds 300 --out found.json`` begins
+nothing after that time and, called again, goes on. The exit code is 0 if enough is noticed, 1 if not, 3 if the
+time was up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -28,7 +30,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from mutation.areas import AREAS, ROOT, TESTS, tests_of
+from mutation.areas import AREAS, ROOT, TESTS, files_matching
 from mutation.cover import Map, read
 from mutation.draw import Mutant, drawn
 from mutation.run import MODES, PROCESSES, Checkout, Judge
@@ -89,7 +91,7 @@ def recordings(test_files: list[str]) -> dict[tuple[str, str], Path]:
     for file in test_files:
         key, text = _key(file), (ROOT / file).read_text("utf-8")
         for mode in MODES:
-            if mode == "plain" or "target" in text or "interpreter" in text:
+            if mode == "plain" or re.search(r"\btarget\b|interpreter", text):
                 found[mode, file] = KEPT / f"{file.removesuffix('.py').replace('/', '-')}-{mode}-{key}.json"
     return found
 
@@ -102,14 +104,13 @@ def record(workers: Workers, test_files: list[str]) -> Map | None:
     missing.sort(key=lambda task: (ROOT / task[1]).stat().st_size, reverse=True)
 
     def one(checkout: Checkout, task: tuple[str, str]) -> float:
-        began = time.perf_counter()
         found = checkout.record(*task, PATIENCE)
         path = wanted[task]
         path.with_suffix(".part").write_text(json.dumps(found), "utf-8")
         path.with_suffix(".part").rename(path)
         for name in found["failed"]:
             print(f"fails without a fault: {name}", flush=True)
-        return time.perf_counter() - began
+        return found["seconds"]
 
     for (mode, file), seconds in workers.each(one, missing):
         print(f"recorded {file}, {mode}: {seconds:.0f} s", flush=True)
@@ -168,17 +169,21 @@ def _shard(text: str) -> tuple[int, int]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [area.name for area in AREAS]
-    parser.add_argument("--areas", default=",".join(names), help="names with commas between: " + ", ".join(names))
+    parser.add_argument(
+        "--areas", default=",".join(names), help="names, separated by commas: " + ", ".join(names)
+    )
     parser.add_argument("--count", type=int, default=32, help="faults in each area")
     parser.add_argument("--sample", type=int, help="faults in all, met by the tests near their areas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a fault's file, line or kind")
     parser.add_argument("--near", action="store_true", help="record the tests near the areas alone")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th, from the I-th")
+    parser.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th from the I-th"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after that time")
-    parser.add_argument("--out", type=Path, help="what was found, as JSON; faults in it are not planted again")
-    parser.add_argument("--add", type=Path, nargs="+", help="report what these files found, and plant nothing")
+    parser.add_argument("--out", type=Path, help="JSON of what is found; what it has is not planted again")
+    parser.add_argument("--add", type=Path, nargs="+", help="report what these files have, and plant nothing")
     parser.add_argument("--list", action="store_true", help="print the faults, and plant nothing")
     options = parser.parse_args()
     options.areas = options.areas.split(",")
@@ -214,7 +219,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     PROCESSES.set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
     with tempfile.TemporaryDirectory() as folder, Workers(options.jobs, Path(folder), end) as workers:
-        covered = record(workers, tests_of(tests))
+        covered = record(workers, files_matching(tests))
         if covered is None:
             print("out of time before all tests were recorded: call again to go on")
             sys.exit(UNFINISHED)

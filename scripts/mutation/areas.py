@@ -1,4 +1,4 @@
-"""Where faults are planted, and where they would change no result: data, for one who moves files or adds some."""
+"""Where faults are planted, and where they would change no result: to be edited when files move."""
 
 from __future__ import annotations
 
@@ -53,16 +53,37 @@ AREAS = (
     Area(
         "portable",
         ("flashtile/backends/portable/*", "flashtile/backends/common/*"),
-        ("tests/attn/test_conformance.py", "tests/decode/test_decode_kernels.py", "tests/linear/*", "tests/fp8/test_fp8.py"),
+        (
+            "tests/attn/test_conformance.py",
+            "tests/decode/test_decode_kernels.py",
+            "tests/linear/*",
+            "tests/fp8/test_fp8.py",
+        ),
     ),
     Area("Hopper", ("flashtile/backends/hopper/*",), ("tests/backends/test_hopper_*",)),
     Area(
         "CPU",
         ("flashtile/backends/cpu/*",),
-        ("tests/attn/test_conformance.py", "tests/backends/test_cpu_backend.py", "tests/decode/test_decode.py",
-         "tests/decode/test_one_query.py", "tests/decode/test_decode_cache.py", "tests/masks/test_mods.py", "tests/fp8/test_fp8.py"),
+        (
+            "tests/attn/test_conformance.py",
+            "tests/backends/test_cpu_backend.py",
+            "tests/decode/test_decode.py",
+            "tests/decode/test_one_query.py",
+            "tests/decode/test_decode_cache.py",
+            "tests/masks/test_mods.py",
+            "tests/fp8/test_fp8.py",
+        ),
     ),
-    Area("cache", ("flashtile/kv_cache/*",), ("tests/kv_cache/*",)),
+    Area(
+        "cache",
+        ("flashtile/kv_cache/*",),
+        (
+            "tests/kv_cache/test_manager.py",
+            "tests/kv_cache/test_paged.py",
+            "tests/kv_cache/test_refusals.py",
+            "tests/kv_cache/test_steps.py",
+        ),
+    ),
     Area("server", ("flashtile/engine/server/*", "flashtile/server/*"), ("tests/engine/server/*",)),
     Area("engine", ("flashtile/engine/*",), ("tests/engine/test_*",)),
     Area("parallel", ("flashtile/parallel/*",), ("tests/parallel/*",)),
@@ -77,13 +98,14 @@ AREAS = (
 TESTS = (
     *(f"tests/{folder}/*" for folder in ("attn", "backends", "decode", "engine", "fp8", "integrations")),
     *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
-    "tests/test_*.py",
+    "tests/test_[!m]*.py",
 )
-"""The other folders test what is in no area: pages, pictures, benchmarks."""
+"""Those of the other folders test what is in no area: pages, pictures, benchmarks. test_mutants.py reads the
+lines that faults change."""
 
 NO_RESULT = json.loads(Path(__file__).with_name("no_result.json").read_text("utf-8"))
-"""``code``: functions (patterns of a file and of a name within it) that decide what a call costs and never what it
-computes. ``faults``: single faults, by the text of their line. Both with the reason."""
+"""``code``: functions and tables, by patterns of a file and of a name in it, that decide what a call costs and never
+what it computes. ``faults``: single faults, by the text of their line. Both with the reason."""
 
 
 def area_of(file: str) -> str | None:
@@ -100,7 +122,7 @@ def files_of(name: str) -> list[str]:
     return sorted(file for file in every if area_of(file) == name)
 
 
-def tests_of(patterns: tuple[str, ...]) -> list[str]:
+def files_matching(patterns: tuple[str, ...]) -> list[str]:
     """The files of tests that match."""
     every = (path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
     return sorted(file for file in every if any(fnmatchcase(file, pattern) for pattern in patterns))

@@ -1,4 +1,4 @@
-"""Which tests run which lines of the package: recorded while they run, in their processes' children as well."""
+"""Which tests run which lines of the package: recorded while they run, in child processes as well."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 FOLLOWED = "FLASHTILE_LINES_OF"
-"""Environment variable: the package's folder and the file to which child processes append their lines."""
+"""Environment variable: the checkout and the file to which child processes append their lines."""
 OFTEN = 20
 """Calls of a function within one test whose lines are looked at, where Python has no ``sys.monitoring``."""
 
 
 class Lines:
-    """Lines that run in this process, of files below ``folder``; since ``reset``."""
+    """Lines of the package in the checkout ``root`` that run in this process; since ``reset``."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder.rstrip("/") + "/"
+    def __init__(self, root: str) -> None:
+        self._root = root.rstrip("/") + "/"
         self.files: dict[str, set[int] | None] = {}
         """None: a file that is not the package's."""
         self._calls: dict[int, int] = {}
@@ -36,12 +35,12 @@ class Lines:
             sys.monitoring.restart_events()
 
     def seen(self) -> dict[str, list[int]]:
-        """By file, a path within ``folder``."""
-        return {name.removeprefix(self._folder): sorted(lines) for name, lines in self.files.items() if lines}
+        """By file, a path below the root."""
+        return {name.removeprefix(self._root): sorted(lines) for name, lines in self.files.items() if lines}
 
     def _of(self, name: str) -> set[int] | None:
         if name not in self.files:
-            self.files[name] = set() if name.startswith(self._folder) else None
+            self.files[name] = set() if name.startswith(f"{self._root}flashtile/") else None
         return self.files[name]
 
     def start(self) -> None:
@@ -91,36 +90,36 @@ class Lines:
 class AppendedLines(Lines):
     """Lines of a child process, which may be ended at any time: each goes to a file at once."""
 
-    def __init__(self, folder: str, file: str) -> None:
-        super().__init__(folder)
+    def __init__(self, root: str, file: str) -> None:
+        super().__init__(root)
         self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def add(self, name: str, number: int) -> None:
         lines = self._of(name)
         if lines is not None and number not in lines:
             lines.add(number)
-            os.write(self._descriptor, f"{name.removeprefix(self._folder)}\t{number}\n".encode())
+            os.write(self._descriptor, f"{name.removeprefix(self._root)}\t{number}\n".encode())
 
 
 def follow() -> None:
     """In a child process: its lines are those of all tests of its file."""
-    folder, file = os.environ[FOLLOWED].split(os.pathsep)
-    AppendedLines(folder, file).start()
+    root, file = os.environ[FOLLOWED].split(os.pathsep)
+    AppendedLines(root, file).start()
 
 
 class Recorder:
-    """A plugin of pytest: how long each test takes, and which lines it runs. Tests that do not pass count for nothing."""
+    """A plugin of pytest: how long each test takes, and which lines it runs. Only tests that pass count."""
 
-    def __init__(self, folder: Path, children: Path) -> None:
+    def __init__(self, root: Path, children: Path) -> None:
         self._children = children
-        self._lines = Lines(str(folder))
+        self._lines = Lines(str(root))
         self._lines.start()
         self.tests: dict[str, dict[str, Any]] = {}
-        os.environ[FOLLOWED] = os.pathsep.join((str(folder), str(children)))
+        os.environ[FOLLOWED] = os.pathsep.join((str(root), str(children)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._lines.reset()
-        self._began = time.perf_counter()
+        self._began = cpu_seconds()
         self.tests[nodeid] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -129,14 +128,15 @@ class Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.tests[nodeid] |= {
-            "seconds": round(time.perf_counter() - self._began, 3),
+            "seconds": round(cpu_seconds() - self._began, 3),
             "lines": {file: masked(lines) for file, lines in self._lines.seen().items()},
         }
 
     def result(self) -> dict[str, Any]:
         passed = {name: test for name, test in self.tests.items() if "failed" not in test}
         failed = [name for name, test in self.tests.items() if test.get("failed") == "failed"]
-        return {"tests": passed, "failed": failed, "children": self._lines_of_children()}
+        lines = self._lines_of_children()
+        return {"tests": passed, "failed": failed, "children": lines, "seconds": round(cpu_seconds(), 1)}
 
     def _lines_of_children(self) -> dict[str, str]:
         found: dict[str, list[int]] = {}
@@ -145,6 +145,11 @@ class Recorder:
                 file, number = row.split("\t")
                 found.setdefault(file, []).append(int(number))
         return {file: masked(lines) for file, lines in found.items()}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those children that have ended: others may keep the machine busy."""
+    return sum(os.times()[:4])
 
 
 def masked(lines: list[int]) -> str:
@@ -168,7 +173,9 @@ class Map:
                 bits = int(test["lines"].get(file, "0"), 16) | int(recorded["children"].get(file, "0"), 16)
                 self._tests.setdefault(file, []).append((mode, name, test["seconds"], bits))
 
-    def covering(self, file: str, first: int, last: int, anywhere: bool = False) -> Iterator[tuple[str, str, float]]:
+    def covering(
+        self, file: str, first: int, last: int, anywhere: bool = False
+    ) -> Iterator[tuple[str, str, float]]:
         """(mode, test, seconds) of those that run one of the lines, or ``anywhere`` any line of the file."""
         wanted = ((1 << (last + 1)) - 1) & ~((1 << first) - 1)
         for mode, name, seconds, bits in self._tests.get(file, ()):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 
 from mutation.areas import NO_RESULT, ROOT, files_of
@@ -41,15 +41,16 @@ ARITHMETIC = {
     ast.LShift: ("<<", ">>"),
     ast.RShift: (">>", "<<"),
 }
-EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "any": "all", "all": "any"}
+EXTREMES = dict((("min", "max"), ("minimum", "maximum"), ("any", "all")))
+EXTREMES |= {new: old for old, new in EXTREMES.items()}
 SYMMETRIC = {*EXTREMES, "isinstance", "equal", "gcd", "allclose", "broadcast_shapes", "promote_types"}
 DROPPED_CALLS = {"masked_fill", "clamp", "clip", "reversed", "sorted", "flip", "unsqueeze", "mul", "sub"}
 """Methods that return a changed copy, which may be forgotten."""
 SILENT = re.compile(
-    r"(warn|debug|info|log|print|device_print|static_print|static_assert|device_assert|assume|multiple_of"
+    r"(warn|warning|error|debug|info|log|print|device_print|static_print|static_assert|device_assert|assume|multiple_of|gdc_\w+"
     r"|max_contiguous|max_constancy|debug_barrier|\w*Layout|\w*Error|join|TypeVar|cast|field|getLogger)$"
 )
-"""Calls that say something to a person, to a compiler or to a type checker."""
+"""Calls that say something to a person, a compiler or a type checker, or that only a card understands."""
 SPEED = re.compile(
     r"(num_warps|num_stages|num_ctas|maxnreg|eviction_policy|cache_modifier|loop_unroll_factor|warp_specialize"
     r"|timeout|non_blocking|daemon|stacklevel|strict|name|help|description)$"
@@ -225,7 +226,7 @@ class Source:
                     yield "operators", edit
         elif isinstance(node, ast.BoolOp):
             names = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-            for left, right in zip(node.values, node.values[1:], strict=False):
+            for left, right in pairwise(node.values):
                 for edit in self._between(left, right, *names):
                     yield "operators", edit
                 yield "operators", self._replaced(left, "True" if names[0] == "and" else "False")
@@ -259,7 +260,7 @@ class Source:
     def _of_call(self, node: ast.Call) -> Iterator[tuple[str, Edit]]:
         name, plain = _name(node.func), [a for a in node.args if not isinstance(a, ast.Starred)]
         if name in EXTREMES:
-            start, end = self._span(node.func)
+            _, end = self._span(node.func)
             yield "bounds", Edit(end - len(name), end, EXTREMES[name])
         if name in ("range", "arange", "static_range"):
             for argument in plain[:2]:
@@ -269,7 +270,7 @@ class Source:
         if name in ("reversed", "sorted") and isinstance(node.func, ast.Name) and len(plain) == 1:
             yield "dropped lines", self._replaced(node, f"list({self._text(plain[0])})")
         if name not in SYMMETRIC and len(plain) == len(node.args):
-            for left, right in zip(plain, plain[1:], strict=False):
+            for left, right in pairwise(plain):
                 if ast.dump(left) != ast.dump(right) and not (_is_text(left) or _is_text(right)):
                     yield "swapped arguments", self._swapped(left, None, right)
 
@@ -331,7 +332,9 @@ def _name(node: ast.AST) -> str:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    )
 
 
 def _end_of_head(statement: ast.stmt) -> int:
@@ -351,7 +354,7 @@ def _is_python(text: str) -> bool:
 
 
 def drawn(area: str, count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
-    """``count`` faults of an area that may change a result, and those between them that do not. The kinds take turns."""
+    """``count`` faults of an area that may change a result, and those between them that do not; kinds take turns."""
     texts = {file: (root / file).read_text("utf-8") for file in files_of(area)}
     every = [mutant for file, text in texts.items() for mutant in Source(file, text).mutants()]
     of_kinds = [sorted((m for m in every if m.kind == kind), key=lambda m: m.rank(seed)) for kind in KINDS]

@@ -1,4 +1,4 @@
-"""Tests of a copy of the checkout, recorded as it is or with a fault planted, in processes that have torch already."""
+"""Tests of a copy of the checkout, recorded as it is or with a fault planted, in processes with torch loaded."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MODES = {
     "interpreted": "interpreter and not slow",
 }
 """Tests that run in one process, by their markers. The second is Triton's interpreter's."""
-PASSED, FAILED, STOPPED = 0, 1, 2
-"""Exit codes of pytest; the last is for a file that cannot be imported."""
+PASSED, FAILED, EMPTY, STOPPED = 0, 1, 5, (2, 4)
+"""Exit codes of pytest; the last are for files that cannot be imported."""
 RAN = 100
 """Is added to them, lest a process that never came to pytest passes for a test that failed."""
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -61,8 +61,9 @@ class Checkout:
         """What the tests of a file run."""
         answer = self.root / ".answer"
         code = _in_process(patience, _record, self.root, mode, file, answer)
-        if code not in (PASSED, FAILED, 5):
-            raise RuntimeError(f"without a fault, pytest ends with {code}: {file}, {mode}")
+        if code not in (PASSED, FAILED, EMPTY):
+            output = (self.root / ".output").read_text("utf-8", "replace")[-2000:]
+            raise RuntimeError(f"without a fault, pytest ends with {code}: {file}, {mode}\n{output}")
         return json.loads(answer.read_text("utf-8"))
 
     def run(self, mode: str, tests: Sequence[tuple[str, float]]) -> str:
@@ -75,25 +76,27 @@ class Checkout:
             return "time"
         if code == FAILED:
             return answer.read_text("utf-8")
-        if code == STOPPED:
+        if code in STOPPED:
             return "import"
-        if code in (PASSED, 5):
+        if code in (PASSED, EMPTY):
             return ""
         return f"end of the process ({code})"
 
 
 def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> int | None:
-    """Exit code of pytest; None if it took more than ``patience`` seconds of the CPU, or many more by the clock."""
+    """Exit code of pytest; None if it took more than ``patience`` seconds of the CPU, or many by the clock."""
     process = PROCESSES.Process(target=_begin, args=(patience, act, arguments))
     process.start()
     process.join(10 * patience)
-    if process.exitcode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.join()
-    elif process.exitcode >= RAN:
-        return process.exitcode - RAN
-    return None if process.exitcode in (-signal.SIGKILL, -signal.SIGXCPU) else process.exitcode
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its children, and itself if it hangs
+    process.join()
+    code = process.exitcode
+    assert code is not None
+    if code in (-signal.SIGKILL, -signal.SIGXCPU):
+        return None
+    return code - RAN if code >= RAN else code
 
 
 def _begin(patience: float, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -133,6 +136,13 @@ class _Chosen:
         self._order = {name: number for number, name in enumerate(names)}
         self._answer = answer
 
+    def pytest_sessionstart(self) -> None:
+        """A failure of a generated call is enough: the smallest one takes long to find."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutants")
+
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         chosen = [item for item in items if item.nodeid in self._order]
         items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
@@ -152,8 +162,8 @@ def _run(root: Path, mode: str, names: list[str], answer: Path) -> None:
 
 
 def in_turn(tests: Iterable[tuple[str, str, float]]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(mode, tests) of the processes that a fault meets: quick tests first, one call of each function before further
-    ones, within MOST_SECONDS."""
+    """(mode, tests) of the processes that a fault meets: quick tests first, one call of each function before
+    further ones, within MOST_SECONDS."""
     calls: dict[str, int] = {}
     ranked = []
     for mode, name, seconds in sorted(tests, key=lambda test: test[2]):

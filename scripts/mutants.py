@@ -6,12 +6,12 @@
     python scripts/mutants.py --shard 2/4 --out 2.json  # a part; --add 1.json 2.json 3.json 4.json sums up
     python scripts/mutants.py --list                    # plant nothing
 
-A seed draws the same faults as long as their lines stay. ``scripts/mutation/areas.py`` says which files are in
-an area, ``no_result.json`` which code and which faults change no result, with the reason. Each fault is planted
-in a copy of the checkout and meets the tests that run its line, quick ones first, until one fails. Which those
-are is recorded once and kept in ``build/mutants``. Long runs may be cut: ``--seconds 300 --out found.json`` begins
-nothing after that time and, called again, goes on. The exit code is 0 if enough is noticed, 1 if not, 3 if the
-time was up.
+A seed draws the same faults as long as their lines stay. ``scripts/mutation/areas.py`` says which files are
+in an area, ``not_planted.json`` which code and which faults change no result, with the reason. Each fault is
+planted in a copy of the checkout and meets the tests that run its line, quick ones first, until one fails.
+Which those are is recorded once and kept in ``build/mutants``. Long runs may be cut: ``--seconds 300 --out
+found.json`` begins nothing after that time and, called again, goes on. The exit code is 0 if enough is
+noticed, 1 if not, 3 if the time was up.
 """
 
 from __future__ import annotations
@@ -216,7 +216,9 @@ def main() -> None:
     if options.sample or options.near:
         needed = {area for area, _ in mutants}
         tests = tuple(pattern for area in AREAS if area.name in needed for pattern in area.near)
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if Path("/proc/driver/nvidia").exists():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     PROCESSES.set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
     with tempfile.TemporaryDirectory() as folder, Workers(options.jobs, Path(folder), end) as workers:
         covered = record(workers, files_matching(tests))

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
-from mutation.areas import AREAS, NO_RESULT, area_of, files_matching, files_of  # noqa: E402
+from mutation.areas import AREAS, NOT_PLANTED, area_of, files_matching, files_of  # noqa: E402
 from mutation.cover import Map, masked  # noqa: E402
 from mutation.draw import KINDS, Source, drawn  # noqa: E402
 from mutation.run import in_turn  # noqa: E402
@@ -93,16 +93,16 @@ def test_where_no_fault_is_planted(text):
 
 def test_faults_without_a_result_are_still_there():
     """An entry whose line is gone says nothing; each has a reason."""
-    for entry in NO_RESULT["faults"]:
+    for entry in NOT_PLANTED["faults"]:
         assert area_of(entry["file"])
         text = (ROOT / entry["file"]).read_text("utf-8")
         assert (entry["line"], entry["fault"]) in faults(text, entry["file"]), entry
-    for entry in (*NO_RESULT["faults"], *NO_RESULT["code"]):
+    for entry in (*NOT_PLANTED["faults"], *NOT_PLANTED["code"]):
         assert entry["reason"]
 
 
 def test_code_without_a_result_gets_no_fault():
-    for entry in NO_RESULT["code"]:
+    for entry in NOT_PLANTED["code"]:
         files = [file for area in AREAS for file in files_of(area.name) if fnmatchcase(file, entry["file"])]
         assert files, entry
 

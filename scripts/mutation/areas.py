@@ -98,14 +98,15 @@ AREAS = (
 TESTS = (
     *(f"tests/{folder}/*" for folder in ("attn", "backends", "decode", "engine", "fp8", "integrations")),
     *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
+    "tests/docs/test_examples.py",
     "tests/test_[!m]*.py",
 )
 """Those of the other folders test what is in no area: pages, pictures, benchmarks. test_mutants.py reads the
 lines that faults change."""
 
-NO_RESULT = json.loads(Path(__file__).with_name("no_result.json").read_text("utf-8"))
-"""``code``: functions and tables, by patterns of a file and of a name in it, that decide what a call costs and never
-what it computes. ``faults``: single faults, by the text of their line. Both with the reason."""
+NOT_PLANTED = json.loads(Path(__file__).with_name("not_planted.json").read_text("utf-8"))
+"""``code``: functions and tables, by patterns of a file and of a name in it, that change no result or run on a
+card alone. ``faults``: single faults that change no result, by the text of their line. Both with the reason."""
 
 
 def area_of(file: str) -> str | None:

@@ -183,5 +183,5 @@ class Map:
                 yield mode, name, seconds
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Any:
     return json.loads(path.read_text("utf-8"))

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 
-from mutation.areas import NO_RESULT, ROOT, files_of
+from mutation.areas import NOT_PLANTED, ROOT, files_of
 
 KINDS = ("operators", "bounds", "constants", "dropped lines", "swapped arguments")
 COMPARISONS = {
@@ -102,7 +102,7 @@ class Mutant:
     @cached_property
     def reason(self) -> str:
         """Why no result follows from it; nothing if one may."""
-        for entry in NO_RESULT["faults"]:
+        for entry in NOT_PLANTED["faults"]:
             if (entry["file"], entry["line"], entry["fault"]) == self.key[:3]:
                 return entry["reason"]
         return ""
@@ -172,8 +172,8 @@ class Source:
     def _walk(
         self, node: ast.AST, statement: ast.stmt | None, scope: Scope
     ) -> Iterator[tuple[str, Edit, ast.stmt, Scope]]:
-        if isinstance(node, ast.stmt):
-            statement = node
+        if isinstance(node, ast.stmt) and not isinstance(node, (ast.Continue, ast.Break)):
+            statement = node  # Python may leave out the lines of those two
         if self._is_left_out(node, scope):
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -194,16 +194,16 @@ class Source:
         if isinstance(node, ast.If):
             return ast.unparse(node.test).endswith("TYPE_CHECKING")
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return SPOKEN.match(node.name) is not None or self._has_no_result(scope.inner(node.name))
+            return SPOKEN.match(node.name) is not None or self._is_not_planted(scope.inner(node.name))
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            return self._has_no_result(scope.inner(_name(target)))
+            return self._is_not_planted(scope.inner(_name(target)))
         return False
 
-    def _has_no_result(self, name: str) -> bool:
+    def _is_not_planted(self, name: str) -> bool:
         return any(
             fnmatchcase(self.file, entry["file"]) and fnmatchcase(name, entry["name"])
-            for entry in NO_RESULT["code"]
+            for entry in NOT_PLANTED["code"]
         )
 
     def _replaced(self, node: ast.AST, text: str) -> Edit:
@@ -354,7 +354,10 @@ def _is_python(text: str) -> bool:
 
 
 def drawn(area: str, count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
-    """``count`` faults of an area that may change a result, and those between them that do not; kinds take turns."""
+    """``count`` faults of an area that may change a result, and those met on the way that do not.
+
+    The kinds take turns.
+    """
     texts = {file: (root / file).read_text("utf-8") for file in files_of(area)}
     every = [mutant for file, text in texts.items() for mutant in Source(file, text).mutants()]
     of_kinds = [sorted((m for m in every if m.kind == kind), key=lambda m: m.rank(seed)) for kind in KINDS]

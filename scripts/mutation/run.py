@@ -1,4 +1,4 @@
-"""Tests of a copy of the checkout, recorded as it is or with a fault planted, in processes with torch loaded."""
+"""Tests of a copy of the checkout, recorded as it is or run with a fault, in processes with torch loaded."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Checkout:
 
 
 def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> int | None:
-    """Exit code of pytest; None if it took more than ``patience`` seconds of the CPU, or many by the clock."""
+    """Exit code of pytest; None if it took over ``patience`` seconds of the CPU, or many more in all."""
     process = PROCESSES.Process(target=_begin, args=(patience, act, arguments))
     process.start()
     process.join(10 * patience)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -17,6 +18,7 @@ from flashtile.attn.problem import NO_EXTRAS, Options
 from flashtile.masks import functional, operators
 from flashtile.masks.block_mask import of_flex_attention
 from flashtile.masks.mods import traced
+from flashtile.masks.operations import OPERATIONS
 from flashtile.masks.program import derivatives, parse
 
 FACTOR = 2.0
@@ -234,3 +236,37 @@ def test_generated_functions_are_one_for_each_text() -> None:
     other = str(traced("mask_mod", masks.window(3, 2)).program)
     assert mask_function(Mods(mask_mod=text)) is mask_function(Mods(mask_mod=again))
     assert mask_function(Mods(mask_mod=text)).__name__ != mask_function(Mods(mask_mod=other)).__name__
+
+
+@pytest.mark.parametrize("name", [name for name, found in OPERATIONS.items() if found.simplify is not None])
+def test_what_is_simplified_is_what_the_operation_gives(name) -> None:
+    """With an operand that is known only later, and with numbers alone."""
+    operation = OPERATIONS[name]
+    logical = name in ("and", "or", "xor", "not", "bool")
+    values = (False, True) if logical else (0, 1, 2, 3)
+    count = {"where": 3, "not": 1, "neg": 1, "abs": 1, "float": 1, "int": 1, "bool": 1}.get(name, 2)
+    later, told = object(), 0
+    for operands in itertools.product((*values, later), repeat=count):
+        found = operation.simplify(*operands)
+        if later not in operands:
+            assert found is not None
+        for value in values if found is not None else ():
+            known = [torch.tensor(value if operand is later else operand) for operand in operands]
+            if name == "where":
+                known[0] = known[0].bool()
+            expected = operation.evaluate(*known)
+            assert torch.equal(torch.as_tensor(value if found is later else found).to(expected), expected)
+            told += 1
+    assert told
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, -1), (-1, 0), (1, 2), (-1, -1)])
+def test_a_window_counts_from_its_own_key(left, right) -> None:
+    distance = torch.arange(5) - torch.arange(5)[:, None]
+    seen = torch.ones(5, 5, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    found = masks.window(left, right)(0, 0, torch.arange(5)[:, None], torch.arange(5))
+    assert torch.equal(torch.as_tensor(found).expand(5, 5), seen)

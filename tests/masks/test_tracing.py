@@ -17,6 +17,7 @@ from flashtile import masks
 from flashtile.attn.problem import NO_EXTRAS, Options
 from flashtile.masks import functional, operators
 from flashtile.masks.block_mask import of_flex_attention
+from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
 from flashtile.masks.operations import OPERATIONS
 from flashtile.masks.program import derivatives, parse
@@ -270,3 +271,32 @@ def test_a_window_counts_from_its_own_key(left, right) -> None:
         seen &= distance <= right
     found = masks.window(left, right)(0, 0, torch.arange(5)[:, None], torch.arange(5))
     assert torch.equal(torch.as_tensor(found).expand(5, 5), seen)
+
+
+WRITTEN = {
+    "to int": lambda s, b, h, q, kv: s.int() * 0.5,
+    "to bool": lambda s, b, h, q, kv: s + (kv - 2).bool() * 3.0,
+    "to float": lambda s, b, h, q, kv: s + kv.float() ** -1.0,
+    "dtype": lambda s, b, h, q, kv: s.to(torch.int64) + s.to(dtype=torch.float32),
+    "logical": lambda s, b, h, q, kv: torch.where(torch.logical_and(q, kv), s, -s),
+    "logical not": lambda s, b, h, q, kv: s * torch.logical_not(kv),
+    "reversed": lambda s, b, h, q, kv: (7 - s) + 2 / (kv + 1) + 9 % (q + 1),
+    "shifts": lambda s, b, h, q, kv: s + ((kv << 2) >> 1) + (q ^ kv) + (q | 1) + (kv & 2),
+    "whole": lambda s, b, h, q, kv: s + kv // 2 - (q + 5) % 3 + torch.floor(s),
+    "powers": lambda s, b, h, q, kv: s**3 + (s * s) ** 0.5 + s**4 - s**2,
+    "clamp": lambda s, b, h, q, kv: s.clamp(-0.5, 0.75) + s.clamp(max=0.1) + s.clamp(min=0.2),
+    "signs": lambda s, b, h, q, kv: s.abs() * s.sign() - (-s) + torch.relu(s),
+}
+"""Functions that mean the same on tensors."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_program_computes_what_its_function_does_on_tensors(name) -> None:
+    generator = torch.Generator().manual_seed(1)
+    score = torch.randn(5, 6, generator=generator) * 2
+    q, kv = torch.arange(5)[:, None], torch.arange(6)
+    b = h = torch.zeros((), dtype=torch.int64)
+    program = traced("score_mod", WRITTEN[name]).program
+    inputs = {"score": score, "b": b, "h": h, "q": q, "kv": kv}
+    (found,) = evaluate(program, inputs, [], kind="score_mod")
+    torch.testing.assert_close(found, WRITTEN[name](score, b, h, q, kv).float())

@@ -105,8 +105,8 @@ TESTS = (
 lines that faults change."""
 
 NOT_PLANTED = json.loads(Path(__file__).with_name("not_planted.json").read_text("utf-8"))
-"""``code``: functions and tables, by patterns of a file and of a name in it, that change no result or run on a
-card alone. ``faults``: single faults that change no result, by the text of their line. Both with the reason."""
+"""``code``: functions and tables, by patterns of a file and of a name in it, that change no result or run on
+cards alone. ``faults``: single faults that change no result, by their line's text. All with the reason."""
 
 
 def area_of(file: str) -> str | None:

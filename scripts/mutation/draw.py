@@ -43,7 +43,11 @@ ARITHMETIC = {
 }
 EXTREMES = dict((("min", "max"), ("minimum", "maximum"), ("any", "all")))
 EXTREMES |= {new: old for old, new in EXTREMES.items()}
-SYMMETRIC = {*EXTREMES, "isinstance", "equal", "gcd", "allclose", "broadcast_shapes", "promote_types"}
+SYMMETRIC = {
+    *EXTREMES,
+    *("isinstance", "equal", "allclose", "gcd", "transpose", "swapaxes", "broadcast_shapes", "promote_types"),
+}
+"""Calls that mean the same with two arguments swapped."""
 DROPPED_CALLS = {"masked_fill", "clamp", "clip", "reversed", "sorted", "flip", "unsqueeze", "mul", "sub"}
 """Methods that return a changed copy, which may be forgotten."""
 SILENT = re.compile(
@@ -53,7 +57,7 @@ SILENT = re.compile(
 """Calls that say something to a person, a compiler or a type checker, or that only a card understands."""
 SPEED = re.compile(
     r"(num_warps|num_stages|num_ctas|maxnreg|eviction_policy|cache_modifier|loop_unroll_factor|warp_specialize"
-    r"|timeout|non_blocking|daemon|stacklevel|strict|name|help|description)$"
+    r"|pack|is_pure|timeout|non_blocking|daemon|stacklevel|strict|name|help|description)$"
 )
 """Arguments that no result follows from."""
 SPOKEN = re.compile(r"(__repr__|__str__|_?explain\w*|_?describe\w*|\w*compile_cases|_?reason\w*)$")
@@ -181,7 +185,10 @@ class Source:
         if statement is not None:
             for kind, edit in chain(self._of_expression(node), self._of_statement(node)):
                 yield kind, edit, statement, scope
+        on_card = node.body if isinstance(node, ast.If) and "cuda" in ast.unparse(node.test) else []
         for child in _children(node):
+            if child in on_card:
+                continue
             yield from self._walk(child, statement, scope)
 
     def _is_left_out(self, node: ast.AST, scope: Scope) -> bool:
@@ -190,7 +197,8 @@ class Source:
         if isinstance(node, ast.keyword):
             return SPEED.match(node.arg or "") is not None
         if isinstance(node, ast.Call):
-            return SILENT.match(_name(node.func)) is not None
+            card = ast.unparse(node.func).startswith("torch.cuda.")
+            return card or SILENT.match(_name(node.func)) is not None
         if isinstance(node, ast.If):
             return ast.unparse(node.test).endswith("TYPE_CHECKING")
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -300,7 +308,7 @@ class Source:
             yield "dropped lines", self._replaced(node, "pass")
         elif isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Await)):
             call = node.value.value if isinstance(node.value, ast.Await) else node.value
-            if not (isinstance(call, ast.Call) and SILENT.match(_name(call.func))):
+            if not (isinstance(call, ast.Call) and self._is_left_out(call, Scope())):
                 yield "dropped lines", self._replaced(node, "pass")
         elif isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]

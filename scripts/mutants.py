@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -38,6 +39,8 @@ from mutation.run import MODES, PROCESSES, Checkout, Judge
 KEPT = ROOT / "build" / "mutants"
 LEAST = 0.95
 """Of the faults that may change a result: in all, and in each area with ENOUGH of them."""
+SPARE = 8
+"""Faults drawn for one of a sample: it has those whose lines are run by the tests near them."""
 ENOUGH = 20
 PATIENCE = 1800
 """Seconds of the CPU for recording one file of tests."""
@@ -52,7 +55,8 @@ class Workers:
         self._end = end
         self._checkouts: SimpleQueue[Checkout] = SimpleQueue()
         self._threads = ThreadPoolExecutor(count)
-        for checkout in self._threads.map(Checkout, [folder / str(number) for number in range(count)]):
+        first = Checkout(folder / "0")
+        for checkout in (first, *(Checkout(folder / str(number), first) for number in range(1, count))):
             self._checkouts.put(checkout)
 
     def each(self, act: Callable[[Checkout, Any], Any], tasks: Iterable[Any]) -> Iterable[Any]:
@@ -177,7 +181,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a fault's file, line or kind")
     parser.add_argument("--near", action="store_true", help="record the tests near the areas alone")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th from the I-th"
     )
@@ -197,10 +201,21 @@ def draw(options: argparse.Namespace) -> list[tuple[str, Mutant]]:
     """(area, fault) of the shard."""
     count = options.count
     if options.sample:
-        count = -(-options.sample // len(options.areas))
+        count = SPARE * -(-options.sample // len(options.areas))
     every = [(area, mutant) for area in options.areas for mutant in drawn(area, count, options.seed)]
     number, shards = options.shard
     return [(area, mutant) for area, mutant in every if options.only in str(mutant)][number - 1 :: shards]
+
+
+def sample(mutants: list[tuple[str, Mutant]], judges: Judge, count: int) -> list[tuple[str, Mutant]]:
+    """The first ``count`` of each area that some test may notice."""
+    left = Counter({area: count for area, _ in mutants})
+    found = []
+    for area, mutant in mutants:
+        if left[area] and not mutant.reason and judges.tests(mutant):
+            left[area] -= 1
+            found.append((area, mutant))
+    return found
 
 
 def main() -> None:
@@ -225,6 +240,8 @@ def main() -> None:
         if covered is None:
             print("out of time before all tests were recorded: call again to go on")
             sys.exit(UNFINISHED)
+        if options.sample:
+            mutants = sample(mutants, Judge(covered), -(-options.sample // len(options.areas)))
         entries = judge(workers, mutants, covered, options.out)
     good = report(entries)
     if len(entries) < len(mutants):

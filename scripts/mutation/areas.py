@@ -54,24 +54,32 @@ AREAS = (
         "portable",
         ("flashtile/backends/portable/*", "flashtile/backends/common/*"),
         (
-            "tests/attn/test_conformance.py",
+            "tests/attn/test_weights.py",
+            "tests/attn/test_partial_results.py",
+            "tests/backends/test_kernel_cache.py",
+            "tests/backends/test_kept_kernels.py",
             "tests/decode/test_decode_kernels.py",
+            "tests/decode/test_unified_max.py",
             "tests/linear/*",
-            "tests/fp8/test_fp8.py",
+            "tests/parallel/test_symmetric.py",
         ),
     ),
-    Area("Hopper", ("flashtile/backends/hopper/*",), ("tests/backends/test_hopper_*",)),
+    Area(
+        "Hopper",
+        ("flashtile/backends/hopper/*",),
+        ("tests/backends/test_hopper_interpreted.py", "tests/backends/test_hopper_schedule.py"),
+    ),
     Area(
         "CPU",
         ("flashtile/backends/cpu/*",),
         (
-            "tests/attn/test_conformance.py",
+            "tests/attn/test_weights.py",
+            "tests/attn/test_merge.py",
             "tests/backends/test_cpu_backend.py",
             "tests/decode/test_decode.py",
             "tests/decode/test_one_query.py",
             "tests/decode/test_decode_cache.py",
-            "tests/masks/test_mods.py",
-            "tests/fp8/test_fp8.py",
+            "tests/fp8/test_fp8_calls.py",
         ),
     ),
     Area(
@@ -85,7 +93,23 @@ AREAS = (
         ),
     ),
     Area("server", ("flashtile/engine/server/*", "flashtile/server/*"), ("tests/engine/server/*",)),
-    Area("engine", ("flashtile/engine/*",), ("tests/engine/test_*",)),
+    Area(
+        "engine",
+        ("flashtile/engine/*",),
+        tuple(
+            f"tests/engine/test_engine_{name}.py"
+            for name in (
+                "faults",
+                "models",
+                "sampling",
+                "sampling_kernel",
+                "scheduler",
+                "speculation",
+                "texts",
+                "upload",
+            )
+        ),
+    ),
     Area("parallel", ("flashtile/parallel/*",), ("tests/parallel/*",)),
     Area(
         "integrations",

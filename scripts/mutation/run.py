@@ -43,16 +43,12 @@ MOST_BYTES = 24 * 2**30
 class Checkout:
     """A copy in which faults are planted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, original: Checkout | None = None) -> None:
         self.root = folder
-        folder.mkdir()
-        for source in ROOT.iterdir():
-            if source.name.startswith(".") or source.name in LEFT_OUT:
-                continue
-            if source.is_dir():
-                shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns(*LEFT_OUT))
-            else:
-                shutil.copy2(source, folder / source.name)
+        if original is not None:
+            shutil.copytree(original.root, folder)
+            return
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", *LEFT_OUT))
         # By default Python tells versions of a file apart by their seconds: too coarse for faults.
         by_content = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / "flashtile", quiet=2, invalidation_mode=by_content)

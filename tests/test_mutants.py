@@ -46,6 +46,16 @@ def test_a_seed_draws_the_same_faults_and_another_one_others():
     assert {mutant.kind for mutant in first} == set(KINDS)
 
 
+def test_the_lines_that_a_fault_waits_for():
+    loop = "    while x:\n        if y:\n            break\n"
+    text = f"LIMIT = 1\n\n\ndef f(x, y=1):\n{loop}    return g(\n        x + 1\n    )\n"
+    found = {(m.line, m.fault): (m.first, m.last, m.in_function) for m in Source("a.py", text).mutants()}
+    assert found["LIMIT = 1", "LIMIT = 2"] == (1, 1, False)
+    assert found["def f(x, y=1):", "def f(x, y=2):"] == (4, 10, True)  # a default: those of the body
+    assert found["break", "pass"] == (6, 6, True)  # Python may leave its own line out
+    assert found["x + 1", "x - 1"] == (8, 10, True)
+
+
 def test_a_draw_survives_lines_that_move():
     text = (ROOT / "flashtile/merge.py").read_text("utf-8")
     before, after = Source("flashtile/merge.py", text), Source("flashtile/merge.py", f"x = y\n\n{text}")

@@ -346,7 +346,12 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _end_of_head(statement: ast.stmt) -> int:
-    """The last line of a statement, or of the head of one that has others in it."""
+    """The last line of a statement, or of the head of one that has others in it.
+
+    The head of a function has defaults, which its body uses.
+    """
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return statement.end_lineno or statement.lineno
     body = getattr(statement, "body", None)
     if isinstance(body, list) and body:
         return max(statement.lineno, body[0].lineno - 1)

@@ -199,9 +199,8 @@ class Judge:
         """(mode, test) that failed with a fault: whether it passes alone without one."""
 
     def tests(self, mutant: Mutant) -> list[tuple[str, str, float]]:
-        found = list(self._covered.covering(mutant.file, mutant.first, mutant.last))
-        if not found and not mutant.in_function:  # it runs when the file is imported
-            found = list(self._covered.covering(mutant.file, mutant.first, mutant.last, anywhere=True))
+        at_import = not mutant.in_function
+        found = self._covered.covering(mutant.file, mutant.first, mutant.last, anywhere=at_import)
         return [test for test in found if self._fit.get(test[:2], True)]
 
     def judge(self, checkout: Checkout, mutant: Mutant) -> dict[str, Any]:

@@ -24,8 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
@@ -59,19 +59,19 @@ class Workers:
         for checkout in (first, *(Checkout(folder / str(number), first) for number in range(1, count))):
             self._checkouts.put(checkout)
 
-    def each(self, act: Callable[[Checkout, Any], Any], tasks: Iterable[Any]) -> Iterable[Any]:
-        """(task, result) of each, in order; without those that would have begun too late."""
+    def each(self, act: Callable[[Checkout, Any], Any], tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """(task, result) of each as it is done; without those that would have begun too late."""
 
-        def one(task: Any) -> Any:
+        def one(task: Any) -> tuple[Any, Any] | None:
             checkout = self._checkouts.get()
             try:
-                return None if time.monotonic() > self._end else act(checkout, task)
+                return None if time.monotonic() > self._end else (task, act(checkout, task))
             finally:
                 self._checkouts.put(checkout)
 
-        tasks = list(tasks)
-        results = zip(tasks, self._threads.map(one, tasks), strict=True)
-        return ((task, result) for task, result in results if result is not None)
+        for done in as_completed([self._threads.submit(one, task) for task in tasks]):
+            if (result := done.result()) is not None:
+                yield result
 
     def __enter__(self) -> Workers:
         return self
@@ -80,23 +80,20 @@ class Workers:
         self._threads.shutdown(cancel_futures=True)
 
 
-def _key(test_file: str) -> str:
-    """Stands for the package, what tests import, and one file of tests: what a recording depends on."""
-    helpers = (path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_"))
-    digest = blake2b(f"{sys.version_info[:2]}".encode(), digest_size=8)
-    for path in (*sorted((ROOT / "flashtile").rglob("*.py")), *sorted(helpers), ROOT / test_file):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def recordings(test_files: list[str]) -> dict[tuple[str, str], Path]:
-    """(mode, file of tests): where its recording is kept."""
+    """(mode, file of tests): where its recording is kept, by a name that stands for all that it depends on."""
+    helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    shared = blake2b(f"{sys.version_info[:2]}".encode(), digest_size=8)
+    for path in (*sorted((ROOT / "flashtile").rglob("*.py")), *sorted(helpers)):
+        shared.update(path.read_bytes())
     found = {}
     for file in test_files:
-        key, text = _key(file), (ROOT / file).read_text("utf-8")
+        text, digest = (ROOT / file).read_text("utf-8"), shared.copy()
+        digest.update(text.encode())
+        name = f"{file.removesuffix('.py').replace('/', '-')}-{{}}-{digest.hexdigest()}.json"
         for mode in MODES:
             if mode == "plain" or re.search(r"\btarget\b|interpreter", text):
-                found[mode, file] = KEPT / f"{file.removesuffix('.py').replace('/', '-')}-{mode}-{key}.json"
+                found[mode, file] = KEPT / name.format(mode)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 from mutation.areas import AREAS, NOT_PLANTED, area_of, files_matching, files_of  # noqa: E402
-from mutation.cover import Map, masked  # noqa: E402
+from mutation.cover import FOLLOWED, Map, masked  # noqa: E402
 from mutation.draw import KINDS, Source, drawn  # noqa: E402
 from mutation.run import in_turn  # noqa: E402
 
@@ -113,9 +114,9 @@ def test_faults_without_a_result_are_still_there():
 
 
 def test_code_without_a_result_gets_no_fault():
+    files = [file for area in AREAS for file in files_of(area.name)]
     for entry in NOT_PLANTED["code"]:
-        files = [file for area in AREAS for file in files_of(area.name) if fnmatchcase(file, entry["file"])]
-        assert files, entry
+        assert any(fnmatchcase(file, entry["file"]) for file in files), entry
 
 
 RECORDED = """
@@ -136,14 +137,31 @@ print(first, lines.seen())
 """
 
 
-def test_lines_are_recorded_by_test_and_in_threads(tmp_path):
-    package = tmp_path / "flashtile"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "code.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
-    script = RECORDED.format(root=str(tmp_path), scripts=str(ROOT / "scripts"))
+@pytest.fixture
+def package(tmp_path):
+    (tmp_path / "flashtile").mkdir()
+    (tmp_path / "flashtile" / "__init__.py").write_text("")
+    (tmp_path / "flashtile" / "code.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    return tmp_path
+
+
+def test_lines_are_recorded_by_test_and_in_threads(package):
+    script = RECORDED.format(root=str(package), scripts=str(ROOT / "scripts"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "{'flashtile/code.py': [2, 4]} {'flashtile/code.py': [2, 3]}"
+
+
+def test_lines_are_recorded_in_child_processes_however_they_end(package):
+    found = package / "found"
+    environment = os.environ | {
+        FOLLOWED: f"{package}{os.pathsep}{found}",
+        "PYTHONPATH": f"{package}{os.pathsep}{ROOT / 'scripts/mutation/in_children'}",
+    }
+    script = "import os; from flashtile import code; code.f(1); os._exit(0)"
+    subprocess.run([sys.executable, "-c", script], cwd=package, env=environment, check=True)
+    lines = {tuple(row.split("\t")) for row in found.read_text().splitlines()}
+    assert lines >= {("flashtile/code.py", "2"), ("flashtile/code.py", "3")}
+    assert ("flashtile/code.py", "4") not in lines
 
 
 def test_a_fault_meets_the_tests_of_its_line_quick_ones_first():

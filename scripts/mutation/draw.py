@@ -210,7 +210,7 @@ class Source:
 
     def _is_not_planted(self, name: str) -> bool:
         return any(
-            fnmatchcase(self.file, entry["file"]) and fnmatchcase(name, entry["name"])
+            fnmatchcase(self.file, entry["file"]) and re.fullmatch(entry["name"], name)
             for entry in NOT_PLANTED["code"]
         )
 

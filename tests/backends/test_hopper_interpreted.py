@@ -255,7 +255,7 @@ def test_a_block_mask_of_whole_blocks() -> None:
 
 def test_a_sequence_that_ends_in_the_only_full_block() -> None:
     """Keys behind its end are hidden, although the block mask hides none."""
-    blocks = create_block_mask(mask_mod(lambda b, h, q, kv: kv >= 128), None, None, 64, 200, "cpu")
+    blocks = create_block_mask(mask_mod(lambda b, h, q, kv: kv >= 100), None, None, 64, 200, "cpu")
     assert blocks.full_kv_indices[0, 0, 0, 0] == 1
     q, k, v = (testing.random_tensor((1, n, 1, 64), BF16, "cpu", seed=n) for n in (64, 200, 200))
     with interpreted():

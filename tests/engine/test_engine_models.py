@@ -10,7 +10,7 @@ from engine_models import MODELS, folder, greedy, load, prompts, transformers_mo
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
 from flashtile.engine.memory import run_one_layer
-from flashtile.engine.model import FEW_ROWS, Matrix
+from flashtile.engine.model import FEW_ROWS, Matrix, rms_norm
 
 LENGTH = 14
 WAYS = {
@@ -206,3 +206,13 @@ def test_blocks_are_hashed_for_the_prefix_cache_only_where_there_are_new_ones(le
     assert cached.call_count == calls
     (again,) = llm.generate([list(range(3, 23))], SamplingParams(max_tokens=1))
     assert again.num_cached_tokens == 16
+
+
+def test_a_norm_whose_weight_has_another_dtype_is_computed_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 8, generator=generator).bfloat16(), torch.randn(8, generator=generator)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight.double()
+    found = rms_norm(x, weight, 0.5)
+    assert found.dtype == x.dtype
+    torch.testing.assert_close(found, expected.bfloat16(), atol=0, rtol=2**-7)

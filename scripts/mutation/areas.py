@@ -126,8 +126,9 @@ TESTS = (
 lines that faults change."""
 
 NOT_PLANTED = json.loads(Path(__file__).with_name("not_planted.json").read_text("utf-8"))
-"""Both with reasons. ``code``: functions and tables that change no result or run on cards alone, by a pattern of
-files and a regular expression of names. ``faults``: single faults that change no result, by their line's text."""
+"""With reasons. ``code``: functions and tables that change no result or run on cards alone, by a pattern of
+files and a regular expression of names. ``faults``: single ones that change no result, by the line's text.
+"""
 
 
 def area_of(file: str) -> str | None:

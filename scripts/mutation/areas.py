@@ -57,7 +57,6 @@ AREAS = (
             "tests/backends/test_kernel_cache.py",
             "tests/backends/test_kept_kernels.py",
             "tests/decode/test_decode_kernels.py",
-            "tests/decode/test_unified_max.py",
             "tests/linear/*",
             "tests/parallel/test_symmetric.py",
         ),

@@ -116,13 +116,14 @@ AREAS = (
 """A file belongs to the first that has it."""
 
 TESTS = (
-    *(f"tests/{folder}/*" for folder in ("attn", "backends", "decode", "engine", "fp8", "integrations")),
+    *(f"tests/{folder}/*" for folder in ("attn", "decode", "engine", "fp8", "integrations")),
     *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
+    *(f"tests/backends/test_{name}*" for name in ("[!c]", "compare", "cpu", "compile_")),
     "tests/docs/test_examples.py",
     "tests/test_[!m]*.py",
 )
 """Those of the other folders test what is in no area: pages, pictures, benchmarks. test_mutants.py reads the
-lines that faults change."""
+lines that faults change; test_compile.py compiles kernels for minutes and runs none."""
 
 NOT_PLANTED = json.loads(Path(__file__).with_name("not_planted.json").read_text("utf-8"))
 """With reasons. ``code``: functions and tables that change no result or run on cards alone, by a pattern of

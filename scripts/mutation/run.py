@@ -22,7 +22,7 @@ from mutation.cover import Map, Recorder
 from mutation.draw import Mutant
 
 MODES = {
-    "plain": "not gpu and not interpreter and not exhaustive and not compile and not slow",
+    "plain": "not gpu and not interpreter and not exhaustive and not slow",
     "interpreted": "interpreter and not slow",
 }
 """Tests that run in one process, by their markers. The second is Triton's interpreter's."""

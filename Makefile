@@ -74,8 +74,8 @@ test-compile: $(READY) ## compile every configuration of every kernel; make test
 record-compiled: $(READY) ## compile the configurations that have changed since, and record what the compiler says of them
 	$(RUN) tests/backends/compile_record.py
 
-mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
-	$(RUN) scripts/mutants.py $(ARGS)
+mutants: $(READY) ## plant faults drawn from the source and count those that the tests notice; SAMPLE=30, SEED=, ARGS=
+	$(RUN) scripts/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 soak: $(READY) ## two replicas of a server under load and abuse for SECONDS=600; the exit code says whether all was well
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/engine/server $(RUN) tests/engine/server/soak.py $(or $(SECONDS),600)

@@ -265,6 +265,15 @@ def test_a_block_mask_of_whole_blocks() -> None:
         testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
 
 
+def test_a_sequence_that_ends_in_the_only_full_block() -> None:
+    """Keys behind its end are hidden, although the block mask hides none."""
+    blocks = create_block_mask(mask_mod(lambda b, h, q, kv: kv >= 100), None, None, 64, 200, "cpu")
+    assert blocks.full_kv_indices[0, 0, 0, 0] == 1
+    q, k, v = (testing.random_tensor((1, n, 1, 64), BF16, "cpu", seed=n) for n in (64, 200, 200))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
+
+
 def test_launches_share_the_counter_of_their_queue() -> None:
     """Each leaves it 0, whichever of its programs is the last to ask."""
     counters = torch.zeros(8, dtype=torch.int32)

@@ -11,7 +11,7 @@ from engine_models import MODELS, folder, greedy, load, prompts, transformers_mo
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
 from flashtile.engine.memory import run_one_layer
-from flashtile.engine.model import FEW_ROWS, Matrix
+from flashtile.engine.model import FEW_ROWS, Matrix, rms_norm
 
 LENGTH = 14
 WAYS = {
@@ -227,3 +227,13 @@ def test_a_head_of_its_own_in_a_tied_checkpoint_is_kept(tmp_path, caplog, differ
     assert torch.equal(llm.engine.runner.model.head.weight, head)
     theirs = type(transformers_model("llama2")).from_pretrained(tmp_path / "model")
     assert torch.equal(theirs.lm_head.weight, head)
+
+
+def test_a_norm_whose_weight_has_another_dtype_is_computed_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 8, generator=generator).bfloat16(), torch.randn(8, generator=generator)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight.double()
+    found = rms_norm(x, weight, 0.5)
+    assert found.dtype == x.dtype
+    torch.testing.assert_close(found, expected.bfloat16(), atol=0, rtol=2**-7)

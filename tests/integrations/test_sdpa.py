@@ -253,6 +253,8 @@ def test_the_kernels_that_torch_s_registry_gets(is_causal):
     for q, k, v in (
         tensors(*[(2, 3, 7, 8)] * 3),
         [t.transpose(1, 2) for t in tensors(*[(2, 7, 3, 8)] * 3)],
+        tensors((2, 3, 7, 8), *[(2, 3, 10, 8)] * 2),  # causal: the last keys are seen by none
+        tensors((2, 3, 10, 8), *[(2, 3, 7, 8)] * 2),
     ):
         out, lse, _, _, *others = door_module.forward(q, k, v, 0.0, is_causal, scale=0.3)
         dout = torch.randn(out.shape)

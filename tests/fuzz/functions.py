@@ -5,6 +5,7 @@ A fuzzer of closures that change between calls may join as a family of its own, 
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 from fuzz.attention import BODY, dtype_for, masking, qkv, sizes_for, spelled
@@ -96,7 +97,10 @@ def score_mod(rng: Random, tensors: dict[str, str]) -> tuple[str, str]:
 
 def block_mask(rng: Random, mask: str, lengths: str = "seqlen_q, seqlen_k") -> str:
     sizes = rng.choice(["", ", BLOCK_SIZE=32", ", BLOCK_SIZE=(16, 64)"])
-    sides = f"{rng.choice(['None', 'batch'])}, {rng.choice(['None', 'group * heads_kv'])}"
+    read = re.sub(r"lambda b, h, i, j:", "", mask)  # None is for a mask that is the same for all
+    of_batch = "batch" if re.search(r"\bb\b|_lengths", read) else rng.choice(["None", "batch"])
+    of_heads = "group * heads_kv" if re.search(r"\bh\b", read) else rng.choice(["None", "group * heads_kv"])
+    sides = f"{of_batch}, {of_heads}"
     make = rng.choice(["masks.create_block_mask", "flex.create_block_mask"])
     return f"{make}({mask}, {sides}, {lengths}, device=device{sizes})"
 

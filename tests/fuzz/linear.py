@@ -21,15 +21,15 @@ def options_for(rng: Random, columns: str, residual: bool = True) -> tuple[dict[
         tensors["_x_scale"] = "rand(rows, device=device, seed=5).abs()"
         options.append("x_scale=_x_scale")
     if residual and rng.random() < 0.3:
-        tensors["residual"] = "rand(*shape[:-1], {}, dtype=dtype, device=device, seed=6)"
+        tensors["residual"] = "rand(*_shape[:-1], {}, dtype=dtype, device=device, seed=6)"
         options.append("residual=residual")
     if rng.random() < 0.2:
         options.append("prefetch=True")
     return tensors, options
 
 
-def weight(rng: Random, rows: str, tensors: dict[str, str], options: list[str]) -> None:
-    if rng.random() < 0.25:
+def weight(rng: Random, rows: str, narrow: bool, tensors: dict[str, str], options: list[str]) -> None:
+    if narrow and rng.random() < 0.4:
         tensors["weight"] = f"rand({rows}, inner, device=device, seed=2).to(torch.float8_e4m3fn)"
         blocks = rng.random() < 0.5
         scale = f"-(-({rows}) // 128), -(-inner // 128)" if blocks else rows
@@ -51,12 +51,10 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     if form == "linear_qkv":
         sizes |= {"dim": rng.choice([2, 8, 16])}
     tensors, options = options_for(rng, columns, form != "linear_qkv")
-    tensors = {"shape": leading, "x": "rand(*shape, dtype=dtype, device=device, seed=1)"} | {
+    tensors = {"_shape": leading, "x": "rand(*_shape, dtype=dtype, device=device, seed=1)"} | {
         name: text.format("outer") for name, text in tensors.items()
     }
-    tensors["_shape"] = tensors.pop("shape")
-    tensors = {"_shape": tensors.pop("_shape"), **{n: t.replace("*shape", "*_shape") for n, t in tensors.items()}}
-    weight(rng, columns, tensors, options)
+    weight(rng, columns, fixed["dtype"] in ("torch.float16", "torch.bfloat16"), tensors, options)
     if form == "linear":
         options += ["activation='silu_and_mul'"] if gated else []
         body = "def call(linear, NAMES):\n    return linear(x, weight, OPTIONS)\nagree(call, flashtile.linear.linear, "
@@ -65,7 +63,6 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         tensors["after"] = "rand(outer, dtype=dtype, device=device, seed=8)"
         body = """def exact(x, weight, after, next_norm_eps=1e-6, **options):
     y = oracle.linear(x, weight, **options)
-    kind = torch.promote_types(y.dtype, torch.float32)
     factor = torch.rsqrt(y.square().mean(-1) + next_norm_eps).flatten()
     return y, oracle.narrow(y * after), factor
 def call(linear, NAMES):
@@ -78,7 +75,7 @@ agree(call, flashtile.linear.linear_before_norm, exact, gradients=False, GIVEN)"
 def _qkv(rng, sizes, tensors, options, fixed, rows) -> Call:
     """Four query heads, one of keys, one of values."""
     fixed["heads"] = "4"
-    page, slots = 4, [s if rng.random() < 0.8 else -1 for s in rng.sample(range(32), rows)]
+    slots = [s if rng.random() < 0.8 else -1 for s in rng.sample(range(32), rows)]
     cache = "rand(8, 4, 1, dim, dtype=dtype, device=device, seed={})"
     tensors |= {"k_cache": cache.format(11), "v_cache": cache.format(12)}
     half = sizes["dim"] // 2

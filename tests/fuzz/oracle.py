@@ -269,3 +269,39 @@ def sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, en
         options["mask"] = seen[None, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return attention(q, k, v, softmax_scale=scale, **options)[0].transpose(1, 2)
+
+
+def multihead(
+    module, query, key, value, key_padding_mask=None, attn_mask=None, need_weights=True, average_attn_weights=True
+):
+    """``torch.nn.MultiheadAttention`` with the parameters of ``module``; a query without keys gets zeros."""
+
+    def parameter(p):
+        return p.detach().to(query.dtype)
+
+    inputs = [x if module.batch_first else x.transpose(0, 1) for x in (query, key, value)]
+    weights = module.in_proj_weight
+    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight) if weights is None else weights.chunk(3)
+    biases = (0, 0, 0) if module.in_proj_bias is None else parameter(module.in_proj_bias).chunk(3)
+    q, k, v = (narrow(wide(x) @ parameter(w).mT + b) for x, w, b in zip(inputs, weights, biases, strict=True))
+    batch, sk = k.shape[:2]
+    if module.bias_k is not None:
+        k, v = (torch.cat([x, parameter(b).expand(batch, 1, -1)], 1) for x, b in ((k, module.bias_k), (v, module.bias_v)))
+    if module.add_zero_attn:
+        k, v = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (k, v))
+    more = k.shape[1] - sk  # keys that no mask knows
+    heads, pad = module.num_heads, torch.nn.functional.pad
+    options = {}
+    if key_padding_mask is not None:
+        options["key_padding_mask"] = pad(~key_padding_mask, (0, more), value=True)
+    if attn_mask is not None:
+        attn_mask = attn_mask.view(-1, heads if attn_mask.dim() == 3 else 1, *attn_mask.shape[-2:])
+        hides = attn_mask.dtype == torch.bool
+        options["mask" if hides else "bias"] = pad(~attn_mask if hides else attn_mask, (0, more), value=hides)
+    q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
+    out, _, p = attention(q, k, v, return_attn_weights=True, **options)
+    out = wide(out.flatten(-2)) @ parameter(module.out_proj.weight).mT
+    out = narrow(out if module.out_proj.bias is None else out + parameter(module.out_proj.bias))
+    out = out if module.batch_first else out.transpose(0, 1)
+    p = wide(p).mean(1) if average_attn_weights else wide(p)
+    return (out, p) if need_weights else out

@@ -13,8 +13,10 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 # Only files with one of these words have interpreted tests. To import the others takes a worker ten seconds.
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
+FUZZ_SECONDS = $(if $(filter command% environment%,$(origin SECONDS)),$(SECONDS),120)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel fuzz mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -38,6 +40,11 @@ test-interpreter: $(READY)
 
 test-compile: $(READY) ## compile every configuration of every kernel; make test leaves out those that tell little
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
+
+# bash exports no SECONDS, so a SECONDS from the environment is the caller's.
+fuzz: $(READY) ## random calls of every public function against an oracle, SECONDS=600 SEED=7 DEVICE=cuda ARGS="--family caches"
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --seconds $(FUZZ_SECONDS) --device $(or $(DEVICE),cpu) \
+	  --jobs $(or $(JOBS),1) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
 	$(RUN) scripts/mutants.py $(ARGS)

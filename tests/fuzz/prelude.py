@@ -19,7 +19,7 @@ from flashtile.testing import poisoned_memory
 from fuzz import oracle
 
 __all__ = [
-    "F", "Wrong", "agree", "bert_padding", "compat", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8", "ints",
+    "F", "Wrong", "agree", "bert_padding", "compat", "ends_well", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8", "ints",
     "kv_cache", "linear", "masks", "math", "nn", "offsets", "oracle", "parallel", "rand", "refuses", "rotary", "torch",
 ]  # fmt: skip
 
@@ -166,3 +166,12 @@ def refuses(call, *names: str) -> None:
     except Exception as error:
         raise Wrong(f"a {type(error).__name__} instead of a ValueError", str(error)[:300]) from None
     raise Wrong(f"{names[0]} is taken")
+
+
+def ends_well(call, *names: str) -> None:
+    """The call gives a result, or is refused as :func:`refuses` has it."""
+    try:
+        refuses(call, *names)
+    except Wrong as error:
+        if not error.label.endswith("is taken"):
+            raise

@@ -11,6 +11,17 @@ from functools import partial
 
 FAMILIES = {
     name: partial(importlib.import_module, f"fuzz.{name}")
-    for name in ("attention", "functions", "caches", "fp8", "linear", "doors", "parallel", "manager", "engine", "bad_calls")
+    for name in (
+        "attention",
+        "functions",
+        "caches",
+        "fp8",
+        "linear",
+        "doors",
+        "parallel",
+        "manager",
+        "engine",
+        "bad_calls",
+    )
 }
 """By name, what gives the module."""

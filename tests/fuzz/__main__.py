@@ -18,7 +18,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--family", action="append", choices=list(FAMILIES), help="default: all; may be repeated")
+    parser.add_argument(
+        "--family", action="append", choices=list(FAMILIES), help="default: all; may be repeated"
+    )
     parser.add_argument("--calls", type=int, help="stop after so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with a seed of its own")
     options = parser.parse_args(arguments)

@@ -17,7 +17,9 @@ def dtype_for(rng: Random, device: str) -> str:
 
 def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
     """Lengths that share a number of blocks or not, one token, more queries than keys."""
-    length = lambda: rng.choice([1, 2, 3, rng.randint(4, 20), rng.randint(4, longest), rng.choice([16, 32, 64, 65])])  # noqa: E731
+    def length() -> int:
+        return rng.choice([1, 2, 3, rng.randint(4, 20), rng.randint(4, longest), rng.choice([16, 32, 64, 65])])
+
     same = length()
     return {
         "batch": rng.randint(1, 3),
@@ -81,7 +83,9 @@ def extras(rng: Random, sizes: dict[str, int], varlen: bool, of_k: list[int] | N
     shape = f"{rng.choice(['1', 'batch'])}, {rng.choice(['1', 'heads'])}, {rng.choice(['1', sides[0]])}, {sides[1]}"
     if rng.random() < 0.15:
         slopes = rng.choice(["heads", "batch, heads"])
-        tensors["alibi_slopes" if rng.random() < 0.3 else "_slopes"] = f"rand({slopes}, device=device, seed=21).abs()"
+        tensors["alibi_slopes" if rng.random() < 0.3 else "_slopes"] = (
+            f"rand({slopes}, device=device, seed=21).abs()"
+        )
         options.append(f"alibi_slopes={[*tensors][-1]}")
     if rng.random() < 0.2:
         kind = rng.choice(["dtype", "torch.promote_types(dtype, torch.float32)"])
@@ -99,7 +103,9 @@ def extras(rng: Random, sizes: dict[str, int], varlen: bool, of_k: list[int] | N
     if rng.random() < 0.1:
         options.append(f"attention_chunk={rng.choice([1, 3, 16])}")
     if rng.random() < 0.1:
-        tensors["qv"] = f"rand({'total_q' if varlen else 'batch, seqlen_q'}, heads, head_dim_v, dtype=dtype, device=device, seed=26)"
+        tensors["qv"] = (
+            f"rand({'total_q' if varlen else 'batch, seqlen_q'}, heads, head_dim_v, dtype=dtype, device=device, seed=26)"
+        )
         options.append("qv=qv")
     if rng.random() < 0.1 and not varlen:
         options.append(f"seqused_k=ints{_call(lengths(rng, sizes['batch'], sizes['seqlen_k']))}")
@@ -116,7 +122,9 @@ agree(call, {ours}, {exact}, GIVEN)"""
 
 
 def draw(rng: Random, device: str = "cpu") -> Call:
-    form = rng.choice(["attention"] * 8 + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout"])
+    form = rng.choice(
+        ["attention"] * 8 + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout"]
+    )
     varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func")
     sizes = sizes_for(rng)
     if "packed" in form:
@@ -145,7 +153,11 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
     if form == "flash_attn_func":
         ours = rng.choice(["flashtile.flash_attn_func", "flash_attn_interface.flash_attn_func"])
         last = "return_attn_probs=True" if "interface" in ours else last
-    elif varlen and rng.random() < 0.3 and not any(o.startswith(("mask", "bias", "seqused", "attention_chunk")) for o in options):
+    elif (
+        varlen
+        and rng.random() < 0.3
+        and not any(o.startswith(("mask", "bias", "seqused", "attention_chunk")) for o in options)
+    ):
         ours = "flashtile.flash_attn_varlen_func"
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
@@ -164,17 +176,25 @@ def _packed_form(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
                 "cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, **o)"
             )
     else:
-        tensors = {"q": tensors["q"], "kv": f"rand({keys}, 2, heads_kv, head_dim, dtype=dtype, device=device)"}
+        tensors = {
+            "q": tensors["q"],
+            "kv": f"rand({keys}, 2, heads_kv, head_dim, dtype=dtype, device=device)",
+        }
         exact = "lambda q, kv, **o: oracle.attention(q, *kv.unbind(-3), **o)"
     ours = f"flashtile.flash_attn_{'varlen_' * varlen}{form}_func"
-    body = BODY.format(names="NAMES", positional=", ".join(tensors), ours=ours, exact=exact, last="return_lse=True")
+    body = BODY.format(
+        names="NAMES", positional=", ".join(tensors), ours=ours, exact=exact, last="return_lse=True"
+    )
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
 
 def _one_side(text: str) -> str:
-    first, _, longest, _ = text.replace("cu_seqlens_q=", "cu_seqlens=").replace(", cu_seqlens_k", "\ncu_seqlens_k").replace(
-        ", max_seqlen", "\nmax_seqlen"
-    ).split("\n")
+    first, _, longest, _ = (
+        text.replace("cu_seqlens_q=", "cu_seqlens=")
+        .replace(", cu_seqlens_k", "\ncu_seqlens_k")
+        .replace(", max_seqlen", "\nmax_seqlen")
+        .split("\n")
+    )
     return f"{first}, {longest.replace('max_seqlen_q', 'max_seqlen')}"
 
 
@@ -201,9 +221,13 @@ def _merge(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     parts = rng.randint(2, 4)
     tensors = {}
     for n in range(parts):
-        tensors[f"out_{n}"] = f"rand(batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed={n})"
+        tensors[f"out_{n}"] = (
+            f"rand(batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed={n})"
+        )
         kind = "torch.promote_types(dtype, torch.float32)"
-        tensors[f"lse_{n}"] = f"rand(batch, heads, seqlen_q, dtype={kind}, device=device, seed={n + 9}, scale=3.0)"
+        tensors[f"lse_{n}"] = (
+            f"rand(batch, heads, seqlen_q, dtype={kind}, device=device, seed={n + 9}, scale=3.0)"
+        )
     pairs = ", ".join(f"out_{n}, lse_{n}" for n in range(parts))
     body = f"""def exact(*parts):
     return oracle.merged(torch.stack(parts[::2]), torch.stack(parts[1::2]))
@@ -227,4 +251,10 @@ agree(call, flashtile.attention, lambda *t, **o: oracle.attention(*t, **o, kept=
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
 
-_FORMS = {"kvpacked": _packed_form, "qkvpacked": _packed_form, "weights": _weights, "merge_states": _merge, "dropout": _dropout}
+_FORMS = {
+    "kvpacked": _packed_form,
+    "qkvpacked": _packed_form,
+    "weights": _weights,
+    "merge_states": _merge,
+    "dropout": _dropout,
+}

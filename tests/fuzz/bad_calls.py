@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from random import Random
 
+from fuzz import prelude
 from fuzz.runner import Call
 
 Q = "rand(2, 5, 4, 16)"
@@ -17,7 +19,13 @@ CACHE = {"q": "rand(2, 1, 4, 16)", "k_cache": "rand(6, 4, 2, 16)", "v_cache": "r
 TABLE = {"block_table": "ints([0, 1], [2, 3])", "cache_seqlens": "ints(5, 3)"}
 ROTARY = {"rotary_cos": "rand(20, 8)", "rotary_sin": "rand(20, 8)", "rotary_interleaved": "True"}
 HALF = {name: f"{text}.bfloat16()" for name, text in (("q", Q), ("k", K), ("v", V))}
-LINEAR = {"x": "rand(3, 8)", "weight": "rand(6, 8)", "bias": "rand(6)", "norm_weight": "rand(8)", "norm_eps": "1e-6"}
+LINEAR = {
+    "x": "rand(3, 8)",
+    "weight": "rand(6, 8)",
+    "bias": "rand(6)",
+    "norm_weight": "rand(8)",
+    "norm_eps": "1e-6",
+}
 
 GOOD: dict[str, dict[str, str]] = {
     "flashtile.attention": {
@@ -73,7 +81,7 @@ GOOD: dict[str, dict[str, str]] = {
     "masks.alibi": {"slopes": "rand(4)", "offset": "0"}, "masks.relative_position": {"bias": "rand(4, 5)", "offset": "0"},
     "masks.softcap": {"cap": "1.0"}, "masks.mask_mod": {"function": "masks.causal()"}, "masks.score_mod": {"function": "masks.softcap(1.0)"},
     "masks.create_block_mask": {"mask_mod": "masks.causal()", "B": "2", "H": "4", "Q_LEN": "30", "KV_LEN": "40", "device": "'cpu'", "BLOCK_SIZE": "16"},
-    "masks.from_triton": {"kind": "'score'", "function": "None"},
+    "masks.from_triton": {"kind": "'score_mod'", "_function": "None"},
     "parallel.own_tokens": {"lengths": "ints(3, 5)", "rank": "0", "size": "2", "interleave": "1"},
     "kv_cache.BlockManager": {"num_blocks": "8", "block_size": "4", "max_sequences": "2", "max_seqlen": "16", "num_host_blocks": "2", "window_left": "3"},
     "kv_cache.PagedKVCache": {
@@ -103,7 +111,8 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "masks.window left": ("-7", "-(2**70)"), "masks.window right": ("-7", "-(2**70)"),  # a negative number is no limit
     "masks.causal offset": ("-7",), "masks.window offset": ("-7",), "masks.prefix_lm length": ("-7",), "masks.prefix_lm offset": ("-7",),
     "masks.dilated offset": ("-7",), "masks.alibi offset": ("-7",), "masks.relative_position offset": ("-7",),
-    "* softmax_scale": ("-7",), "* softmax_max": ("-7",), "* cap": ("math.inf",), "* softcap": ("math.inf",),
+    **{f"* {name}": ("-7", "2**70", "-(2**70)") for name in ("softmax_scale", "softmax_max", "scale")},  # any finite number
+    **{f"* {name}": ("2**70", "math.inf") for name in ("softcap", "cap", "norm_eps", "next_norm_eps")},
     "masks.mask_mod function": ("lambda x: x",), "masks.score_mod function": ("lambda x: x",),
     "* window_left": ("-7",), "flashtile.SamplingParams stop": ("'nonsense'",), "flashtile.SamplingParams top_k": ("-7",),
     "flashtile.SamplingParams seed": ("-7", "2**70", "-(2**70)"), "flashtile.SamplingParams max_tokens": ("2**70",), "flashtile.SamplingParams min_tokens": (),
@@ -113,7 +122,14 @@ TAKEN: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Values that look like nonsense and are rightly taken, by function and argument (* for any function)."""
 
-TAKEN_TENSORS = ("torch.cat([{}, {}], -1)", "({}).to(torch.int8)", "({}).to(torch.float64)", "({})[None, None]", "({})[..., :0]", "({}).to('meta')")
+TAKEN_TENSORS = (
+    "torch.cat([{}, {}], -1)",
+    "({}).to(torch.int8)",
+    "({}).to(torch.float64)",
+    "({})[None, None]",
+    "({})[..., :0]",
+    "({}).to('meta')",
+)
 """Of a tensor: what may be right for some argument, such as longer tables, other ints or one dimension more."""
 
 
@@ -121,38 +137,41 @@ def _is_tensor(text: str) -> bool:
     return text.startswith(("rand(", "ints(", "offsets(", "torch.ones(", "torch.zeros(", "torch.tensor("))
 
 
-def draw(rng: Random, device: str = "cpu") -> Call:
-    name = rng.choice(list(GOOD))
+def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> Call:
+    name = rng.choice(functions or list(GOOD))
     arguments = GOOD[name]
     name = name.strip()
     victim = rng.choice([n for n in arguments if not n.startswith("_")])
     tensor = _is_tensor(arguments[victim])
     value = rng.choice(SPOILT if tensor and rng.random() < 0.5 else NONSENSE)
     taken = TAKEN.get(f"{name} {victim}", ()) + TAKEN.get(f"* {victim}", ())
-    if value in taken or (value in TAKEN_TENSORS and "{}" in value):
-        # what may be right here must at least end well: with a result, or an error of ours
-        check = f"ends_well(lambda: CALL, {victim!r})"
-    else:
-        check = f"refuses(lambda: CALL, {victim!r})"
+    names = [victim, *(["mask_mod", "score_mod"] if victim == "function" else [])]
+    if "{}" in value:  # an error may name the tensor that it no longer fits
+        names += [n for n in arguments if n != victim]
+    # What may be right here must at least end well: with a result, or an error of ours.
+    well = value in taken or value in TAKEN_TENSORS
+    check = f"{'ends_well' if well else 'refuses'}(lambda: CALL, {', '.join(map(repr, names))})"
     given = {**arguments, victim: value.replace("{}", arguments[victim])}
     order = [n for n in given if not n.startswith("_")]
     positional = [given[n] for n in given if n.startswith("_")]
-    required = _required(name)
+    required = _required(name, arguments)
     options = tuple(f"{n}={given[n]}" for n in order if n != victim and n not in required)
     fixed = [f"{n}={given[n]}" for n in order if n == victim or n in required]
     if positional:  # behind the first, by position
-        fixed = [given[order[0]], *positional, *(text for text in fixed if not text.startswith(f"{order[0]}="))]
+        fixed = [
+            given[order[0]],
+            *positional,
+            *(text for text in fixed if not text.startswith(f"{order[0]}=")),
+        ]
     call = f"{name}({', '.join(fixed)}, OPTIONS)"
     if not fixed:
         call = f"{name}(OPTIONS)"
     return Call(check.replace("CALL", call), {}, {}, options, {"_name": repr(f"{name} {victim}")})
 
 
-def _required(name: str) -> set[str]:
-    import inspect
-
-    import fuzz.prelude as prelude
-
+def _required(name: str, arguments: dict[str, str]) -> set[str]:
+    if name.endswith("explain"):  # it takes whatever the function takes
+        return set(arguments)
     function = eval(name, vars(prelude).copy())
     parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
     return {p.name for p in parameters if p.default is p.empty}

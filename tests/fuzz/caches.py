@@ -47,7 +47,9 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     sizes = sizes_for(rng, 150)
     sizes["seqlen_q"] = rng.choice([1, 1, 2, 4, 7])
     fixed = {"dtype": dtype_for(rng, device), "device": repr(device)}
-    form = rng.choice(["cache"] * 6 + ["fp8", "prefix", "append", "slots", "copy", "combine", "metadata", "profile"])
+    form = rng.choice(
+        ["cache"] * 6 + ["fp8", "prefix", "append", "slots", "copy", "combine", "metadata", "profile"]
+    )
     return _FORMS[form](rng, sizes, fixed)
 
 
@@ -64,7 +66,9 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
         if rng.random() < 0.4 and sizes["head_dim"] >= 8:
             half = rng.randint(1, sizes["head_dim"] // 2)
             if half * 2 <= sizes["head_dim"]:
-                tensors["_angles"] = f"torch.arange(400.0, device=device)[:, None] * 0.7 ** torch.arange({half}, device=device)"
+                tensors["_angles"] = (
+                    f"torch.arange(400.0, device=device)[:, None] * 0.7 ** torch.arange({half}, device=device)"
+                )
                 more.append(
                     "rotary_cos=_angles.cos().to(dtype), rotary_sin=_angles.sin().to(dtype), "
                     f"rotary_interleaved={rng.random() < 0.5}"
@@ -74,7 +78,11 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     if rng.random() < 0.15 and not new:
         more = [o for o in more if not o.startswith(("causal", "window"))]
         shape = rng.choice(["seqlen_q, seqlen_q", "batch, seqlen_q, seqlen_q"])
-        options[0] = options[0] if min(lengths) >= sizes["seqlen_q"] else f"cache_seqlens={_ints([sizes['seqlen_k']] * len(lengths))}"
+        options[0] = (
+            options[0]
+            if min(lengths) >= sizes["seqlen_q"]
+            else f"cache_seqlens={_ints([sizes['seqlen_k']] * len(lengths))}"
+        )
         if sizes["seqlen_k"] >= sizes["seqlen_q"]:
             tensors["_tree"] = f"rand({shape}, device=device, seed=5) > 0"
             more.append("tree_mask=_tree")
@@ -153,7 +161,7 @@ agree(call, flashtile.append_kvcache, exact, gradients=False, GIVEN)"""
 def _slots(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     tokens, pages, page = rng.randint(1, 9), 3, rng.choice([4, 16])
     slots = [s if rng.random() < 0.8 else -1 for s in rng.sample(range(pages * page), tokens)]
-    shape = f"rand({{}}, heads_kv, head_dim{{}}, dtype=dtype, device=device, seed={{}})"
+    shape = "rand({}, heads_kv, head_dim{}, dtype=dtype, device=device, seed={})"
     tensors = {
         "k_cache": shape.format(f"{pages}, {page}", "", 1), "v_cache": shape.format(f"{pages}, {page}", "_v", 2),
         "k": shape.format(tokens, "", 3), "v": shape.format(tokens, "_v", 4),

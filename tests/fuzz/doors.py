@@ -35,7 +35,9 @@ def _sdpa(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
         tensors["_mask"] = rng.choice(PATTERNS)
         options.append("attn_mask=_mask")
     elif kind < 0.75:
-        tensors["attn_mask"] = f"rand({rng.choice(['batch, heads', 'batch, 1', '1, heads'])}, seqlen_q, seqlen_k, dtype=dtype, device=device, seed=6)"
+        tensors["attn_mask"] = (
+            f"rand({rng.choice(['batch, heads', 'batch, 1', '1, heads'])}, seqlen_q, seqlen_k, dtype=dtype, device=device, seed=6)"
+        )
         options.append("attn_mask=attn_mask")
     if rng.random() < 0.3:
         options.append("scale=0.3")
@@ -50,7 +52,11 @@ agree(call, ours, oracle.sdpa, GIVEN)"""
 
 def _refilled(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     """A mask whose numbers change between two calls, in each way that there is."""
-    ways = ["mask.data.copy_(then)", "mask.copy_(then)", "mask.untyped_storage().copy_(then.untyped_storage())"]
+    ways = [
+        "mask.data.copy_(then)",
+        "mask.copy_(then)",
+        "mask.untyped_storage().copy_(then.untyped_storage())",
+    ]
     write = rng.choice(ways + ["_buffer[...] = then.numpy()"] * (fixed["device"] == "'cpu'"))
     first, then = rng.sample(PATTERNS[2:4], 2)
     body = f"""then = ({then}).expand(seqlen_q, seqlen_k).clone()
@@ -71,7 +77,9 @@ agree(call, ours, oracle.sdpa, GIVEN)"""
 
 
 def _multihead(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
-    fixed["dtype"] = rng.choice(["torch.float32", "torch.float64"] if fixed["device"] == "'cpu'" else ["torch.float32"])
+    fixed["dtype"] = rng.choice(
+        ["torch.float32", "torch.float64"] if fixed["device"] == "'cpu'" else ["torch.float32"]
+    )
     made = [f"bias={rng.random() < 0.7}", f"batch_first={(first := rng.random() < 0.5)}"]
     made += [f"{name}=True" for name in ("add_bias_kv", "add_zero_attn") if rng.random() < 0.15]
     if rng.random() < 0.2:
@@ -85,19 +93,29 @@ def _multihead(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Cal
     tensors = {
         "query": side("seqlen_q", "heads_kv * 8", 1), "key": side("seqlen_k", of_k, 2), "value": side("seqlen_k", of_v, 3)
     }  # fmt: skip
-    options = [rng.choice(["need_weights=False", "need_weights=False", "average_attn_weights=False", "need_weights=True"])]
+    options = [
+        rng.choice(
+            ["need_weights=False", "need_weights=False", "average_attn_weights=False", "need_weights=True"]
+        )
+    ]
     if rng.random() < 0.3:
-        tensors["_padding"] = "torch.arange(seqlen_k, device=device) > torch.arange(batch, device=device)[:, None]"
+        tensors["_padding"] = (
+            "torch.arange(seqlen_k, device=device) > torch.arange(batch, device=device)[:, None]"
+        )
         options.append("key_padding_mask=_padding")
     elif rng.random() < 0.3:
-        tensors["_mask"] = "torch.arange(seqlen_k, device=device) > torch.arange(seqlen_q, device=device)[:, None]"
+        tensors["_mask"] = (
+            "torch.arange(seqlen_k, device=device) > torch.arange(seqlen_q, device=device)[:, None]"
+        )
         options.append("attn_mask=_mask")
     elif rng.random() < 0.2:
-        tensors["attn_mask"] = "rand(batch * heads_kv, seqlen_q, seqlen_k, dtype=dtype, device=device, seed=6)"
+        tensors["attn_mask"] = (
+            "rand(batch * heads_kv, seqlen_q, seqlen_k, dtype=dtype, device=device, seed=6)"
+        )
         options.append("attn_mask=attn_mask")
     body = f"""torch.manual_seed(0)
-theirs = torch.nn.MultiheadAttention(heads_kv * 8, heads_kv, {', '.join(made)}, device=device, dtype=dtype)
-made = flashtile.nn.MultiheadAttention(heads_kv * 8, heads_kv, {', '.join(made)}, device=device, dtype=dtype)
+theirs = torch.nn.MultiheadAttention(heads_kv * 8, heads_kv, {", ".join(made)}, device=device, dtype=dtype)
+made = flashtile.nn.MultiheadAttention(heads_kv * 8, heads_kv, {", ".join(made)}, device=device, dtype=dtype)
 made.load_state_dict(theirs.state_dict())
 def ours(*tensors, **options):
     out, weights = made(*tensors, **options)
@@ -129,7 +147,11 @@ agree(call, ours, exact, GIVEN)"""
 
 def _rotary(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     sizes["head_dim"] = rng.choice([8, 16, 20])
-    half, start, name = rng.randint(1, 4), rng.randint(0, 9), rng.choice(["apply_rotary_emb", "apply_rotary_emb_torch"])
+    half, start, name = (
+        rng.randint(1, 4),
+        rng.randint(0, 9),
+        rng.choice(["apply_rotary_emb", "apply_rotary_emb_torch"]),
+    )
     interleaved = rng.random() < 0.5
     offset = f", seqlen_offsets={start}" if name == "apply_rotary_emb" else ""
     body = f"""angles = torch.arange(200.0, dtype=torch.float64, device=device)[:, None] * 0.7 ** torch.arange({half}, device=device)
@@ -168,5 +190,18 @@ eager_differs({name!r}, rows={rows}, length={length}, padding={there!r}, seed={r
 def draw(rng: Random, device: str = "cpu") -> Call:
     sizes = sizes_for(rng, 40)
     fixed = {"dtype": dtype_for(rng, device), "device": repr(device)}
-    made = rng.choice([_sdpa, _sdpa, _sdpa, _refilled, _multihead, _multihead, _padding, _rotary, _transformers, _transformers])
+    made = rng.choice(
+        [
+            _sdpa,
+            _sdpa,
+            _sdpa,
+            _refilled,
+            _multihead,
+            _multihead,
+            _padding,
+            _rotary,
+            _transformers,
+            _transformers,
+        ]
+    )
     return made(rng, sizes, fixed)

@@ -45,7 +45,9 @@ def call(quantize, x):
     return quantize(x)
 agree(call, ours, oracle.narrow, {last}"""
     else:
-        tensors = {name: f"({t}).to(torch.float8_e4m3fn)" if name in "qkv" else t for name, t in tensors.items()}
+        tensors = {
+            name: f"({t}).to(torch.float8_e4m3fn)" if name in "qkv" else t for name, t in tensors.items()
+        }
         tensors["_scales"] = "rand(3, batch, heads_kv, device=device, seed=9).abs()"
         options = [o for o in options if not o.startswith(("alibi", "sink"))]
         body = f"""def exact(q, k, v, q_descale, k_descale, v_descale, **options):

@@ -27,14 +27,25 @@ def integer(rng: Random, depth: int = 2) -> str:
 def real(rng: Random, depth: int = 2) -> str:
     """Of moderate size, so that a score stays in range."""
     n = integer(rng)
-    makes_float = [f"({n}) * 1.0", f"1.0 * ({n})", f"({n}) + 0.0", f"({n}).float()", f"({n}) / 2", f"0.5 * ({n})"]
+    makes_float = [
+        f"({n}) * 1.0",
+        f"1.0 * ({n})",
+        f"({n}) + 0.0",
+        f"({n}).float()",
+        f"({n}) / 2",
+        f"0.5 * ({n})",
+    ]
     x = f"({rng.choice(makes_float)})"
     if rng.random() < 0.25:  # a square that is beyond an int32
         return f"({x} * {x} * 1e-9)"
     if depth == 0 or rng.random() < 0.3:
-        return rng.choice([f"({x} * 1e-3).sin()", f"torch.tanh({x})", f"({x} * 0.01).cos()", f"{x}.sigmoid()"])
+        return rng.choice(
+            [f"({x} * 1e-3).sin()", f"torch.tanh({x})", f"({x} * 0.01).cos()", f"{x}.sigmoid()"]
+        )
     a, c = real(rng, depth - 1), condition(rng)
-    return rng.choice([f"({a} + 0.25)", f"(-{a})", f"torch.where({c}, {a}, 0.5)", f"({a} * 0.7)", f"(({c}) * {a})"])
+    return rng.choice(
+        [f"({a} + 0.25)", f"(-{a})", f"torch.where({c}, {a}, 0.5)", f"({a} * 0.7)", f"(({c}) * {a})"]
+    )
 
 
 def condition(rng: Random, depth: int = 2) -> str:
@@ -54,19 +65,19 @@ def mask_mod(rng: Random, tensors: dict[str, str], depth: int = 1) -> str:
         a, b = mask_mod(rng, tensors, depth - 1), mask_mod(rng, tensors, depth - 1)
         pair = f"masks.mask_mod({a}), masks.mask_mod({b})"
         joined = [f"flex.{name}({pair})" for name in ("and_masks", "or_masks")]
-        return rng.choice([" & ".join(pair.split(", masks.", 1)).replace("& mask_mod", "& masks.mask_mod"), *joined])
+        return rng.choice(
+            [" & ".join(pair.split(", masks.", 1)).replace("& mask_mod", "& masks.mask_mod"), *joined]
+        )
     tensors["_ids"] = "torch.arange(seqlen_q + seqlen_k + 99, device=device) // 5"
     tensors["_lengths"] = "torch.arange(1, batch + 1, device=device) * 3"
     n = rng.randint(0, 9)
     ready = [
         f"masks.causal({rng.choice(['', 'seqlen_k - seqlen_q'])})", f"masks.window({n - 1}, {rng.randint(-1, 9)}, offset={n})",
         f"masks.prefix_lm({n})", "masks.prefix_lm(_lengths)", "masks.document(_ids)", "masks.padding(_lengths)",
-        f"masks.dilated({rng.randint(0, 4)}, {rng.randint(1, 4)})", "masks.natten(5, 7, 3)", "masks.natten(4, 9, (3, 5))",
+        f"masks.dilated({rng.randint(0, 4)}, {rng.randint(1, 4)})", "masks.natten(9 + max(seqlen_q, seqlen_k) // 7, 7, 3)", "masks.natten(9 + max(seqlen_q, seqlen_k) // 7, 9, (3, 5))",
     ]  # fmt: skip
     if rng.random() < 0.4:
         found = rng.choice(ready)
-        if "natten" in found:  # its tokens are those of a picture
-            found = f"({found} & (lambda b, h, i, j: (i < 35) & (j < 35)))"
         return f"~{found}" if rng.random() < 0.2 else found
     captured = ["", "", " & (_ids[i] == _ids[j])", " | (j < _lengths[b])"]
     return f"masks.mask_mod(lambda b, h, i, j: {condition(rng)}{rng.choice(captured)})"
@@ -76,7 +87,9 @@ def score_mod(rng: Random, tensors: dict[str, str]) -> tuple[str, str]:
     """(score_mod, a mask that it needs): with captured tensors, which get gradients."""
     heads = "heads, dtype=torch.promote_types(dtype, torch.float32), device=device"
     tensors["w"] = f"rand({heads}, seed=31)"
-    tensors["table"] = "rand(heads, 9, dtype=torch.promote_types(dtype, torch.float32), device=device, seed=32)"
+    tensors["table"] = (
+        "rand(heads, 9, dtype=torch.promote_types(dtype, torch.float32), device=device, seed=32)"
+    )
     tensors["power"] = f"rand({heads}, seed=33).abs() + 0.5"
     ready = ["masks.alibi(w)", "masks.relative_position(table)", f"masks.softcap({rng.choice([0.5, 3.0])})"]
     score = "masks.score_mod(lambda s, b, h, i, j: {})".format
@@ -132,8 +145,9 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         return Call(body, sizes, spelled(tensors), (), fixed)
     if form == "flex":
         tensors = {
-            name: text.replace("batch, seqlen_q, heads", "batch, heads, seqlen_q")
-            .replace("batch, seqlen_k, heads_kv", "batch, heads_kv, seqlen_k")
+            name: text.replace("batch, seqlen_q, heads", "batch, heads, seqlen_q").replace(
+                "batch, seqlen_k, heads_kv", "batch, heads_kv, seqlen_k"
+            )
             for name, text in tensors.items()
         }
         body = """def exact(q, k, v, enable_gqa, **options):
@@ -144,6 +158,10 @@ def call(attend, NAMES):
 agree(call, flashtile.flex_attention, exact, GIVEN)"""
         return Call(body, sizes, spelled(tensors), tuple(options), fixed)
     body = BODY.format(
-        names="NAMES", positional="q, k, v", ours="flashtile.attention", exact="oracle.attention", last="return_lse=True"
+        names="NAMES",
+        positional="q, k, v",
+        ours="flashtile.attention",
+        exact="oracle.attention",
+        last="return_lse=True",
     )
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)

@@ -43,7 +43,9 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     form = rng.choice(["linear"] * 3 + ["linear_before_norm", "linear_qkv"])
     sizes = {"inner": rng.choice([1, 8, 33, 64, 128, 200]), "outer": rng.choice([1, 4, 16, 65, 150])}
     rows = rng.choice([0, 1, 2, 3, 5, 17])
-    leading = rng.choice([f"({rows}, inner)", f"({rows}, 1, inner)", "(inner,)"] if form == "linear" else [f"({rows}, inner)"])
+    leading = rng.choice(
+        [f"({rows}, inner)", f"({rows}, 1, inner)", "(inner,)"] if form == "linear" else [f"({rows}, inner)"]
+    )
     rows = 1 if leading == "(inner,)" else rows
     fixed = {"dtype": dtype_for(rng, device), "device": repr(device), "rows": str(rows)}
     gated = form == "linear" and rng.random() < 0.3
@@ -81,7 +83,9 @@ def _qkv(rng, sizes, tensors, options, fixed, rows) -> Call:
     half = sizes["dim"] // 2
     positions = [rng.randint(0, 90) for _ in range(rows)]
     if rng.random() < 0.5:
-        tensors["_angles"] = f"torch.arange(100.0, device=device)[:, None] * 0.7 ** torch.arange({half}, device=device)"
+        tensors["_angles"] = (
+            f"torch.arange(100.0, device=device)[:, None] * 0.7 ** torch.arange({half}, device=device)"
+        )
         options.append(
             f"rotary_cos=_angles.cos().to(dtype), rotary_sin=_angles.sin().to(dtype), rotary_interleaved={rng.random() < 0.5}, "
             f"positions=ints({', '.join(map(str, positions))}{', ' * (rows > 0)}device=device)"

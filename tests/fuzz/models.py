@@ -29,7 +29,11 @@ TOLERANCE = 2e-4
 def config_of(name: str, **fields):
     small = dict(SMALL)
     if name in ("bert", "modernbert"):
-        small = {n: v for n, v in small.items() if n not in ("num_key_value_heads", "head_dim", "eos_token_id", "bos_token_id")}
+        small = {
+            n: v
+            for n, v in small.items()
+            if n not in ("num_key_value_heads", "head_dim", "eos_token_id", "bos_token_id")
+        }
         small["pad_token_id"] = 0
     given = {**small, **fields}
     return AutoConfig.for_model(name, **{n: v for n, v in given.items() if v is not LEFT_OUT})
@@ -91,17 +95,23 @@ def engine_differs(name: str, prompt: list[int], **fields) -> None:
     try:
         model_of(config_of(name, **fields)).save_pretrained(folder)
         _leave_out(folder, [n for n, v in fields.items() if v is LEFT_OUT])
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype="float32"
+        )
         with torch.no_grad():
             right = model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
-        llm = LLM(folder, device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=16, max_model_len=64)
+        llm = LLM(
+            folder, device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=16, max_model_len=64
+        )
         asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, logprobs=5)
         output = llm.generate({"prompt_token_ids": prompt}, asked)[0]
         pairs = [
             (entry[token].logprob, right[at, token].item())
             for at, (token, entry) in enumerate(zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
         ]
-        pairs += [(entry.logprob, right[-1, token].item()) for token, entry in output.outputs[0].logprobs[0].items()]
+        pairs += [
+            (entry.logprob, right[-1, token].item()) for token, entry in output.outputs[0].logprobs[0].items()
+        ]
         difference = max(abs(a - b) for a, b in pairs)
     finally:
         shutil.rmtree(folder)

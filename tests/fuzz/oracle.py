@@ -90,18 +90,29 @@ def one(
         s = wide(s + _of(b, bias)[:, :sq, :sk].to(q.dtype))
     seen = seen_by(sq, sk, causal, window_size, attention_chunk, q.device) & (j >= leftpad)
     if own is not None:  # a tree: the last sq keys are the queries' own
-        seen = seen & torch.cat([torch.ones(sq, sk - sq, dtype=torch.bool, device=q.device), own[:sq, :sq]], 1)
+        seen = seen & torch.cat(
+            [torch.ones(sq, sk - sq, dtype=torch.bool, device=q.device), own[:sq, :sq]], 1
+        )
     seen = seen.expand(heads, sq, sk)
     if mask is not None:
         seen = seen & _of(b, mask)[:, :sq, :sk]
     if key_padding_mask is not None:
         seen = seen & key_padding_mask[b, :sk]
-    at = [torch.tensor(b, device=q.device).expand_as(seen), h.expand_as(seen), i.expand_as(seen), j.expand_as(seen)]
+    at = [
+        torch.tensor(b, device=q.device).expand_as(seen),
+        h.expand_as(seen),
+        i.expand_as(seen),
+        j.expand_as(seen),
+    ]
     if mask_mod is not None:
         seen = seen & torch.as_tensor(mask_mod(*at), device=q.device).bool()
     seen = seen & (s != -math.inf)
-    if score_mod is not None:  # of what is seen alone: the gradient of all else is 0 whatever the function makes of it
-        modified = torch.as_tensor(score_mod(wide(s)[seen], *(x[seen] for x in at)), device=q.device).to(q.dtype)
+    if (
+        score_mod is not None
+    ):  # of what is seen alone: the gradient of all else is 0 whatever the function makes of it
+        modified = torch.as_tensor(score_mod(wide(s)[seen], *(x[seen] for x in at)), device=q.device).to(
+            q.dtype
+        )
         s = torch.zeros_like(s).masked_scatter(seen, modified.expand(int(seen.sum())))
     s = torch.where(seen, wide(s), -math.inf)
     top = s.detach().amax(-1, keepdim=True) if sk else s.new_full((heads, sq, 1), -math.inf)
@@ -190,7 +201,11 @@ def with_kvcache(
     size = k_cache.shape[1]
     capacity = size if block_table is None else size * block_table.shape[1]
     for b in range(batch):
-        n = capacity if cache_seqlens is None else int(cache_seqlens[b] if torch.is_tensor(cache_seqlens) else cache_seqlens)
+        n = (
+            capacity
+            if cache_seqlens is None
+            else int(cache_seqlens[b] if torch.is_tensor(cache_seqlens) else cache_seqlens)
+        )
         at = torch.arange(n + new, device=q.device)
         row = b if cache_batch_idx is None else int(cache_batch_idx[b])
         rows = torch.full_like(at, row) if block_table is None else block_table[b].long()[at // size]
@@ -244,7 +259,9 @@ def linear(
     if weight_scale is not None:
         scale = weight_scale.to(y.dtype)
         if scale.dim() == 2:
-            scale = scale.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[:, : weight.shape[1]]
+            scale = scale.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[
+                :, : weight.shape[1]
+            ]
         weight = weight * (scale if scale.dim() == 2 else scale[:, None])
     y = wide(y) @ wide(weight).mT
     if x_scale is not None:
@@ -272,7 +289,14 @@ def sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, en
 
 
 def multihead(
-    module, query, key, value, key_padding_mask=None, attn_mask=None, need_weights=True, average_attn_weights=True
+    module,
+    query,
+    key,
+    value,
+    key_padding_mask=None,
+    attn_mask=None,
+    need_weights=True,
+    average_attn_weights=True,
 ):
     """``torch.nn.MultiheadAttention`` with the parameters of ``module``; a query without keys gets zeros."""
 
@@ -281,12 +305,19 @@ def multihead(
 
     inputs = [x if module.batch_first else x.transpose(0, 1) for x in (query, key, value)]
     weights = module.in_proj_weight
-    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight) if weights is None else weights.chunk(3)
+    weights = (
+        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if weights is None
+        else weights.chunk(3)
+    )
     biases = (0, 0, 0) if module.in_proj_bias is None else parameter(module.in_proj_bias).chunk(3)
     q, k, v = (narrow(wide(x) @ parameter(w).mT + b) for x, w, b in zip(inputs, weights, biases, strict=True))
     batch, sk = k.shape[:2]
     if module.bias_k is not None:
-        k, v = (torch.cat([x, parameter(b).expand(batch, 1, -1)], 1) for x, b in ((k, module.bias_k), (v, module.bias_v)))
+        k, v = (
+            torch.cat([x, parameter(b).expand(batch, 1, -1)], 1)
+            for x, b in ((k, module.bias_k), (v, module.bias_v))
+        )
     if module.add_zero_attn:
         k, v = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (k, v))
     more = k.shape[1] - sk  # keys that no mask knows

@@ -24,7 +24,9 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         tensors = qkv(rng, True, 1)
         fixed |= {"total_q": str(sum(lengths)), "total_k": str(sum(lengths))}
         cut = f"offsets({', '.join(map(str, lengths))})"
-        options.append(f"cu_seqlens_q={cut}, cu_seqlens_k={cut}, max_seqlen_q={max(lengths)}, max_seqlen_k={max(lengths)}")
+        options.append(
+            f"cu_seqlens_q={cut}, cu_seqlens_k={cut}, max_seqlen_q={max(lengths)}, max_seqlen_k={max(lengths)}"
+        )
     if rng.random() < 0.2:
         tensors["sink"] = "rand(heads, dtype=dtype, seed=22)"
         options.append("sink=sink")
@@ -55,6 +57,6 @@ def _decode(rng: Random, sizes: dict[str, int], fixed: dict[str, str], size: int
     ours = f"decode_on_ranks({size}, {rng.choice([1, 1, 3])}, {merge!r})"
     body = f"""from fuzz.ranks import decode_on_ranks
 def call(attend, NAMES):
-    return attend(q, k_cache, v_cache, cache_seqlens=ints({', '.join(map(str, lengths))}), causal=True, OPTIONS, return_softmax_lse=True)
+    return attend(q, k_cache, v_cache, cache_seqlens=ints({", ".join(map(str, lengths))}), causal=True, OPTIONS, return_softmax_lse=True)
 agree(call, {ours}, oracle.with_kvcache, gradients=False, again=False, GIVEN)"""
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)

@@ -6,8 +6,8 @@ import math
 import re
 
 import torch
-import torch.nn.functional as F
 import torch.nn.attention.flex_attention as flex
+import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
@@ -30,7 +30,7 @@ MOVED = 8.0
 ERRORS = (ValueError, TypeError, NotImplementedError)
 
 
-class Wrong(AssertionError):
+class Wrong(AssertionError):  # noqa: N818 - a verdict
     """A call that breaks its promise. ``label`` says which one in a few words."""
 
     def __init__(self, label: str, text: str = ""):
@@ -63,7 +63,8 @@ def _run(call, function, given, dtype, upstream, gradients, exact=False):
     """The results of a call, then the gradients of all that it is given."""
     as_default = torch.get_default_dtype()
     leaves = {
-        name: x.detach().to(dtype if dtype is not None and x.is_floating_point() else x.dtype) for name, x in given.items()
+        name: x.detach().to(dtype if dtype is not None and x.is_floating_point() else x.dtype)
+        for name, x in given.items()
     }
     for x in leaves.values():
         x.requires_grad_(gradients and x.is_floating_point())
@@ -78,7 +79,9 @@ def _run(call, function, given, dtype, upstream, gradients, exact=False):
     learned = {name: x for name, x in leaves.items() if x.requires_grad}
     if gradients:
         pairs = [
-            (x, rand(*x.shape, seed=97 + n, dtype=torch.float64).to(x)) for n, x in enumerate(results) if x.requires_grad
+            (x, rand(*x.shape, seed=97 + n, dtype=torch.float64).to(x))
+            for n, x in enumerate(results)
+            if x.requires_grad
         ]
         for n, name in enumerate(upstream):
             pairs = [pair for pair in pairs if pair[0] is not results[n]] if name is None else pairs
@@ -104,7 +107,9 @@ def agree(call, ours, exact, *, gradients=True, upstream=(), again=True, scores_
         if again:
             repeated = _run(call, ours, given, None, upstream, gradients)
             for name, x in found.items():
-                if "gradient" not in name and not torch.equal(x.nan_to_num(7.0), repeated[name].nan_to_num(7.0)):
+                if "gradient" not in name and not torch.equal(
+                    x.nan_to_num(7.0), repeated[name].nan_to_num(7.0)
+                ):
                     raise Wrong(f"{name} differs from run to run")
     right = _run(call, exact, given, torch.float64, upstream, gradients, exact=True)
     trials = []
@@ -144,7 +149,10 @@ def compare(name: str, found: Tensor, right: Tensor, plain: Tensor, trials: list
         moved = max(norm(torch.nan_to_num(_error(trial, right), posinf=0.0)) for trial in trials)
         allowed = factor * norm(torch.nan_to_num(_error(plain, right), posinf=0.0)) + MOVED * moved + unit
         if not norm(error) <= allowed:
-            at = tuple(int(n) for n in torch.unravel_index(torch.nan_to_num(error, nan=math.inf).argmax(), error.shape))
+            at = tuple(
+                int(n)
+                for n in torch.unravel_index(torch.nan_to_num(error, nan=math.inf).argmax(), error.shape)
+            )
             raise Wrong(
                 f"{name} is off", f"by {norm(error):.3g}, allowed {allowed:.3g}; worst at {at}: {found[at].item():.6g}, "
                 f"exact {right[at].item():.6g}",

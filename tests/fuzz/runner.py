@@ -145,7 +145,7 @@ def run(
             if key not in known:
                 known.add(key)
                 smallest = shrink(call, found[0])
-                label, text = failure(smallest) or found
+                _, text = failure(smallest) or found
                 outcome.failures.append((key, text, smallest))
                 say(f"\n--- {name}, {text.strip()}\n{smallest}\n")
                 if len(outcome.failures) >= most:

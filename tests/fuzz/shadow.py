@@ -14,7 +14,9 @@ HEADS, HEADS_KV, DIM, VOCABULARY = 4, 2, 8, 6
 class Shadow:
     """Operations name sequences by number, modulo those that there are; without any they do nothing."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_sequences: int, num_host_blocks: int, window_left: int):
+    def __init__(
+        self, num_blocks: int, block_size: int, max_sequences: int, num_host_blocks: int, window_left: int
+    ):
         self.cache = PagedKVCache(
             2, num_blocks, block_size, HEADS_KV, DIM, max_sequences=max_sequences, max_seqlen=60, dtype=torch.float64,
             num_host_blocks=num_host_blocks, window_left=window_left,
@@ -39,7 +41,9 @@ class Shadow:
 
     def step(self, numbers: list[int], new: list[int], exactly: bool = False) -> None:
         """Each of the sequences gets the tokens ``new``, and attends in both layers."""
-        chosen = numbers if exactly else list(dict.fromkeys(s for s in map(self._pick, numbers) if s is not None))
+        chosen = (
+            numbers if exactly else list(dict.fromkeys(s for s in map(self._pick, numbers) if s is not None))
+        )
         chosen = [s for s in chosen if len(self.tokens[s]) + len(new) <= 60]
         if not chosen or not new:
             return
@@ -56,7 +60,11 @@ class Shadow:
                 known = torch.tensor(self.tokens[s])
                 left = self.window if self.window >= 0 else -1
                 right = oracle.one(
-                    q[layer, rows], sign * self.kv[0, known], sign * self.kv[1, known], causal=True, window_size=(left, -1)
+                    q[layer, rows],
+                    sign * self.kv[0, known],
+                    sign * self.kv[1, known],
+                    causal=True,
+                    window_size=(left, -1),
                 )
                 difference = (out[rows] - right[0]).abs().max().item()
                 if not difference < 1e-12:
@@ -73,7 +81,9 @@ class Shadow:
         parents = [p % len(chosen) for p in parents]
         texts = [self.tokens[chosen[p]] for p in parents]
         found = self.cache.select(chosen, parents)
-        self.tokens = {s: t for s, t in self.tokens.items() if s not in chosen} | dict(zip(found, texts, strict=True))
+        self.tokens = {s: t for s, t in self.tokens.items() if s not in chosen} | dict(
+            zip(found, texts, strict=True)
+        )
 
     def free(self, number: int) -> None:
         if (s := self._pick(number)) is not None:
@@ -116,7 +126,11 @@ class Shadow:
                 self.tokens = before
             self.cache.check_integrity()
             if set(self.cache.sequences) != set(self.tokens):
-                raise Wrong("other sequences than there should be", f"{self.cache.sequences}, {list(self.tokens)}")
+                raise Wrong(
+                    "other sequences than there should be", f"{self.cache.sequences}, {list(self.tokens)}"
+                )
             for s, tokens in self.tokens.items():
                 if self.cache.length(s) != len(tokens):
-                    raise Wrong("a sequence has another length", f"{self.cache.length(s)}, expected {len(tokens)}")
+                    raise Wrong(
+                        "a sequence has another length", f"{self.cache.length(s)}, expected {len(tokens)}"
+                    )

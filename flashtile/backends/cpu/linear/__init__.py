@@ -60,7 +60,7 @@ def _linear_qkv(
     assert heads is not None
     factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale
     y = product(problem, x, weight, *factors, _sums_dtype(problem))
-    q, k, v = y.view(len(x), -1, heads.head_dim).split(
+    q, k, v = y.unflatten(1, (-1, heads.head_dim)).split(  # of no rows, too
         [heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv], 1
     )
     angles = given.rotary_cos, given.rotary_sin, given.positions, heads.rotary_interleaved

@@ -1,0 +1,27 @@
+"""``make fuzz``: random calls of every public function against an oracle in float64, and random bad calls.
+
+``oracle.py`` is plain torch and shares no code with the package. ``runner.py`` runs, shrinks and prints calls. Every
+other module is a family of calls with a function ``draw(rng) -> Call``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+
+FAMILIES = {
+    name: partial(importlib.import_module, f"fuzz.{name}")
+    for name in (
+        "attention",
+        "functions",
+        "caches",
+        "fp8",
+        "linear",
+        "doors",
+        "parallel",
+        "manager",
+        "engine",
+        "bad_calls",
+    )
+}
+"""By name, what gives the module."""

@@ -1,0 +1,260 @@
+"""Attention in every form of the front door, with all its arguments, both passes."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+from fuzz.runner import Call
+
+DTYPES = ("torch.float32", "torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
+LAYOUTS = ("contiguous", "contiguous", "offset", "transposed")
+
+
+def dtype_for(rng: Random, device: str) -> str:
+    return rng.choice([d for d in DTYPES if device == "cpu" or d != "torch.float64"])
+
+
+def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
+    """Lengths that share a number of blocks or not, one token, more queries than keys."""
+    def length() -> int:
+        return rng.choice([1, 2, 3, rng.randint(4, 20), rng.randint(4, longest), rng.choice([16, 32, 64, 65])])
+
+    same = length()
+    return {
+        "batch": rng.randint(1, 3),
+        "seqlen_q": same if rng.random() < 0.4 else length(),
+        "seqlen_k": same if rng.random() < 0.4 else length(),
+        "group": rng.choice([1, 1, 2, 3]),
+        "heads_kv": rng.choice([1, 2, 3]),
+        "head_dim": rng.choice([1, 5, 8, 16, 16, 24, 32, 33, 64]),
+        "head_dim_v": rng.choice([8, 16, 16, 32, 20]),
+    }
+
+
+def qkv(rng: Random, varlen: bool, seed: int) -> dict[str, str]:
+    rows, keys = ("total_q", "total_k") if varlen else ("batch, seqlen_q", "batch, seqlen_k")
+    made = {}
+    shapes = (rows, "heads", "head_dim"), (keys, "heads_kv", "head_dim"), (keys, "heads_kv", "head_dim_v")
+    for n, (name, (tokens, heads, dim)) in enumerate(zip("qkv", shapes, strict=True)):
+        layout = rng.choice(LAYOUTS)
+        more = "" if layout == "contiguous" else f", layout={layout!r}"
+        made[name] = f"rand({tokens}, {heads}, {dim}, dtype=dtype, device=device, seed={seed + n}{more})"
+    return made
+
+
+def masking(rng: Random) -> list[str]:
+    """Options that every form has."""
+    window = (rng.choice([-1, 0, 1, rng.randint(2, 40)]), rng.choice([-1, 0, 1, rng.randint(2, 40)]))
+    drawn = [
+        (0.4, "causal=True"),
+        (0.3, f"window_size={window}"),
+        (0.2, f"softcap={rng.choice([0.5, 2.0, 30.0])}"),
+        (0.2, f"softmax_scale={rng.choice([0.0, -0.3, 0.125, 1.0, 3.0])}"),
+    ]
+    return [text for share, text in drawn if rng.random() < share]
+
+
+def lengths(rng: Random, count: int, most: int) -> list[int]:
+    return [rng.choice([0, 1, rng.randint(1, most), most]) for _ in range(count)]
+
+
+def packed(rng: Random, sizes: dict[str, int], same: bool = False) -> tuple[list[str], dict[str, str]]:
+    """``cu_seqlens`` of both sides as options, and the totals that go with them."""
+    of_q = lengths(rng, sizes["batch"], sizes["seqlen_q"])
+    of_k = of_q if same else lengths(rng, sizes["batch"], sizes["seqlen_k"])
+    tail = rng.choice([0, 0, 2])
+    fixed = {"total_q": str(max(sum(of_q) + tail, 1)), "total_k": str(max(sum(of_k) + tail, 1))}
+    text = (
+        f"cu_seqlens_q=offsets{_call(of_q)}, cu_seqlens_k=offsets{_call(of_k)}, max_seqlen_q={max(of_q)}, "
+        f"max_seqlen_k={max(of_k)}"
+    )
+    return [text], fixed | {"longest_q": str(max(of_q)), "longest_k": str(max(of_k))}
+
+
+def _call(values: list[int]) -> str:
+    return f"({', '.join(map(str, values))}, device=device)"
+
+
+def extras(rng: Random, sizes: dict[str, int], varlen: bool, of_k: list[int] | None = None):
+    """Options of :func:`flashtile.attention` with tensors: (options, tensors)."""
+    options, tensors = [], {}
+    sides = ("longest_q", "longest_k") if varlen else ("seqlen_q", "seqlen_k")
+    shape = f"{rng.choice(['1', 'batch'])}, {rng.choice(['1', 'heads'])}, {rng.choice(['1', sides[0]])}, {sides[1]}"
+    if rng.random() < 0.15:
+        slopes = rng.choice(["heads", "batch, heads"])
+        tensors["alibi_slopes" if rng.random() < 0.3 else "_slopes"] = (
+            f"rand({slopes}, device=device, seed=21).abs()"
+        )
+        options.append(f"alibi_slopes={[*tensors][-1]}")
+    if rng.random() < 0.2:
+        kind = rng.choice(["dtype", "torch.promote_types(dtype, torch.float32)"])
+        tensors["sink"] = f"rand(heads, dtype={kind}, device=device, seed=22)"
+        options.append("sink=sink")
+    if rng.random() < 0.2:
+        tensors["_mask"] = f"rand({shape}, device=device, seed=23) > {rng.choice([-1.0, 0.0, 1.5])}"
+        options.append("mask=_mask")
+    if rng.random() < 0.2:
+        tensors["bias"] = f"rand({shape}, dtype=dtype, device=device, seed=24)"
+        options.append("bias=bias")
+    if rng.random() < 0.15 and not varlen:
+        tensors["_there"] = f"rand(batch, seqlen_k, device=device, seed=25) > {rng.choice([-1.0, 0.0])}"
+        options.append("key_padding_mask=_there")
+    if rng.random() < 0.1:
+        options.append(f"attention_chunk={rng.choice([1, 3, 16])}")
+    if rng.random() < 0.1:
+        tensors["qv"] = (
+            f"rand({'total_q' if varlen else 'batch, seqlen_q'}, heads, head_dim_v, dtype=dtype, device=device, seed=26)"
+        )
+        options.append("qv=qv")
+    if rng.random() < 0.1 and not varlen:
+        options.append(f"seqused_k=ints{_call(lengths(rng, sizes['batch'], sizes['seqlen_k']))}")
+        if rng.random() < 0.5:
+            options.append(f"seqused_q=ints{_call(lengths(rng, sizes['batch'], sizes['seqlen_q']))}")
+    if rng.random() < 0.1:
+        options.append("deterministic=True")
+    return options, tensors
+
+
+BODY = """def call(attend, {names}):
+    return attend({positional}, OPTIONS, {last})
+agree(call, {ours}, {exact}, GIVEN)"""
+
+
+def draw(rng: Random, device: str = "cpu") -> Call:
+    form = rng.choice(
+        ["attention"] * 8 + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout"]
+    )
+    varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func")
+    sizes = sizes_for(rng)
+    if "packed" in form:
+        sizes["head_dim_v"] = sizes["head_dim"]
+    if form == "qkvpacked":
+        sizes["seqlen_k"], sizes["group"] = sizes["seqlen_q"], 1
+    fixed = {"dtype": dtype_for(rng, device), "device": repr(device)}
+    options, tensors = [], qkv(rng, varlen, rng.randrange(1000))
+    if varlen:
+        options, totals = packed(rng, sizes, form == "qkvpacked")
+        fixed |= totals
+    options += masking(rng)
+    if form in ("attention", "weights", "dropout"):
+        more, of_them = extras(rng, sizes, varlen)
+        options, tensors = options + more, tensors | of_them
+    return _FORMS.get(form, _plain)(rng, form, varlen, sizes, tensors, options, fixed)
+
+
+def spelled(tensors: dict[str, str]) -> dict[str, str]:
+    """``heads`` is spelled out: the shrinker changes its two factors."""
+    return {name: re.sub(r"\bheads\b", "group * heads_kv", text) for name, text in tensors.items()}
+
+
+def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=True") -> Call:
+    ours = "flashtile.attention"
+    if form == "flash_attn_func":
+        ours = rng.choice(["flashtile.flash_attn_func", "flash_attn_interface.flash_attn_func"])
+        last = "return_attn_probs=True" if "interface" in ours else last
+    elif (
+        varlen
+        and rng.random() < 0.3
+        and not any(o.startswith(("mask", "bias", "seqused", "attention_chunk")) for o in options)
+    ):
+        ours = "flashtile.flash_attn_varlen_func"
+    body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
+    return Call(body, sizes, spelled(tensors), tuple(options), fixed)
+
+
+def _packed_form(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
+    tokens = "total_q" if varlen else "batch, seqlen_q"
+    keys = "total_k" if varlen else "batch, seqlen_k"
+    if form == "qkvpacked":
+        tensors = {"qkv": f"rand({tokens}, 3, heads_kv, head_dim, dtype=dtype, device=device)"}
+        exact = "lambda qkv, **o: oracle.attention(*qkv.unbind(-3), **o)"
+        if varlen:
+            options[0] = _one_side(options[0])
+            exact = (
+                "lambda qkv, cu_seqlens, max_seqlen, **o: oracle.attention(*qkv.unbind(-3), cu_seqlens_q=cu_seqlens, "
+                "cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, **o)"
+            )
+    else:
+        tensors = {
+            "q": tensors["q"],
+            "kv": f"rand({keys}, 2, heads_kv, head_dim, dtype=dtype, device=device)",
+        }
+        exact = "lambda q, kv, **o: oracle.attention(q, *kv.unbind(-3), **o)"
+    ours = f"flashtile.flash_attn_{'varlen_' * varlen}{form}_func"
+    body = BODY.format(
+        names="NAMES", positional=", ".join(tensors), ours=ours, exact=exact, last="return_lse=True"
+    )
+    return Call(body, sizes, spelled(tensors), tuple(options), fixed)
+
+
+def _one_side(text: str) -> str:
+    first, _, longest, _ = (
+        text.replace("cu_seqlens_q=", "cu_seqlens=")
+        .replace(", cu_seqlens_k", "\ncu_seqlens_k")
+        .replace(", max_seqlen", "\nmax_seqlen")
+        .split("\n")
+    )
+    return f"{first}, {longest.replace('max_seqlen_q', 'max_seqlen')}"
+
+
+def _weights(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
+    """Probabilities by a second pass; alone, and with the call."""
+    shape = "'full'" if varlen else rng.choice(["'full'", "'columns'", str(rng.randint(1, 5))])
+    options = [o for o in options if not o.startswith(("sink", "qv", "deterministic"))]
+    body = f"""def ours(*tensors, **options):
+    out, lse, weights = flashtile.attention(*tensors, **options)
+    alone = flashtile.attention_weights(*tensors[:2], lse, options.pop("return_attn_weights"), {{}})
+    return out, lse, getattr(weights, "weights", weights), getattr(alone, "weights", alone)
+def exact(*tensors, **options):
+    out, lse, weights = oracle.attention(*tensors, **options)
+    return out, lse, weights, weights
+def call(attend, NAMES):
+    return attend(q, k, v, OPTIONS, return_attn_weights={shape}, return_lse=True)
+agree(call, ours, exact, gradients=False, GIVEN)""".replace(
+        "{}", "**{name: x for name, x in options.items() if name not in ('return_lse',)}"
+    )
+    return Call(body, sizes, spelled(tensors), tuple(options), fixed)
+
+
+def _merge(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
+    parts = rng.randint(2, 4)
+    tensors = {}
+    for n in range(parts):
+        tensors[f"out_{n}"] = (
+            f"rand(batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed={n})"
+        )
+        kind = "torch.promote_types(dtype, torch.float32)"
+        tensors[f"lse_{n}"] = (
+            f"rand(batch, heads, seqlen_q, dtype={kind}, device=device, seed={n + 9}, scale=3.0)"
+        )
+    pairs = ", ".join(f"out_{n}, lse_{n}" for n in range(parts))
+    body = f"""def exact(*parts):
+    return oracle.merged(torch.stack(parts[::2]), torch.stack(parts[1::2]))
+def call(merge, NAMES):
+    return merge({pairs})
+agree(call, flashtile.merge_states, exact, GIVEN)"""
+    return Call(body, sizes, spelled(tensors), (), fixed)
+
+
+def _dropout(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
+    """Which probabilities are kept is read from a call whose values are the identity."""
+    share = rng.choice([0.125, 0.5])
+    options = [o for o in options if not o.startswith(("qv", "seqused_q"))]
+    body = f"""state = torch.tensor([{rng.randrange(2**62)}, {rng.randrange(2**62)}], device=device)
+def call(attend, NAMES):
+    return attend(q, k, v, OPTIONS, dropout_p={share}, rng_state=state, return_lse=True)
+_eye = torch.eye(seqlen_k, dtype=dtype, device=device)[:, None].expand(batch, seqlen_k, heads_kv, seqlen_k)
+with torch.no_grad():
+    kept = flashtile.attention(q, k, _eye, dropout_p={share}, rng_state=state).transpose(1, 2) != 0
+agree(call, flashtile.attention, lambda *t, **o: oracle.attention(*t, **o, kept=kept), GIVEN)"""
+    return Call(body, sizes, spelled(tensors), tuple(options), fixed)
+
+
+_FORMS = {
+    "kvpacked": _packed_form,
+    "qkvpacked": _packed_form,
+    "weights": _weights,
+    "merge_states": _merge,
+    "dropout": _dropout,
+}

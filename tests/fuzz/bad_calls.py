@@ -1,0 +1,181 @@
+"""Bad calls: a good call of each public function with one argument made nonsense, which must be refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from random import Random
+
+from fuzz import prelude
+from fuzz.runner import Call
+
+Q = "rand(2, 5, 4, 16)"
+K, V = "rand(2, 7, 2, 16)", "rand(2, 7, 2, 16, seed=1)"
+PACKED = {
+    "cu_seqlens_q": "offsets(5, 5)", "cu_seqlens_k": "offsets(7, 7)", "max_seqlen_q": "5", "max_seqlen_k": "7",
+}  # fmt: skip
+MASKING = {"softmax_scale": "0.3", "causal": "True", "window_size": "(3, 1)", "softcap": "2.0"}
+EXTRAS = {"alibi_slopes": "rand(4)", "sink": "rand(4)"}
+CACHE = {"q": "rand(2, 1, 4, 16)", "k_cache": "rand(6, 4, 2, 16)", "v_cache": "rand(6, 4, 2, 16)"}
+TABLE = {"block_table": "ints([0, 1], [2, 3])", "cache_seqlens": "ints(5, 3)"}
+ROTARY = {"rotary_cos": "rand(20, 8)", "rotary_sin": "rand(20, 8)", "rotary_interleaved": "True"}
+HALF = {name: f"{text}.bfloat16()" for name, text in (("q", Q), ("k", K), ("v", V))}
+LINEAR = {
+    "x": "rand(3, 8)",
+    "weight": "rand(6, 8)",
+    "bias": "rand(6)",
+    "norm_weight": "rand(8)",
+    "norm_eps": "1e-6",
+}
+
+GOOD: dict[str, dict[str, str]] = {
+    "flashtile.attention": {
+        "q": Q, "k": K, "v": V, **MASKING, **EXTRAS, "dropout_p": "0.1", "rng_state": "torch.tensor([1, 2])",
+        "mask": "torch.ones(2, 4, 5, 7).bool()", "key_padding_mask": "torch.ones(2, 7).bool()", "bias": "rand(1, 4, 5, 7)",
+        "attention_chunk": "3", "deterministic": "False", "return_lse": "True", "seqused_q": "ints(3, 5)", "seqused_k": "ints(3, 5)",
+    },
+    "flashtile.attention ": {"q": Q, "k": K, "v": V, "score_mod": "masks.softcap(2.0)", "mask_mod": "masks.causal()"},
+    "flashtile.attention  ": {
+        "q": Q, "k": K, "v": V, "block_mask": "masks.create_block_mask(masks.causal(), None, None, 5, 7, device='cpu')",
+        "return_attn_weights": "True",
+    },
+    "flashtile.flash_attn_func": {"q": Q, "k": K, "v": V, **MASKING, **EXTRAS, "return_attn_probs": "False"},
+    "flashtile.flash_attn_varlen_func": {"q": f"{Q}.flatten(0, 1)", "k": f"{K}.flatten(0, 1)", "v": f"{V}.flatten(0, 1)", **PACKED, **MASKING},
+    "flashtile.flash_attn_kvpacked_func": {"q": Q, "kv": "rand(2, 7, 2, 2, 16)", **MASKING},
+    "flashtile.flash_attn_qkvpacked_func": {"qkv": "rand(2, 7, 3, 2, 16)", **MASKING},
+    "flashtile.flash_attn_varlen_kvpacked_func": {"q": f"{Q}.flatten(0, 1)", "kv": "rand(14, 2, 2, 16)", **PACKED},
+    "flashtile.flash_attn_varlen_qkvpacked_func": {"qkv": "rand(10, 3, 2, 16)", "cu_seqlens": "offsets(5, 5)", "max_seqlen": "5"},
+    "flashtile.attention_weights": {"q": Q, "k": K, "lse": "rand(2, 4, 5)", "form": "'full'", **MASKING},
+    "flashtile.flash_attn_with_kvcache": {
+        **CACHE, **TABLE, **MASKING, **EXTRAS, "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **ROTARY, "rotary_seqlens": "ints(3, 5)",
+        "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True",
+    },
+    "flashtile.append_kvcache": {
+        "k_cache": CACHE["k_cache"], "v_cache": CACHE["v_cache"], "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **TABLE, **ROTARY,
+    },
+    "flashtile.copy_blocks": {"k_cache": CACHE["k_cache"], "v_cache": CACHE["v_cache"], "block_pairs": "ints([0, 1])", "debug_checks": "True"},
+    "flashtile.flash_attn_combine": {"out_partial": "rand(3, 2, 5, 4, 16)", "lse_partial": "rand(3, 2, 5, 4)", "out_dtype": "torch.float32"},
+    "flashtile.flash_attn_with_shared_prefix": {
+        **CACHE, "block_table": "ints([0, 1], [0, 2])", "cache_seqlens": "ints(6, 7)", "prefix_seqlens": "4", "causal": "True",
+        "softcap": "2.0", "softmax_scale": "0.3", "return_softmax_lse": "True", "num_splits": "2",
+    },
+    "flashtile.profile_scores": {"model_or_q": Q, "_k": K, "softmax_scale": "0.3", "causal": "True", "softcap": "1.0", "max_rows": "64"},
+    "flashtile.merge_states": {"out_a": Q, "lse_a": "rand(2, 4, 5)", "out_b": Q, "lse_b": "rand(2, 4, 5)"},
+    "flashtile.explain": {"q": Q, "k": K, "v": V, "causal": "True", "softcap": "1.0"},
+    "flashtile.sdpa": {"fallback": "False", "backend": "'cpu'"},
+    "flashtile.flex_attention": {
+        "query": "rand(2, 4, 5, 16)", "key": "rand(2, 2, 7, 16)", "value": "rand(2, 2, 7, 16)", "score_mod": "masks.softcap(1.0)", "scale": "0.3",
+        "enable_gqa": "True", "return_lse": "True", "kernel_options": "{}",
+    },
+    "flashtile.fp8.attention": {**HALF, "method": "'head'", "hadamard": "True", "seed": "3", **MASKING, **EXTRAS, "return_lse": "True"},
+    "flashtile.fp8.quantize": {"x": HALF["k"], "role": "'k'", "method": "'block'", "hadamard": "True", "seed": "3", "seqused": "ints(3, 5)", "rotary_offset": "1", **ROTARY},
+    "flashtile.linear.linear": {**LINEAR, "residual": "rand(3, 3)", "activation": "'silu_and_mul'", "prefetch": "True"},
+    "flashtile.linear.linear_before_norm": {**LINEAR, "next_norm_weight": "rand(6)", "next_norm_eps": "1e-6"},
+    "flashtile.linear.linear_qkv": {
+        "x": "rand(3, 8)", "weight": "rand(96, 8)", "k_cache": "rand(4, 4, 1, 16)", "v_cache": "rand(4, 4, 1, 16)",
+        "slot_mapping": "torch.tensor([0, 5, 9])", "positions": "ints(0, 1, 2)", **ROTARY, "norm_eps": "1e-6",
+    },
+    "flashtile.linear.explain": {"x": "rand(3, 8)", "weight": "rand(6, 8)"},
+    "masks.causal": {"offset": "1"}, "masks.window": {"left": "1", "right": "2", "offset": "0"}, "masks.prefix_lm": {"length": "3", "offset": "0"},
+    "masks.document": {"ids": "ints(0, 0, 1)", "ids_kv": "ints(0, 0, 1)"}, "masks.padding": {"lengths": "ints(2, 3)"},
+    "masks.dilated": {"size": "2", "dilation": "2", "offset": "0"}, "masks.natten": {"height": "5", "width": "7", "kernel_size": "3"},
+    "masks.alibi": {"slopes": "rand(4)", "offset": "0"}, "masks.relative_position": {"bias": "rand(4, 5)", "offset": "0"},
+    "masks.softcap": {"cap": "1.0"}, "masks.mask_mod": {"function": "masks.causal()"}, "masks.score_mod": {"function": "masks.softcap(1.0)"},
+    "masks.create_block_mask": {"mask_mod": "masks.causal()", "B": "2", "H": "4", "Q_LEN": "30", "KV_LEN": "40", "device": "'cpu'", "BLOCK_SIZE": "16"},
+    "masks.from_triton": {"kind": "'score_mod'", "_function": "None"},
+    "parallel.own_tokens": {"lengths": "ints(3, 5)", "rank": "0", "size": "2", "interleave": "1"},
+    "kv_cache.BlockManager": {"num_blocks": "8", "block_size": "4", "max_sequences": "2", "max_seqlen": "16", "num_host_blocks": "2", "window_left": "3"},
+    "kv_cache.PagedKVCache": {
+        "num_layers": "1", "num_blocks": "8", "block_size": "4", "num_kv_heads": "2", "head_dim": "16", "max_sequences": "2", "max_seqlen": "16",
+        "head_dim_v": "8", "dtype": "torch.float32", "device": "'cpu'", "num_host_blocks": "2", "window_left": "3",
+    },
+    "flashtile.SamplingParams": {
+        "n": "1", "temperature": "0.5", "top_p": "0.9", "top_k": "4", "min_p": "0.1", "seed": "3", "max_tokens": "4", "min_tokens": "1",
+        "presence_penalty": "0.5", "frequency_penalty": "0.5", "repetition_penalty": "1.5", "logprobs": "2", "stop": "'x'", "stop_token_ids": "[1]",
+        "ignore_eos": "True", "detokenize": "True",
+    },
+    "flash_attn_interface.flash_attn_func": {"q": Q, "k": K, "v": V, **MASKING, "attention_chunk": "3"},
+    "flash_attn_interface.flash_attn_with_kvcache": {**CACHE, "page_table": TABLE["block_table"], "cache_seqlens": TABLE["cache_seqlens"], **MASKING},
+    "nn.MultiheadAttention(8, 2, batch_first=True)": {
+        "query": "rand(2, 5, 8)", "key": "rand(2, 5, 8)", "value": "rand(2, 5, 8)", "attn_mask": "torch.zeros(5, 5).bool()",
+        "key_padding_mask": "torch.zeros(2, 5).bool()", "need_weights": "True", "average_attn_weights": "True", "is_causal": "False",
+    },
+}  # fmt: skip
+"""By function (spaces tell several calls of one apart), good arguments as text."""
+
+NONSENSE = ("object()", "'nonsense'", "math.nan", "math.inf", "2**70", "-(2**70)", "-7", "b'x'", "[object()]", "{1: 2}", "1j", "(1, 2, 3, 4, 5)",
+            "rand(2, 3, 4).numpy()", "torch.float32", "lambda x: x")  # fmt: skip
+SPOILT = ("({}).to('meta')", "({}).to_sparse()", "({}).to(torch.complex64)", "({})[None, None]", "({})[..., :0]", "({}).tolist()", "({}).to(torch.int8)",
+          "({}).to(torch.float8_e5m2)", "({}).to(torch.float64)", "torch.cat([{}, {}], -1)")  # fmt: skip
+
+TAKEN: dict[str, tuple[str, ...]] = {
+    "masks.window left": ("-7", "-(2**70)"), "masks.window right": ("-7", "-(2**70)"),  # a negative number is no limit
+    "masks.causal offset": ("-7",), "masks.window offset": ("-7",), "masks.prefix_lm length": ("-7",), "masks.prefix_lm offset": ("-7",),
+    "masks.dilated offset": ("-7",), "masks.alibi offset": ("-7",), "masks.relative_position offset": ("-7",),
+    **{f"* {name}": ("-7", "2**70", "-(2**70)") for name in ("softmax_scale", "softmax_max", "scale")},  # any finite number
+    **{f"* {name}": ("2**70", "math.inf") for name in ("softcap", "cap", "norm_eps", "next_norm_eps")},
+    "masks.mask_mod function": ("lambda x: x",), "masks.score_mod function": ("lambda x: x",),
+    "* window_left": ("-7",), "flashtile.SamplingParams stop": ("'nonsense'",), "flashtile.SamplingParams top_k": ("-7",),
+    "flashtile.SamplingParams seed": ("-7", "2**70", "-(2**70)"), "flashtile.SamplingParams max_tokens": ("2**70",), "flashtile.SamplingParams min_tokens": (),
+    "flashtile.SamplingParams stop_token_ids": ("(1, 2, 3, 4, 5)",), "flashtile.SamplingParams top_p": (), "flashtile.SamplingParams logprobs": ("2**70",),
+    "* debug_checks": (), "* device": ("'meta'",), "flashtile.SamplingParams top_k ": ("2**70",),
+    "masks.document ids": ("({})[None, None]", "({}).to(torch.float64)", "({}).to('meta')", "({}).to(torch.int8)", "torch.cat([{}, {}], -1)"),
+}  # fmt: skip
+"""Values that look like nonsense and are rightly taken, by function and argument (* for any function)."""
+
+TAKEN_TENSORS = (
+    "torch.cat([{}, {}], -1)",
+    "({}).to(torch.int8)",
+    "({}).to(torch.float64)",
+    "({})[None, None]",
+    "({})[..., :0]",
+    "({}).to('meta')",
+)
+"""Of a tensor: what may be right for some argument, such as longer tables, other ints or one dimension more."""
+
+
+def _is_tensor(text: str) -> bool:
+    return text.startswith(("rand(", "ints(", "offsets(", "torch.ones(", "torch.zeros(", "torch.tensor("))
+
+
+def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> Call:
+    name = rng.choice(functions or list(GOOD))
+    arguments = GOOD[name]
+    name = name.strip()
+    victim = rng.choice([n for n in arguments if not n.startswith("_")])
+    tensor = _is_tensor(arguments[victim])
+    value = rng.choice(SPOILT if tensor and rng.random() < 0.5 else NONSENSE)
+    taken = TAKEN.get(f"{name} {victim}", ()) + TAKEN.get(f"* {victim}", ())
+    names = [victim, *(["mask_mod", "score_mod"] if victim == "function" else [])]
+    if "{}" in value:  # an error may name the tensor that it no longer fits
+        names += [n for n in arguments if n != victim]
+    # What may be right here must at least end well: with a result, or an error of ours.
+    well = value in taken or value in TAKEN_TENSORS
+    check = f"{'ends_well' if well else 'refuses'}(lambda: CALL, {', '.join(map(repr, names))})"
+    given = {**arguments, victim: value.replace("{}", arguments[victim])}
+    order = [n for n in given if not n.startswith("_")]
+    positional = [given[n] for n in given if n.startswith("_")]
+    required = _required(name, arguments)
+    options = tuple(f"{n}={given[n]}" for n in order if n != victim and n not in required)
+    fixed = [f"{n}={given[n]}" for n in order if n == victim or n in required]
+    if positional:  # behind the first, by position
+        fixed = [
+            given[order[0]],
+            *positional,
+            *(text for text in fixed if not text.startswith(f"{order[0]}=")),
+        ]
+    call = f"{name}({', '.join(fixed)}, OPTIONS)"
+    if not fixed:
+        call = f"{name}(OPTIONS)"
+    return Call(check.replace("CALL", call), {}, {}, options, {"_name": repr(f"{name} {victim}")})
+
+
+def _required(name: str, arguments: dict[str, str]) -> set[str]:
+    if name.endswith("explain"):  # it takes whatever the function takes
+        return set(arguments)
+    function = eval(name, vars(prelude).copy())
+    parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty}
+
+
+def key(call: Call, label: str) -> str:
+    return f"{call.fixed['_name']}: {label}"

@@ -1,0 +1,185 @@
+"""What the text of a call may use: tensors, and the statements that say whether a result is right."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+import torch.nn.attention.flex_attention as flex
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashtile
+from flashtile import compat, fp8, kv_cache, linear, masks, nn, parallel
+from flashtile.compat import flash_attn, flash_attn_interface
+from flashtile.compat.flash_attn import bert_padding
+from flashtile.compat.flash_attn.layers import rotary
+from flashtile.testing import poisoned_memory
+from fuzz import oracle
+
+__all__ = [
+    "F", "Wrong", "agree", "bert_padding", "compat", "ends_well", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8", "ints",
+    "kv_cache", "linear", "masks", "math", "nn", "offsets", "oracle", "parallel", "rand", "refuses", "rotary", "torch",
+]  # fmt: skip
+
+FACTORS = {"result": 2.0, "gradient": 3.0}
+"""How much further off than plain PyTorch a result may be."""
+MOVED = 8.0
+"""How many times as far as the oracle moves where each of its steps is off at random (the worst of two trials)."""
+ERRORS = (ValueError, TypeError, NotImplementedError)
+
+
+class Wrong(AssertionError):  # noqa: N818 - a verdict
+    """A call that breaks its promise. ``label`` says which one in a few words."""
+
+    def __init__(self, label: str, text: str = ""):
+        super().__init__(f"{label}: {text}")
+        self.label = label
+
+
+def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous", scale=1.0) -> Tensor:
+    """Normal numbers, in memory whose gaps hold NaN: "offset" (rows out of line) or "transposed" (heads first)."""
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    numbers = numbers.to(dtype).to(device)
+    if layout == "offset":
+        memory = torch.full((*shape[:-1], shape[-1] + 3), math.nan, device=device).to(dtype)
+        memory[..., 1 : 1 + shape[-1]] = numbers
+        return memory[..., 1 : 1 + shape[-1]]
+    if layout == "transposed":
+        return numbers.transpose(-2, -3).contiguous().transpose(-2, -3)
+    return numbers
+
+
+def ints(*values, dtype=torch.int32, device="cpu") -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def offsets(*lengths, device="cpu") -> Tensor:
+    return F.pad(ints(*lengths).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+
+
+def _run(call, function, given, dtype, upstream, gradients, exact=False):
+    """The results of a call, then the gradients of all that it is given."""
+    as_default = torch.get_default_dtype()
+    leaves = {
+        name: x.detach().to(dtype if dtype is not None and x.is_floating_point() else x.dtype)
+        for name, x in given.items()
+    }
+    for x in leaves.values():
+        x.requires_grad_(gradients and x.is_floating_point())
+    try:
+        if exact:
+            torch.set_default_dtype(torch.float64)  # of 1.0 * i, say
+        results = call(function, **leaves)
+    finally:
+        torch.set_default_dtype(as_default)
+    results = [results] if isinstance(results, Tensor) else [x for x in results if x is not None]
+    found = {f"result {n}": x.detach() for n, x in enumerate(results)}
+    learned = {name: x for name, x in leaves.items() if x.requires_grad}
+    if gradients:
+        pairs = [
+            (x, rand(*x.shape, seed=97 + n, dtype=torch.float64).to(x))
+            for n, x in enumerate(results)
+            if x.requires_grad
+        ]
+        for n, name in enumerate(upstream):
+            pairs = [pair for pair in pairs if pair[0] is not results[n]] if name is None else pairs
+        taken = [torch.zeros_like(x) for x in learned.values()]
+        if pairs:
+            sums = [(torch.where(x.isfinite(), x, 0.0) * g).sum() for x, g in pairs]
+            taken = torch.autograd.grad(sums, [*learned.values()], allow_unused=True, materialize_grads=True)
+        found |= {f"gradient of {name}": g for name, g in zip(learned, taken, strict=True)}
+    return found
+
+
+def agree(call, ours, exact, *, gradients=True, upstream=(), again=True, scores_at=None, **given) -> None:
+    """``call(ours, **given)`` is as near ``call(exact, **given)`` in float64 as the error rule asks.
+
+    Args:
+        gradients: compare those of everything given, too.
+        again: a second call gives the same bits.
+        scores_at: the dtype that products are rounded to, where it is not that of the call (FP8).
+    """
+    dtype = scores_at or next(x.dtype for x in given.values() if x.is_floating_point())
+    with poisoned_memory():
+        found = _run(call, ours, given, None, upstream, gradients)
+        if again:
+            repeated = _run(call, ours, given, None, upstream, gradients)
+            for name, x in found.items():
+                if "gradient" not in name and not torch.equal(
+                    x.nan_to_num(7.0), repeated[name].nan_to_num(7.0)
+                ):
+                    raise Wrong(f"{name} differs from run to run")
+    right = _run(call, exact, given, torch.float64, upstream, gradients, exact=True)
+    trials = []
+    for seed in (1, 2):
+        with oracle.rounding(dtype, seed):
+            trials.append(_run(call, exact, given, torch.float64, upstream, gradients, exact=True))
+    plain: dict = {}
+    for name, x in found.items():
+        if x.shape != right[name].shape:
+            raise Wrong(f"{name} has another shape", f"{tuple(x.shape)}, expected {tuple(right[name].shape)}")
+        if not x.is_floating_point():
+            if not torch.equal(x, right[name]):
+                raise Wrong(f"{name} differs")
+            continue
+        wider = "result" in name and x.dtype != dtype and x.dtype.itemsize > 1  # such as lse
+        kind = x.dtype if wider else None
+        if kind not in plain:
+            plain[kind] = _run(call, exact, given, kind, upstream, gradients)
+        compare(name, x, right[name], plain[kind][name], [trial[name] for trial in trials], dtype)
+
+
+def _error(x: Tensor, right: Tensor) -> Tensor:
+    x, right = x.double(), right.double()
+    return torch.where(x == right, 0.0, x - right).abs()
+
+
+def compare(name: str, found: Tensor, right: Tensor, plain: Tensor, trials: list[Tensor], dtype) -> None:
+    """The error rule, for the largest error and the root mean square."""
+    if not found.numel():
+        return
+    error, finite = _error(found, right), torch.where(right.isfinite(), right, 0.0).double()
+    size = finite.abs().max().item()
+    unit = torch.finfo(found.dtype).eps * size + (torch.finfo(dtype).eps / 8 if found.dtype != dtype else 0.0)
+    unit *= 16 if found.dtype == torch.float64 else 1
+    factor = FACTORS[name.split()[0]]
+    for norm in (lambda e: e.max().item(), lambda e: e.square().mean().sqrt().item()):
+        moved = max(norm(torch.nan_to_num(_error(trial, right), posinf=0.0)) for trial in trials)
+        allowed = factor * norm(torch.nan_to_num(_error(plain, right), posinf=0.0)) + MOVED * moved + unit
+        if not norm(error) <= allowed:
+            at = tuple(
+                int(n)
+                for n in torch.unravel_index(torch.nan_to_num(error, nan=math.inf).argmax(), error.shape)
+            )
+            raise Wrong(
+                f"{name} is off", f"by {norm(error):.3g}, allowed {allowed:.3g}; worst at {at}: {found[at].item():.6g}, "
+                f"exact {right[at].item():.6g}",
+            )  # fmt: skip
+
+
+def names_argument(error: Exception, names) -> bool:
+    return any(re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", str(error)) for name in names)
+
+
+def refuses(call, *names: str) -> None:
+    """The call raises ValueError, TypeError or NotImplementedError, whose text has one of the names."""
+    try:
+        call()
+    except ERRORS as error:
+        if not names_argument(error, names):
+            raise Wrong(f"the error does not name {names[0]}", f"{type(error).__name__}: {error}") from None
+        return
+    except Exception as error:
+        raise Wrong(f"a {type(error).__name__} instead of a ValueError", str(error)[:300]) from None
+    raise Wrong(f"{names[0]} is taken")
+
+
+def ends_well(call, *names: str) -> None:
+    """The call gives a result, or is refused as :func:`refuses` has it."""
+    try:
+        refuses(call, *names)
+    except Wrong as error:
+        if not error.label.endswith("is taken"):
+            raise

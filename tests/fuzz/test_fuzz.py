@@ -1,0 +1,118 @@
+"""The fuzzer itself: a short run of each family, what it sees, what it prints, and that it draws all that is public."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+
+import pytest
+import torch
+
+import flashtile
+from fuzz import FAMILIES, bad_calls, runner
+from fuzz.prelude import Wrong, compare, refuses
+from fuzz.runner import Call
+
+CALLS = {"attention": 8, "functions": 4, "caches": 8, "fp8": 4, "linear": 8, "doors": 6, "manager": 2}
+"""By family, calls of a short run. Ranks and checkpoints take seconds to begin with, and have tests of their own."""
+
+SEEN = {"bad_calls": 400}
+"""By family, calls whose texts are looked through, 120 otherwise."""
+
+MODULES = ("flashtile", "flashtile.fp8", "flashtile.linear", "flashtile.masks", "flashtile.parallel", "flashtile.kv_cache",
+           "flashtile.compat.flash_attn", "flashtile.compat.flash_attn_interface", "flashtile.compat.flash_attn.bert_padding",
+           "flashtile.compat.flash_attn.layers.rotary")  # fmt: skip
+LEFT_OUT = {
+    "a record of results, which nobody calls": {
+        "BeforeNorm", "Explanation", "Quantized", "BlockMask", "Batch", "Invariant", "Step", "Usage", "Link", "ParallelEstimate",
+        "ParallelExplanation", "Sharing",
+    },
+    "an error": {"CacheFullError", "IntegrityError", "OutOfBlocksError", "OutOfSequencesError"},
+    "drawn by what is made of it": {"LLM", "BlockPool", "MaskMod", "ScoreMod", "shard", "context_parallel_attention", "context_parallel_decode"},
+    "an estimate of time": {"estimates", "two_dimensions", "explain"},
+    "the other half of shard, compared in tests/parallel": {"unshard"},
+    "plans nothing here": {"get_scheduler_metadata"},
+    "two lines around what is drawn": {
+        "unpad_input_for_concatenated_sequences", "apply_rotary_emb_qkv_", "apply_rotary_emb_kv_", "apply_rotary_emb_func", "RotaryEmbedding",
+    },
+}  # fmt: skip
+"""Public names that no family draws, and why."""
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_short_run(family: str) -> None:
+    module = FAMILIES[family]()
+    found = runner.run({family: module}, 5, 60.0, CALLS[family], say=lambda text: None, most=1)
+    assert not found.failures, "\n".join(map(str, found.failures[0]))
+
+
+def test_bad_calls_of_the_front_door_are_refused() -> None:
+    front = tuple(
+        name for name in bad_calls.GOOD if name.startswith(("flashtile.attention ", "flashtile.flash_attn"))
+    )
+    for number in range(60):
+        call = bad_calls.draw(random.Random(number), functions=front)
+        assert runner.failure(call) is None, str(call)
+
+
+def test_every_public_function_is_drawn() -> None:
+    text = []
+    for family, load in FAMILIES.items():
+        module = load()
+        text += [module.draw(random.Random(f"{family}/{n}")).code() for n in range(SEEN.get(family, 120))]
+    words = set(re.findall(r"\w+", "\n".join(text)))
+    excused = set().union(*LEFT_OUT.values())
+    for name in MODULES:
+        module = importlib.import_module(name)
+        public = {n for n in module.__all__ if callable(getattr(module, n))}
+        assert not public - words - excused, f"{name}: no family draws {sorted(public - words - excused)}"
+
+
+def test_a_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = flashtile.attention
+
+    def faulty(q, k, v, *, softcap=0.0, **options):
+        return attend(q, k, v, softcap=softcap * 1.01, **options)
+
+    monkeypatch.setattr(flashtile, "attention", faulty)
+    body = "agree(lambda f, q, k, v: f(q, k, v, OPTIONS, return_lse=True), flashtile.attention, oracle.attention, GIVEN)"
+    shape = "rand(batch, seqlen, 2, head_dim, seed={})"
+    tensors = {name: shape.format(n) for n, name in enumerate("qkv")}
+    call = Call(
+        body,
+        {"batch": 2, "seqlen": 9, "head_dim": 8},
+        tensors,
+        ("causal=True", "softcap=1.0", "softmax_scale=0.5"),
+    )
+    label, _ = runner.failure(call) or ("", "")
+    assert label == "result 0 is off"
+    smallest = runner.shrink(call, label)
+    assert smallest.options == ("softcap=1.0",)
+    assert smallest.sizes["batch"] == 1
+    assert str(smallest).startswith("from fuzz.prelude import *\n")
+    assert runner.failure(smallest) is not None
+    monkeypatch.undo()
+    assert runner.failure(smallest) is None
+
+
+def test_the_rule_refuses_nan_and_a_wrong_infinity() -> None:
+    right = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+    for wrong in ([1.0, 5.0], [1.0, torch.nan], [1.0, torch.inf], [1.001, -torch.inf]):
+        with pytest.raises(Wrong, match="result 0 is off"):
+            compare("result 0", torch.tensor(wrong), right, right, [right], torch.float32)
+    compare("result 0", right.float(), right, right, [right], torch.float32)
+
+
+def test_a_bad_call_must_be_refused_by_name() -> None:
+    def raises(error: Exception) -> None:
+        raise error
+
+    refuses(lambda: raises(ValueError("softcap must be a number")), "softcap")
+    for error, label in (
+        (ValueError("no"), "does not name"),
+        (RuntimeError("softcap"), "RuntimeError"),
+        (None, "is taken"),
+    ):
+        with pytest.raises(Wrong, match=label):
+            refuses((lambda: None) if error is None else lambda error=error: raises(error), "softcap")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.arguments import check_flag
-from flashtile.attn.functional import attention
+from flashtile.api.attention import attention
+from flashtile.api.padding import MaskPattern, as_booleans, attend, can_look, pattern_of, recognise
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.conversions import check_flag
 from flashtile.dropout import draw_state, keep_share, kept
-from flashtile.padding import MaskPattern, as_booleans, attend, can_look, pattern_of, recognise
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
 

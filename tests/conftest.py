@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fresh_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding knows no launch of another test, and leaves none to another."""
     from flashtile.caches import BoundedCache
-    from flashtile.decode import operators
     from flashtile.op.operation import CACHE_BYTES
+    from flashtile.operators import decode as operators
 
     for owner, name in (
         (operators.DECODE, "launches"),

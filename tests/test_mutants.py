@@ -58,8 +58,9 @@ def test_the_lines_that_a_fault_waits_for():
 
 
 def test_a_draw_survives_lines_that_move():
-    text = (ROOT / "flashtile/merge.py").read_text("utf-8")
-    before, after = Source("flashtile/merge.py", text), Source("flashtile/merge.py", f"x = y\n\n{text}")
+    text = (ROOT / "flashtile/api/merge.py").read_text("utf-8")
+    path = "flashtile/api/merge.py"
+    before, after = Source(path, text), Source(path, f"x = y\n\n{text}")
     assert [m.key for m in before.mutants()] == [m.key for m in after.mutants()]
     assert [m.rank(0) for m in before.mutants()] == [m.rank(0) for m in after.mutants()]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problem import (
+from flashtile.problems.common import (
     DEVICE_TYPES,
     DTYPES,
     FLOAT32_MAX,

@@ -7,7 +7,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import (
     TRANSPOSED,
     check_broadcast,
@@ -28,7 +27,8 @@ from flashtile.checks.arguments import (
     check_slopes,
     looks_transposed,
 )
-from flashtile.problem import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
+from flashtile.problems.attention import Extras, Options
+from flashtile.problems.common import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
 
 
 def check_call(

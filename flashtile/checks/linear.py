@@ -21,7 +21,7 @@ from flashtile.checks.arguments import (
     check_same_dtype,
 )
 from flashtile.checks.decode import PAGED_CACHE, check_written
-from flashtile.linear.problem import (
+from flashtile.problems.linear import (
     ACTIVATIONS,
     DTYPES,
     E4M3,

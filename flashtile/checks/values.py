@@ -12,9 +12,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Options
-from flashtile.decode.addresses import destinations, new_tokens, sequence_lengths
-from flashtile.decode.problem import (
+from flashtile.problems.addresses import destinations, new_tokens, sequence_lengths
+from flashtile.problems.attention import Extras, Options
+from flashtile.problems.decode import (
     AppendOptions,
     AppendTensors,
     CacheTensors,

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from flashtile import machine
+from flashtile.hardware import machine
 
 WIDTH = 160
 """Columns of a table that is not printed to a terminal."""
@@ -90,7 +90,7 @@ def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
 
 
 def parse_device(name: str | None) -> torch.device:
-    """:func:`flashtile.machine.find_device` for an option."""
+    """:func:`flashtile.hardware.machine.find_device` for an option."""
     with bad_parameters():
         return machine.find_device(name)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile.arguments import as_int
+from flashtile.checks.conversions import as_int
 from flashtile.engine.beam import BeamSearch
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.detokenizer import Detokenizer

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from flashtile import machine
-from flashtile.arguments import as_float, as_int, check_flag
+from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
@@ -27,6 +26,7 @@ from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import Shard, open_weights, random_weights, with_its_head
+from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
 logger = logging.getLogger("flashtile.engine")

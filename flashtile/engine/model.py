@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.decode.functional import append_kvcache, flash_attn_with_kvcache
-from flashtile.decode.rotary import rotate
+from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import Shard, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
+from flashtile.reference.rotary import rotate
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64

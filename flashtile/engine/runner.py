@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.decode.functional import copy_blocks
+from flashtile.api.decode import copy_blocks
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.draws import Draws, is_special, shape
 from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
 
-from flashtile.attn.functional import attention
-from flashtile.attn.gradients import attention_backward
+from flashtile.api.attention import attention
+from flashtile.api.padding import MaskPattern, as_booleans, as_cells, attend, can_look, recognise
 from flashtile.checks.arguments import ERRORS, check_backend, check_dense, renamed
 from flashtile.dropout import draw_state
-from flashtile.padding import MaskPattern, as_booleans, as_cells, attend, can_look, recognise
+from flashtile.operators.gradients import attention_backward
 
 FUNCTION = "scaled_dot_product_attention"
 NAME = "flashtile"

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.arguments import check_flag
-from flashtile.attn.functional import flash_attn_func, flash_attn_varlen_func
+from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
+from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.checks.arguments import renamed
-from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.checks.conversions import check_flag
 from flashtile.integrations.transformers_attention import IN_CONFIG, serving
 from flashtile.integrations.transformers_masks import mask_of_keys
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import make_options
-from flashtile.attn.functional import attention
+from flashtile.api.attention import attention
+from flashtile.api.decode import flash_attn_with_kvcache
+from flashtile.api.padding import as_cells
 from flashtile.checks.arguments import renamed
-from flashtile.decode.functional import flash_attn_with_kvcache
-from flashtile.decode.operators import DECODE
-from flashtile.decode.problem import MAX_HEAD_DIM, CacheTensors, DecodeOptions
+from flashtile.checks.conversions import make_options
 from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of
 from flashtile.integrations.transformers_steps import attend_by, kind_of_step, remember
-from flashtile.padding import as_cells
+from flashtile.operators.decode import DECODE
+from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 
 IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"

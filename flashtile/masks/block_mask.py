@@ -21,7 +21,7 @@ from flashtile.checks.arguments import as_int, check_dense, check_int
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
-from flashtile.problem import MAX_LENGTH
+from flashtile.problems.common import MAX_LENGTH
 
 CELLS_AT_ONCE = 2**24
 """Of a mask, while it is made into blocks."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flashtile.checks.arguments import check_dense
-from flashtile.masks.operations import WHOLE
-from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.masks.triton_functions import in_torch
+from flashtile.problems.mask_operations import WHOLE
+from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 
 SIGNATURES = {
     "score_mod": ("score", "b", "h", "q", "kv"),

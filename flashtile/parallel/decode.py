@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int, as_seconds, check_flag, make_options, with_unit_stride
+from flashtile.api.decode import append_kvcache, flash_attn_combine
 from flashtile.checks.arguments import check_choice, check_dense, check_int, check_int32
-from flashtile.decode.functional import append_kvcache, flash_attn_combine
-from flashtile.decode.operators import DECODE
-from flashtile.decode.problem import CacheTensors, DecodeOptions
+from flashtile.checks.conversions import as_int, as_seconds, check_flag, make_options, with_unit_stride
+from flashtile.operators.decode import DECODE
 from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
 from flashtile.parallel.symmetric import Shared, check_symmetric, shared_memory
-from flashtile.problem import MAX_LENGTH
+from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.decode import CacheTensors, DecodeOptions
 
 MERGES = ("allgather", "reduce_scatter", "symmetric")
 

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtile.arguments import apply_autocast, as_seconds, check_flag, make_options, with_unit_stride
-from flashtile.attn.problem import NO_EXTRAS, Extras, Options
 from flashtile.checks.arguments import check_choice, check_dense, check_sink
 from flashtile.checks.attention import check_call
+from flashtile.checks.conversions import (
+    apply_autocast,
+    as_seconds,
+    check_flag,
+    make_options,
+    with_unit_stride,
+)
 from flashtile.op.operation import PLAIN_TYPES
 from flashtile.parallel.attend import Scores
 from flashtile.parallel.blocks import Mask
@@ -25,6 +30,7 @@ from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 
 
 def context_parallel_attention(

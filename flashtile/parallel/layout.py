@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int, as_seconds
 from flashtile.checks.arguments import check_choice, check_dense
+from flashtile.checks.conversions import as_int, as_seconds
 from flashtile.parallel.ranks import TIMEOUT, ranks_of
 
 LAYOUTS = ("contiguous", "zigzag", "striped")

@@ -14,13 +14,13 @@ from functools import lru_cache
 
 import torch
 
-from flashtile.arguments import as_int, check_flag
 from flashtile.checks.arguments import check_choice, check_int
-from flashtile.io_model.calls import ELEMENT_BYTES, Call
-from flashtile.io_model.cards import Card, card_of_device, find_card
+from flashtile.checks.conversions import as_int, check_flag
+from flashtile.hardware.calls import ELEMENT_BYTES, Call
+from flashtile.hardware.cards import Card, card_of_device, find_card
 from flashtile.parallel.blocks import Mask, Pair, pair_of
 from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, tokens_of
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 METHODS = ("auto", "ring", "ulysses", "allgather")
 

@@ -109,7 +109,7 @@ AREAS = (
     Area("parallel", ("flashtile/parallel/*",), ("tests/parallel/*",)),
     Area(
         "integrations",
-        ("flashtile/integrations/*", "flashtile/compat/*", "flashtile/nn.py", "flashtile/padding.py"),
+        ("flashtile/integrations/*", "flashtile/compat/*", "flashtile/nn.py", "flashtile/api/padding.py"),
         ("tests/integrations/*",),
     ),
 )

@@ -9,10 +9,10 @@ import torch
 
 import flashtile
 from bad_calls import CALLS, FUNCTIONS, PAIRS, good
-from flashtile.attn.operators import BACKWARD, FORWARD
 from flashtile.caches import BoundedCache
 from flashtile.op import selection
 from flashtile.op.operation import CACHE_BYTES, SIGNATURE_BYTES, reads_values
+from flashtile.operators.attention import BACKWARD, FORWARD
 
 
 class Recorder:

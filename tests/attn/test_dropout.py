@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import dropout, testing
-from flashtile.attn.problem import Problem
+from flashtile.problems.attention import Problem
 from small_calls import dense, varlen
 from targets import Target
 

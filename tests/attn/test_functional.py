@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import fp8, reference
-from flashtile.arguments import make_options
+from flashtile import fp8
+from flashtile.checks.conversions import make_options
 from flashtile.compat.flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+from flashtile.reference import attention as reference
 
 COMMON = (
     ("dropout_p", 0.0),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cases import BF16, FP16, FP32, FP64
-from flashtile import merge_states, reference, testing
+from flashtile import merge_states, testing
+from flashtile.reference import attention as reference
 
 
 def states(parts: int, dtype=FP64, varlen: bool = False) -> list[tuple[Tensor, Tensor]]:

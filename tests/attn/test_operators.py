@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
-from flashtile import reference
-from flashtile.attn import operators
-from flashtile.attn.problem import NO_EXTRAS, Extras, Options
+from flashtile.operators import attention as operators
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+from flashtile.reference import attention as reference
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, slopes, varlen
 
 

@@ -23,7 +23,14 @@ from typing import Any
 
 import triton
 
-from flashtile.compile_report import CompileCase, CompileReport, architecture, every_case, report, reports
+from flashtile.backends.common.compile_report import (
+    CompileCase,
+    CompileReport,
+    architecture,
+    every_case,
+    report,
+    reports,
+)
 
 ARCHITECTURES = ("sm_80", "sm_90a")
 PATH = Path(__file__).with_name("compiled.json")

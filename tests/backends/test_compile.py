@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import compile_record
 
-from flashtile.compile_report import CompileCase, CompileReport, every_case, report
+from flashtile.backends.common.compile_report import CompileCase, CompileReport, every_case, report
 
 pytestmark = pytest.mark.compile
 

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import compile_record
 
-from flashtile.compile_report import CompileReport, every_case
+from flashtile.backends.common.compile_report import CompileReport, every_case
 
 ARCH = "sm_90a"
 NUMBERS = {

@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from compile_record import numbers
 
+from flashtile.backends.common.compile_report import ARCHITECTURES
 from flashtile.backends.common.preprocess import ROW_PAD, padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import schedule as backward_schedule
@@ -34,7 +35,6 @@ from flashtile.backends.hopper.backward.launch import l2_swizzle, last_heads, re
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.compile_report import ARCHITECTURES
 from kernels_as_python import functions_of, make_work_tile
 
 KIB = 1024

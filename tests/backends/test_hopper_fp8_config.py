@@ -11,14 +11,14 @@ pytest.importorskip("triton")
 
 from compile_record import numbers
 
+from flashtile.backends.common.compile_report import ARCHITECTURES, KIB
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.hopper.compile_cases import HOPPER
 from flashtile.backends.hopper.fp8.compile_cases import PLAIN, compile_cases
 from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
 from flashtile.backends.hopper.fp8.launch import scale_strides
-from flashtile.compile_report import ARCHITECTURES, KIB
-from flashtile.fp8.layout import KEY_BLOCK
-from flashtile.fp8.problem import Scales
+from flashtile.problems.fp8 import Scales
+from flashtile.problems.fp8_layout import KEY_BLOCK
 
 BARRIERS = KIB
 PROBLEM = replace(PLAIN, head_dim=128, head_dim_v=128)

@@ -33,11 +33,11 @@ from flashtile.backends.hopper.forward.config import every_row
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.backends.hopper.mods import launch as mods_launch
-from flashtile.decode import testing as decode_testing
-from flashtile.fp8 import testing as fp8_testing
-from flashtile.fp8.layout import E4M3
-from flashtile.linear.problem import LinearTensors
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
+from flashtile.problems.fp8_layout import E4M3
+from flashtile.problems.linear import LinearTensors
+from flashtile.testing import decode as decode_testing
+from flashtile.testing import fp8 as fp8_testing
 from gluon_interpreter import Edited, interpreted
 
 exhaustive = pytest.mark.exhaustive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile.bench import timing
+from flashtile.hardware import timing
 
 
 @pytest.fixture(autouse=True)

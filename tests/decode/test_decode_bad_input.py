@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.decode import cascade
-from flashtile.decode.problem import FP8
+from flashtile.api import cascade
+from flashtile.problems.decode import FP8
 
 B, SQ, SN, H, HKV, D, ROWS, PAGES, PAGE = 2, 3, 2, 4, 2, 16, 20, 9, 4
 

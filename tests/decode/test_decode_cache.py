@@ -13,8 +13,8 @@ import torch
 import flashtile
 from cases import BF16, FP16, FP32, FP64
 from flashtile import testing
-from flashtile.decode import reference
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
+from flashtile.reference import decode as reference
 
 HEADS, HEADS_KV, D, D_V = 6, 2, 16, 8
 
@@ -197,7 +197,7 @@ def test_a_shared_prefix_changes_no_result(target, on, name, seqlen_q, dtype):
     )
     exact = reference.attention_with_kvcache(q, k_cache, v_cache, upcast=FP64, **arguments)
     plain = reference.attention_with_kvcache(q, k_cache, v_cache, **arguments)
-    # As in flashtile.decode.testing: values that cancel keep the rounding of their sum.
+    # As in flashtile.testing.decode: values that cancel keep the rounding of their sum.
     sums = torch.finfo(lse.dtype).eps * float(v_cache.nan_to_num(0.0).abs().max())
     comparison = testing.compare("out", out, exact[0], plain[0], noise=(sums, sums))
     assert comparison.holds, str(comparison)

@@ -20,8 +20,8 @@ from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.decode.schedule import Layout, Lengths, Sequences, balanced_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
-from flashtile.decode import testing
-from flashtile.decode.problem import FP8, CombineProblem, CopyProblem, CopyTensors
+from flashtile.problems.decode import FP8, CombineProblem, CopyProblem, CopyTensors
+from flashtile.testing import decode as testing
 
 share_of, share_start = share_of_kernel.fn, share_start_kernel.fn
 

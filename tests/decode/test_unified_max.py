@@ -13,8 +13,8 @@ import flashtile
 from cases import BF16, FP16, FP32
 from decode_cases import CASES, build
 from flashtile.algorithms import Memory, unified_max
-from flashtile.decode import testing
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
+from flashtile.testing import decode as testing
 
 BY_NAME = {case.name: case for case in CASES}
 FEATURES = (

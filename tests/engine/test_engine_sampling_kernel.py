@@ -95,8 +95,8 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.compile
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_kernel_compiles_without_spills(filtered):
+    from flashtile.backends.common.compile_report import CompileCase, report
     from flashtile.backends.portable.sampling import NUM_WARPS, Variant, sample_kernel
-    from flashtile.compile_report import CompileCase, report
 
     signature = {
         "logits_ptr": "*bf16", "temperature_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp32",

@@ -10,11 +10,12 @@ from torch import Tensor
 
 import flashtile
 from flashtile import fp8
-from flashtile.attn.problem import EXTRAS_OF_ALL, NO_EXTRAS, OPTIONS_OF_ALL, Options
-from flashtile.fp8 import operators, reference
-from flashtile.fp8.layout import E4M3
-from flashtile.fp8.problem import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
 from flashtile.op import operation
+from flashtile.operators import fp8 as operators
+from flashtile.problems.attention import EXTRAS_OF_ALL, NO_EXTRAS, OPTIONS_OF_ALL, Options
+from flashtile.problems.fp8 import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
+from flashtile.problems.fp8_layout import E4M3
+from flashtile.reference import fp8 as reference
 
 FP16, BF16 = torch.float16, torch.bfloat16
 B, SQ, SK, H, HKV, D = 2, 5, 9, 4, 2, 16
@@ -281,7 +282,7 @@ def test_the_oracle_knows_descales() -> None:
         x.double() * scale.double().repeat_interleave(x.shape[2] // HKV, 1)[:, None, :, None]
         for x in (q, k, v)
     ]
-    exact, lse = flashtile.reference.attention(*scaled)
+    exact, lse = flashtile.reference.attention.attention(*scaled)
     descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), scale)
     ours, ours_lse = reference.attention(q, k, v, **descales)
     torch.testing.assert_close(ours, exact)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cases import BF16, FP16
 from flashtile import fp8
-from flashtile.fp8 import hadamard, layout
-from flashtile.fp8.layout import E4M3, E4M3_MAX, KEY_BLOCK, METHODS, QUERY_BLOCK, ROLES
+from flashtile.problems import fp8_layout as layout
+from flashtile.problems import hadamard
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, KEY_BLOCK, METHODS, QUERY_BLOCK, ROLES
 from targets import INTERPRETING, TARGETS, Target
 
 CPU_ONLY = pytest.mark.skipif(INTERPRETING, reason="of the CPU's path alone")

@@ -12,8 +12,8 @@ from torch import Tensor
 import flashtile
 from cases import BF16, FP16, FP32
 from decode_cases import CASES, build, paged
-from flashtile.decode import testing
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
+from flashtile.testing import decode as testing
 
 pytestmark = pytest.mark.gpu
 

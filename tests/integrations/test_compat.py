@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import padding
+from flashtile.api import padding
 from flashtile.compat import MODULES, install_as_flash_attn, uninstall_as_flash_attn
 from flashtile.compat.flash_attn.layers import rotary
 

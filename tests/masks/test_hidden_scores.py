@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import masks, reference, testing
+from flashtile import masks, testing
 from flashtile.masks.mods import traced
-from flashtile.masks.problem import Mods
+from flashtile.problems.masks import Mods
+from flashtile.reference import attention as reference
 from targets import Target
 
 SEQLEN = 20

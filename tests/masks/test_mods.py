@@ -13,8 +13,9 @@ from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 
 import flashtile
 from cases import Case
-from flashtile import masks, reference, testing
+from flashtile import masks, testing
 from flashtile.masks.mods import traced
+from flashtile.reference import attention as reference
 from targets import Target
 
 CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, heads_kv=2, head_dim=24)

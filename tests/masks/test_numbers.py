@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import masks, reference, testing
+from flashtile import masks, testing
 from flashtile.masks.mods import traced
-from flashtile.masks.ranges import POSITIONS, positions_of, wide_lines
+from flashtile.problems.mask_ranges import POSITIONS, positions_of, wide_lines
+from flashtile.reference import attention as reference
 from targets import Target
 
 BECOME_FLOATS: dict[str, Callable] = {

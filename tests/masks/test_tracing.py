@@ -14,13 +14,14 @@ from torch.nn.attention import flex_attention
 
 import flashtile
 from flashtile import masks
-from flashtile.attn.problem import NO_EXTRAS, Options
-from flashtile.masks import functional, operators
+from flashtile.api import masks as functional
 from flashtile.masks.block_mask import of_flex_attention
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
-from flashtile.masks.operations import OPERATIONS
-from flashtile.masks.program import derivatives, parse
+from flashtile.operators import masked_attention as operators
+from flashtile.problems.attention import NO_EXTRAS, Options
+from flashtile.problems.mask_operations import OPERATIONS
+from flashtile.problems.mask_program import derivatives, parse
 
 FACTOR = 2.0
 
@@ -230,7 +231,7 @@ def test_explained() -> None:
 def test_generated_functions_are_one_for_each_text() -> None:
     pytest.importorskip("triton")
     from flashtile.backends.portable.mods.functions import mask_function
-    from flashtile.masks.problem import Mods
+    from flashtile.problems.masks import Mods
 
     text = str(traced("mask_mod", masks.window(3, -1)).program)
     again = str(traced("mask_mod", masks.window(3, -1)).program)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.dropout import keep_share, kept
+from flashtile.problems.attention import Extras, Problem
 
 
 class Dropout(NamedTuple):

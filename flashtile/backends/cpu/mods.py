@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.cpu.blocks import split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
 from flashtile.masks.evaluate import evaluate
-from flashtile.masks.problem import MAX_CAPTURED
-from flashtile.masks.program import Load, Program, derivatives
+from flashtile.problems.attention import Problem
+from flashtile.problems.mask_program import Load, Program, derivatives
+from flashtile.problems.masks import MAX_CAPTURED
 
 
 class Tile(NamedTuple):

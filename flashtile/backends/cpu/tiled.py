@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.blocks import chunks_of, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
+from flashtile.problems.attention import Problem
 
 
 def forward(

@@ -7,8 +7,8 @@ import os
 
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import Target, capability, is_nvidia
+from flashtile.problems.attention import Problem
 
 NAME = "portable"
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
-from flashtile.fp8.problem import Fp8Problem
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
+from flashtile.problems.fp8 import Fp8Problem
 
 
 @dataclass(frozen=True)

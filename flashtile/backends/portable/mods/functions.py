@@ -23,9 +23,18 @@ import triton.language as tl
 
 from flashtile.backends.portable.mods import steps
 from flashtile.caches import BoundedCache
-from flashtile.masks.problem import MAX_SIZES, Mods
-from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives, is_finite, is_variable
-from flashtile.masks.ranges import wide_lines
+from flashtile.problems.mask_program import (
+    LOAD,
+    Line,
+    Name,
+    Program,
+    depends_on,
+    derivatives,
+    is_finite,
+    is_variable,
+)
+from flashtile.problems.mask_ranges import wide_lines
+from flashtile.problems.masks import MAX_SIZES, Mods
 
 _STEPS = {
     name: getattr(steps, name)

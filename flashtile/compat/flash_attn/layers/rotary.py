@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.arguments import check_flag
 from flashtile.checks.arguments import check_dense, check_device, check_dtype
-from flashtile.decode.rotary import turn
+from flashtile.checks.conversions import check_flag
+from flashtile.reference.rotary import turn
 
 __all__ = [
     "RotaryEmbedding",

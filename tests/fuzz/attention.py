@@ -17,8 +17,11 @@ def dtype_for(rng: Random, device: str) -> str:
 
 def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
     """Lengths that share a number of blocks or not, one token, more queries than keys."""
+
     def length() -> int:
-        return rng.choice([1, 2, 3, rng.randint(4, 20), rng.randint(4, longest), rng.choice([16, 32, 64, 65])])
+        return rng.choice(
+            [1, 2, 3, rng.randint(4, 20), rng.randint(4, longest), rng.choice([16, 32, 64, 65])]
+        )
 
     same = length()
     return {

@@ -94,7 +94,7 @@ def score_mod(rng: Random, tensors: dict[str, str]) -> tuple[str, str]:
     ready = ["masks.alibi(w)", "masks.relative_position(table)", f"masks.softcap({rng.choice([0.5, 3.0])})"]
     score = "masks.score_mod(lambda s, b, h, i, j: {})".format
     written = [
-        f"s + {real(rng)}", f"s * {real(rng)}", f"torch.where({condition(rng)}, s, s * 0.5 - 1.0)", "s + w[h]",
+        f"s + {real(rng)}", f"s * {real(rng)}", f"torch.where({condition(rng)}, s, s * 0.5 - 1.0)", "s + w[h]", "0.0 + 1.0 * (i - j)", "1.0 * j",
         "s * w[h].sigmoid() + table[h, (i + j) % 9]", f"s - w[h] * {real(rng)}", real(rng), "(s * 0.5).tanh() * 2.0",
         "s + (((i - j) % 4) * 0.5) ** power[h]", "s + (i // (j + 1) * 1.0) ** power[h]",
     ]  # fmt: skip

@@ -176,7 +176,8 @@ def weights_as(full, form):
         return full
     if form == "columns":
         return full.sum(2)
-    return full.topk(min(form, full.shape[-1]), -1).values
+    most = min(form, full.shape[-1])
+    return torch.nn.functional.pad(full.topk(most, -1).values, (0, form - most))
 
 
 def rotated(x, cos, sin, positions, interleaved):

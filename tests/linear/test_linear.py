@@ -83,6 +83,14 @@ def test_leading_dimensions_come_back(target):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_no_rows_are_written_nowhere():
+    caches = torch.ones(2, 8, 4, 1, 16).unbind()
+    slots = torch.zeros(0, dtype=torch.int64)
+    q = linear_qkv(torch.zeros(0, 8), torch.zeros(6 * 16, 8), *caches, slot_mapping=slots)
+    assert q.shape == (0, 4, 16)
+    assert all((cache == 1).all() for cache in caches)
+
+
 def test_gradients_are_refused_by_name():
     x, weight = torch.randn(2, 16), torch.randn(8, 16, requires_grad=True)
     y = linear(x, weight)

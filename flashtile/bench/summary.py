@@ -78,7 +78,7 @@ def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, 
 
 def beyond_ceiling(document: dict[str, Any]) -> list[str]:
     """Names of the workloads in which a contestant was faster than the measured ceilings allow."""
-    found = {}
+    found: dict[str, None] = {}
     for cell in document["cells"]:
         floor = floor_ms(document, cell)
         times = [result["ms"] for result in cell["results"].values() if result["status"] == "ok"]

@@ -81,13 +81,11 @@ mutants: $(READY) ## plant faults drawn from the source and count those that the
 
 soak: $(READY) ## two replicas of a server under load and abuse for SECONDS=600; the exit code says whether all was well
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/engine/server $(RUN) tests/engine/server/soak.py $(or $(SECONDS),600)
+
 # bash exports no SECONDS, so a SECONDS from the environment is the caller's.
 fuzz: $(READY) ## random calls of every public function against an oracle, SECONDS=600 SEED=7 DEVICE=cuda ARGS="--family caches"
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --seconds $(FUZZ_SECONDS) --device $(or $(DEVICE),cpu) \
 	  --jobs $(or $(JOBS),1) $(if $(SEED),--seed $(SEED)) $(ARGS)
-
-mutants: $(READY) ## plant a hundred faults, one at a time, and count those that the tests notice
-	$(RUN) scripts/mutants.py $(ARGS)
 
 test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal

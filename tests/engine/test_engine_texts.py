@@ -369,7 +369,7 @@ def test_generate_shows_answers_and_refuses_in_a_line(bytes_folder, tmp_path):
     for bad, message in [
         ((tmp_path,), "config.json"),
         ((bytes_folder, "x", "--temperature", -1), "temperature"),
-        ((bytes_folder, "x" * 128), "max_model_len"),
+        ((bytes_folder, "x" * 128), "--max-model-len"),
         ((bytes_folder, "x", "--dtype", "int3"), "dtype"),
         ((bytes_folder, "x", "--beams", 2, "--stop", "a"), "stop"),
     ]:

@@ -235,7 +235,7 @@ def test_bad_input_is_named_before_anything_is_written(name):
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
 def test_explain_and_autocast_and_flops():
-    explanation = flashtile.api.explain_linear(X, W)
+    explanation = flashtile.linear.explain(X, W)
     assert explanation.backend == "cpu"
     assert "its kernels run on GPUs" in str(explanation)
     with torch.autocast("cpu", torch.bfloat16):

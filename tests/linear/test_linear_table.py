@@ -187,16 +187,16 @@ def test_the_end_of_a_flat_product_stores_many_places_at_once():
 
 def test_explain_names_the_row_and_the_share_of_the_floor():
     x, weight = torch.empty(1, 4096).bfloat16(), torch.empty(6144, 4096).bfloat16()
-    text = str(flashtile.api.explain_linear(x, weight, card=find_card("h200")))
+    text = str(flashtile.linear.explain(x, weight, card=find_card("h200")))
     assert "backend: hopper" in text
     assert "NVIDIA H200, weight 6144 x 4096 bfloat16 (measured for this shape)" in text
     assert "of reading the weight in" in text
-    many = flashtile.api.explain_linear(linear, x.expand(512, -1), weight, card=find_card("h200"))
+    many = flashtile.linear.explain(linear, x.expand(512, -1), weight, card=find_card("h200"))
     assert (many.backend, many.config.kind) == ("portable", LIBRARY)
     assert "the table gives" in many.choice.reasons_against["hopper"] or "1 to 16" in str(many)
     caches = torch.empty(2, 4, 16, 8, 128).bfloat16()
     slots = torch.zeros(1, dtype=torch.int64)
-    appended = flashtile.api.explain_linear(
+    appended = flashtile.linear.explain(
         flashtile.linear.linear_qkv, x, weight, *caches, slot_mapping=slots, card=find_card("h200")
     )
     assert (appended.backend, appended.problem.end) == ("hopper", QKV)

@@ -25,7 +25,7 @@ LLAMA_2_7B = ModelConfig(
     num_kv_heads=32, head_dim=128, norm_eps=1e-5, max_position_embeddings=4096, windows=(-1,),
     softmax_scale=128**-0.5,
 )  # fmt: skip
-TABLE = Path(flashtile.hardware.linear_table.__file__).with_name("tables") / "nvidia_h200.json"
+TABLE = Path(flashtile.hardware.linear_table.__file__).with_name("linear_tables") / "nvidia_h200.json"
 PROMPT, BATCH = 512, 4
 COLUMN, WIDTH, HEIGHT, STEP = 350, 310, 56, 76
 

@@ -98,11 +98,11 @@ def test_calls_go_where_their_beginning_was_and_others_to_the_idlest():
 @pytest.mark.parametrize("place", [0, 1, PIECE - 1])
 def test_a_beginning_is_another_one_whichever_character_differs(place):
     one, two = (SimpleNamespace(in_flight=0, is_up=True) for _ in range(2))
-    routing, story = Routing(), "a" * PIECE
+    routing, story = Routing(), b"a" * PIECE
     assert routing.choose([one, two], story) is one
     one.in_flight = 1
     assert routing.choose([one, two], story) is one
-    assert routing.choose([one, two], f"{story[:place]}b{story[place + 1 :]}") is two
+    assert routing.choose([one, two], story[:place] + b"b" + story[place + 1 :]) is two
 
 
 def test_the_prompt_of_a_call():

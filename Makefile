@@ -10,13 +10,24 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Test processes share the cores: one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
+# Results of these depend on how the CPU computes; those of refusals, graphs and counts do not.
+NUMERICAL := tests/attn tests/decode tests/masks tests/fp8 tests/linear tests/algorithms tests/integrations tests/kv_cache \
+  tests/parallel tests/op/test_results_into.py tests/backends/test_cpu_backend.py tests/engine/test_engine_models.py \
+  tests/test_reference.py tests/test_testing.py
+NOT_NUMERICAL := refused or opcheck or compiled or graph or inductor or export or benchmark or counts or programs
+# Of each family results and refusals, and the memory of a cache and the texts of an engine.
+QUICK := tests/attn/test_conformance.py tests/attn/test_properties.py tests/attn/test_functional.py tests/attn/test_autograd.py \
+  tests/attn/test_bad_input.py tests/decode/test_decode.py tests/decode/test_append.py tests/decode/test_decode_cache.py \
+  tests/decode/test_decode_bad_input.py tests/masks tests/fp8/test_fp8.py tests/linear/test_linear.py tests/op/test_selection.py \
+  tests/op/test_plain_path.py tests/kv_cache/test_manager.py tests/engine/test_engine_scheduler.py \
+  tests/engine/test_engine_texts.py tests/test_house.py
 # Only files with one of these words have interpreted tests. To import the others takes a worker ten seconds.
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 FUZZ_SECONDS = $(if $(filter command% environment%,$(origin SECONDS)),$(SECONDS),120)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-compile test-architectures test-hopper-interpreted test-parallel fuzz mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean
+.PHONY: help setup demo test test-cpu test-interpreter test-quick test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean soak fuzz
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -30,7 +41,8 @@ setup: $(READY) ## the virtual environment alone
 demo: $(READY) ## exactness, speed, memory and a small training run; writes flashtile-demo/
 	$(RUN) -m flashtile demo
 
-test: lint test-cpu test-interpreter ## all that runs without a GPU
+test: $(READY) ## all that runs without a GPU: lint, test-cpu, test-interpreter, even if one fails
+	+@bash scripts/run-parts lint test-cpu test-interpreter
 
 test-cpu: $(READY)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter and not exhaustive"
@@ -38,9 +50,37 @@ test-cpu: $(READY)
 test-interpreter: $(READY)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m interpreter
 
-test-compile: $(READY) ## compile every configuration of every kernel; make test leaves out those that tell little
+test-quick: $(READY) ## the tests that tell most, in a minute or two
+	$(RUN) -m ruff check .
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(QUICK) -n $(WORKERS) --dist worksteal \
+	  -m "not gpu and not interpreter and not exhaustive and not slow" -k "not compile"
+
+test-instruction-sets: $(READY) ## what is computed on the CPU, as CPUs with AVX2 and with neither that nor AVX-512 compute it
+	+@bash scripts/run-parts test-numerical-avx2 test-numerical-sse
+
+test-numerical-avx2: export ATEN_CPU_CAPABILITY = avx2
+test-numerical-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
+test-numerical-avx2: export MKL_ENABLE_INSTRUCTIONS = AVX2
+test-numerical-avx2: export OPENBLAS_CORETYPE = Haswell
+test-numerical-sse: export ATEN_CPU_CAPABILITY = default
+test-numerical-sse: export ONEDNN_MAX_CPU_ISA = SSE41
+test-numerical-sse: export MKL_ENABLE_INSTRUCTIONS = SSE4_2
+test-numerical-sse: export OPENBLAS_CORETYPE = Nehalem
+test-numerical-avx2 test-numerical-sse: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(NUMERICAL) -n $(WORKERS) --dist worksteal \
+	  -m "not gpu and not interpreter and not compile and not exhaustive and not slow" -k "not ($(NOT_NUMERICAL))"
+
+test-compile: $(READY) ## compile every configuration of every kernel; make test compiles those that are not in the record
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
 
+record-compiled: $(READY) ## compile the configurations that have changed since, and record what the compiler says of them
+	$(RUN) tests/backends/compile_record.py
+
+mutants: $(READY) ## plant faults drawn from the source and count those that the tests notice; SAMPLE=30, SEED=, ARGS=
+	$(RUN) scripts/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+soak: $(READY) ## two replicas of a server under load and abuse for SECONDS=600; the exit code says whether all was well
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/engine/server $(RUN) tests/engine/server/soak.py $(or $(SECONDS),600)
 # bash exports no SECONDS, so a SECONDS from the environment is the caller's.
 fuzz: $(READY) ## random calls of every public function against an oracle, SECONDS=600 SEED=7 DEVICE=cuda ARGS="--family caches"
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --seconds $(FUZZ_SECONDS) --device $(or $(DEVICE),cpu) \

@@ -39,11 +39,12 @@ from typing import Any
 
 import torch
 
-from flashtile import SamplingParams, machine
+from flashtile import SamplingParams
 from flashtile.bench.engine_bench import Workload, floor_bytes, measure
 from flashtile.bench.engine_models import SERVED, tokens, vocabulary, write_model
 from flashtile.bench.engine_peers import Flashtile
 from flashtile.bench.workloads import SMALL_MODEL
+from flashtile.hardware import machine
 
 READ = 4.47e12
 """Bytes a second that one H200 reads."""

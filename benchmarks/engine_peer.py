@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile import append_kvcache, flash_attn_varlen_func, flash_attn_with_kvcache, machine
-from flashtile.bench import timing
+from flashtile import append_kvcache, flash_attn_varlen_func, flash_attn_with_kvcache
 from flashtile.bench.engine_bench import Workload, measure
 from flashtile.bench.engine_models import SERVED, write_model
 from flashtile.bench.engine_peers import Contender, Flashtile, Prompts
@@ -37,6 +36,7 @@ from flashtile.bench.workloads import SMALL_MODEL
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import Weights, open_weights, random_weights
+from flashtile.hardware import machine, timing
 
 PAGE = 256
 LONGEST = 4096

@@ -25,13 +25,15 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from flashtile import flash_attn_func, fp8, machine
+from flashtile import flash_attn_func, fp8
 from flashtile.demo.corpus import Corpus, python_library, sample_batch
 from flashtile.demo.llama import PRESETS, Llama
 from flashtile.demo.training import TrainingConfig, bits_per_byte, train, validate
-from flashtile.fp8 import layout
-from flashtile.fp8 import reference as fp8_reference
-from flashtile.reference import attention as exact_attention
+from flashtile.hardware import machine
+from flashtile.problems import fp8_layout as layout
+from flashtile.reference import fp8 as fp8_reference
+from flashtile.reference.attention import attention as exact_attention
+from flashtile.testing import fp8 as fp8_testing
 
 BATCH, SEQLEN, HEADS, HEAD_DIM = 1, 4096, 4, 128
 MODEL = TrainingConfig(PRESETS["tiny"], steps=600, batch=1, seqlen=512)
@@ -48,7 +50,7 @@ def quantised(method: str, hadamard: bool) -> Attend:
 
 def standard(p_scale: float | None) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return fp8_reference.standard(q, k, v, p_scale=p_scale, causal=causal)[0]
+        return fp8_testing.standard(q, k, v, p_scale=p_scale, causal=causal)[0]
 
     return attend
 

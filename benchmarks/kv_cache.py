@@ -24,11 +24,11 @@ import torch
 import typer
 from rich.console import Console
 
-from flashtile import machine
 from flashtile.demo.corpus import Corpus, python_library
 from flashtile.demo.generation import PagedDecoder, beam_search
 from flashtile.demo.llama import Llama, LlamaConfig
 from flashtile.demo.training import TrainingConfig, fit
+from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager, OutOfBlocksError, PagedKVCache
 
 BLOCK_SIZE = 16

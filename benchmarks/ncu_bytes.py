@@ -28,11 +28,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile import machine
-from flashtile.attn.problem import NO_EXTRAS, Options, Problem
 from flashtile.backends import hopper
 from flashtile.backends.portable import launch
 from flashtile.backends.portable.config import choose
+from flashtile.hardware import machine
+from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 
 DRAM_METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 OTHER_METRICS = (

@@ -27,7 +27,7 @@ import typer
 from torch import Tensor
 
 import flashtile
-from flashtile.machine import find_device
+from flashtile.hardware.machine import find_device
 from flashtile.parallel import Sharing, context_parallel_attention, context_parallel_decode, explain, shard
 
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128

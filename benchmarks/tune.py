@@ -24,16 +24,16 @@ import torch
 import typer
 from torch import Tensor
 
-from flashtile.attn.problem import NO_EXTRAS, Options, Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable import config as attention_config
 from flashtile.backends.portable.decode import config as decode_config
-from flashtile.bench import timing
 from flashtile.bench.gate import Oracle
 from flashtile.bench.inputs import Inputs, make_inputs
 from flashtile.bench.workloads import Workload, select
-from flashtile.decode.problem import CacheTensors, DecodeOptions, DecodeProblem
+from flashtile.hardware import timing
+from flashtile.problems.attention import NO_EXTRAS, Options, Problem
+from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
 """Matrix products of the kernels of attention."""

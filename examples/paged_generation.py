@@ -34,8 +34,8 @@ from flashtile.demo.generation import (
 from flashtile.demo.huggingface import load_llama
 from flashtile.demo.llama import Llama, LlamaConfig
 from flashtile.demo.training import DTYPES, TrainingConfig, fit
+from flashtile.hardware.machine import find_device
 from flashtile.kv_cache import OutOfBlocksError, PagedKVCache
-from flashtile.machine import find_device
 
 PROMPTS = [
     "class Reader:\n    def __init__(self, stream, errors='strict'):\n        ",

@@ -30,7 +30,7 @@ from flashtile.demo.training import (
     train,
     validate,
 )
-from flashtile.machine import find_device
+from flashtile.hardware.machine import find_device
 
 PROMPT = "class Reader:\n    def __init__(self"
 

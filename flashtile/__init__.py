@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashtile.attn.functional import (
+from flashtile.api.attention import (
     attention,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -13,17 +13,17 @@ from flashtile.attn.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flashtile.attn.weights import attention_weights
-from flashtile.decode.cascade import flash_attn_with_shared_prefix
-from flashtile.decode.functional import (
+from flashtile.api.cascade import flash_attn_with_shared_prefix
+from flashtile.api.decode import (
     append_kvcache,
     copy_blocks,
     flash_attn_combine,
     flash_attn_with_kvcache,
 )
-from flashtile.decode.score_profile import profile_scores
-from flashtile.explanations import Explanation, explain
-from flashtile.merge import merge_states
+from flashtile.api.explain import Explanation, explain
+from flashtile.api.merge import merge_states
+from flashtile.api.score_profile import profile_scores
+from flashtile.api.weights import attention_weights
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ __all__ = [
 
 _LATER = ("compat", "fp8", "linear", "masks", "nn", "parallel")
 _IN_MODULES = {
-    "flex_attention": "flashtile.masks.flex",
+    "flex_attention": "flashtile.compat.flex",
     "LLM": "flashtile.engine",
     "SamplingParams": "flashtile.engine",
     "sdpa": "flashtile.integrations.sdpa",

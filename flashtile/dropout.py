@@ -28,6 +28,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.checks.arguments import as_float, check_dense, check_share
+
 UNITS = 2**15
 """dropout_p is rounded to a multiple of 1 / UNITS."""
 _COARSE = 2**8
@@ -76,6 +78,7 @@ def keep_share(dropout_p: float) -> float:
         >>> keep_share(0.1) == 1 - 13 / 128, keep_share(0.5)
         (True, 0.5)
     """
+    check_share("dropout_p", as_float("dropout_p", dropout_p, "a number"))
     return 1 - threshold(dropout_p) / UNITS
 
 
@@ -83,30 +86,23 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
     """Philox-4x32-10: four words, int64 from 0 to 2^32 - 1, of words that broadcast."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
-    a, b = _MULTIPLIERS
     for _ in range(10):
-        c0, c1, c2, c3 = (
-            _high_word(b, c2) ^ c1 ^ k0,
-            b * c2 & _WORD,
-            _high_word(a, c0) ^ c3 ^ k1,
-            a * c0 & _WORD,
-        )
+        # int64 keeps the low 64 bits of a product, which are all bits of the unsigned one.
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (b >> 32) & _WORD ^ c1 ^ k0, b & _WORD, (a >> 32) & _WORD ^ c3 ^ k1, a & _WORD
         k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
     return list(torch.broadcast_tensors(c0, c1, c2, c3))
 
 
 def small_philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Philox-2x32-7: two words."""
+    """Philox-2x32-7: two words, int64 from 0 to 2^32 - 1."""
     c0, c1 = counter
     for _ in range(7):
-        c0, c1 = _high_word(_SMALL_MULTIPLIER, c0) ^ key ^ c1, _SMALL_MULTIPLIER * c0 & _WORD
+        product = c0 * _SMALL_MULTIPLIER
+        # Bits of c1 above the low 32 are cleared with those of the next c0, and at the end.
+        c0, c1 = ((product >> 32) ^ c1).bitwise_xor_(key).bitwise_and_(_WORD), product
         key = key + _KEY_STEPS[0] & _WORD
-    return c0, c1
-
-
-def _high_word(factor: int, word: Tensor) -> Tensor:
-    """The upper half of a product of 64 bits, which int64 cannot hold."""
-    return (factor * (word >> 16) + (factor * (word & 0xFFFF) >> 16)) >> 16
+    return c0, c1 & _WORD
 
 
 def kept(
@@ -127,6 +123,12 @@ def kept(
         >>> torch.equal(part, mask[:, 1:3, 5:, 9:])
         True
     """
+    check_dense("rng_state", rng_state)
+    if tuple(rng_state.shape) != (2,) or rng_state.dtype != torch.int64:
+        raise ValueError(
+            f"rng_state must be int64 of shape (2,), got {rng_state.dtype} of {tuple(rng_state.shape)}"
+        )
+    check_share("dropout_p", as_float("dropout_p", dropout_p, "a number"))
     seed, offset = rng_state.unbind()
 
     def places(extent: range, dim: int) -> Tensor:
@@ -139,20 +141,27 @@ def kept(
     key, first_row, first_key, _ = philox((seed & _WORD, seed >> 32 & _WORD), counter)
     pairs, fours = _units(rows, 8), _units(keys, 4)
     pair, four = places(pairs, 2) ^ first_row, places(fours, 3) ^ first_key
-    numbers = _numbers(small_philox(key, (pair, four))) & 0x7F00
-    numbers |= _numbers(small_philox(key, (pair, four ^ 2**31))) & 0xFF
-    numbers = numbers.view(2, 2, 2, len(batch), len(heads), len(pairs) // 8, 8, len(fours) // 4, 4)
-    numbers = numbers.permute(3, 4, 5, 0, 6, 7, 2, 8, 1).flatten(5).flatten(2, 4)
+    high, low = divmod(threshold(dropout_p), _COARSE)
+    coarse = _bytes(small_philox(key, (pair, four))).bitwise_and_(0x7F)
+    if low == 0:
+        # coarse >= high in bytes alone, which is several times as fast as the comparison.
+        is_kept = coarse.add_(0x80 - high).bitwise_right_shift_(7).view(torch.bool)
+    else:
+        fine = _bytes(small_philox(key, (pair, four ^ 2**31))).flip(-1)
+        is_kept = (coarse > high).logical_or_((coarse == high).logical_and_(fine >= low))
+    # Of a word's two bytes the first belongs to the key that stands 8 behind the second's.
+    behind, own = is_kept.flatten(5, 6).unbind(-1)
+    in_order = torch.stack((own, behind), -2).flatten(4).flatten(2, 3)
     own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
     own_keys = slice(keys.start % 16, keys.start % 16 + len(keys))
-    return numbers[:, :, own_rows, own_keys] >= threshold(dropout_p)
+    return in_order[:, :, own_rows, own_keys]
 
 
-def _numbers(words: tuple[Tensor, Tensor]) -> Tensor:
-    """[query of a pair, half of its word, half as it is or with its bytes exchanged, ...]"""
-    both = torch.stack(words)
-    halves = torch.stack((both & 0xFFFF, both >> 16), 1)
-    return torch.stack((halves, halves >> 8 | (halves & 0xFF) << 8), 2)
+def _bytes(words: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the bytes of both words of each counter, (batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2)."""
+    batch, heads, pairs, fours = words[0].shape
+    low_bits = [word.to(torch.int32).view(batch, heads, pairs // 8, 8, fours) for word in words]
+    return torch.stack(low_bits, 3).view(torch.uint8).view(batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2)
 
 
 def _units(extent: range, per_sixteen: int) -> range:

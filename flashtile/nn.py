@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.attn.functional import attention
+from flashtile.api.attention import attention
+from flashtile.api.padding import MaskPattern, as_booleans, attend, can_look, pattern_of, recognise
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.conversions import check_flag
 from flashtile.dropout import draw_state, keep_share, kept
-from flashtile.padding import MaskPattern, as_booleans, attend, pattern_of, recognise
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
 
@@ -70,12 +71,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             NotImplementedError: ``add_bias_kv`` beside a causal mask, nested tensors.
             TypeError, ValueError: naming the argument, what it was and what is allowed.
         """
+        for name, flag in (
+            ("need_weights", need_weights),
+            ("average_attn_weights", average_attn_weights),
+            ("is_causal", is_causal),
+        ):
+            check_flag(name, flag)
         for name, tensor, size in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),
             ("value", value, self.vdim),
         ):
             check_dense(name, tensor)
+            self._check_with_weights(name, tensor)
             if tensor.dim() not in (2, 3) or tensor.dim() != query.dim() or tensor.shape[-1] != size:
                 raise ValueError(
                     f"{name} must have 2 or 3 dimensions, as query has, and last {size}, "
@@ -85,7 +93,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         inputs = query, key, value
         if not batched:
             inputs = query[None], key[None], value[None]
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+            if key_padding_mask is not None:
+                check_dense("key_padding_mask", key_padding_mask)
+                key_padding_mask = key_padding_mask[None]
         elif not self.batch_first:
             inputs = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         q, k, v = self._project(query is key is value, *inputs)
@@ -103,7 +113,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         rng_state = draw_state(q) if dropout_p > 0 else None
         options: dict[str, Any] = {"sink": sink, "dropout_p": dropout_p, "rng_state": rng_state}
         try:
-            if masking.mask is masking.bias is None and not (need_weights and dropout_p > 0):
+            if masking.is_pattern and not (need_weights and dropout_p > 0):
                 out, lse = attend(q, k, v, masking.pattern, **options)
             else:  # weights know their places by the state, which packing would move
                 out, lse = attention(q, k, v, **masking.keywords, return_lse=True, **options)
@@ -116,12 +126,26 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if rng_state is not None:
                 places = (range(size) for size in (*weights.shape[:3], k.shape[1]))
                 mask = kept(rng_state, dropout_p, self.num_heads, *places)
-                factors = F.pad(mask, (0, int(self.add_zero_attn)), value=True) / keep_share(dropout_p)
-                weights = weights * factors
+                weights = weights * F.pad(mask, (0, int(self.add_zero_attn)), value=True)
+                weights = weights / keep_share(dropout_p)
             weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
             return out[0], None if weights is None else weights[0]
         return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _check_with_weights(self, name: str, tensor: Tensor) -> None:
+        """The module's weights can multiply it: autocast would make them of one dtype."""
+        weight = self.out_proj.weight
+        if tensor.device != weight.device:
+            raise ValueError(f"{name} is on {tensor.device}, but the module's weights are on {weight.device}")
+        device_type = tensor.device.type
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            return
+        if tensor.dtype != weight.dtype:
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}, but the module's weights have {weight.dtype}: "
+                "they must be equal"
+            )
 
     def _project(self, same: bool, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v, (batch, seqlen, heads, head_dim)."""
@@ -198,6 +222,12 @@ class _Masking(NamedTuple):
     pattern: MaskPattern
     mask: Tensor | None
     bias: Tensor | None
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the pattern is all, and its keys may be packed."""
+        keys = self.pattern.keys
+        return self.mask is self.bias is None and (keys is None or can_look(keys))
 
     @property
     def masks(self) -> list[Tensor]:

@@ -42,7 +42,7 @@ def machine_code(cubin: bytes) -> bytes:
 def dump(path: Path, only: list[str], jobs: int) -> None:
     """Write {architecture: {case: {sha256, instructions, shared}}} of this interpreter's flashtile."""
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-    from flashtile import compile_report
+    from flashtile.backends.common import compile_report
 
     def digest(case: compile_report.CompileCase) -> tuple[str, dict[str, str | int]]:
         compiled = case.compile(target)

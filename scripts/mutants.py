@@ -1,169 +1,250 @@
-"""Plant one-line faults, one at a time, and count those that the tests notice.
+"""Plant faults drawn from the source, one at a time, and count those that the tests notice.
 
-    python scripts/mutants.py                  # all of scripts/mutants.json; exit code 1 below 95 %
-    python scripts/mutants.py --only kv_cache  # those in files whose path has this in it
-    python scripts/mutants.py --list           # plant nothing
+    python scripts/mutants.py                           # 32 faults in each area; exit code 1 below 95 %
+    python scripts/mutants.py --areas cache,engine --count 8 --seed 3
+    python scripts/mutants.py --sample 30               # 3 in each area, met by the tests near it
+    python scripts/mutants.py --shard 2/4 --out 2.json  # a part; --add 1.json 2.json 3.json 4.json sums up
+    python scripts/mutants.py --list                    # plant nothing
 
-An entry of the list has the ``file``, a piece of a ``line`` that the file has once, the ``fault`` to put in
-its place, and the ``tests`` that should fail: arguments of pytest, as few files as do. ``interpreted`` runs
-those that Triton's interpreter runs. ``equivalent`` says why no test could fail: it is not planted.
-
-Each fault is planted in a copy of the checkout. The tests must pass there beforehand, and stop at their first
-failure.
+A seed draws the same faults as long as their lines stay. ``scripts/mutation/areas.py`` says which files are
+in an area, ``not_planted.json`` which code and which faults change no result, with the reason. Each fault is
+planted in a copy of the checkout and meets the tests that run its line, quick ones first, until one fails.
+Which those are is recorded once and kept in ``build/mutants``. Long runs may be cut: ``--seconds 300 --out
+found.json`` begins nothing after that time and, called again, goes on. The exit code is 0 if enough is
+noticed, 1 if not, 3 if the time was up.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import shlex
-import shutil
+import re
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-LIST = Path(__file__).with_suffix(".json")
+from mutation.areas import AREAS, ROOT, TESTS, files_matching
+from mutation.cover import Map, read
+from mutation.draw import Mutant, drawn
+from mutation.run import MODES, PROCESSES, Checkout, Judge
+
+KEPT = ROOT / "build" / "mutants"
 LEAST = 0.95
-"""Of the faults that are not equivalent."""
-PATIENCE = 300
-"""Seconds after which tests count as failed: a fault may never end."""
-PASSED, FAILED = 0, (1, 2)
-"""Exit codes of pytest; 2 is a file that cannot be imported."""
-RAN = 100
-"""Is added to them, lest a process that never came to pytest passes for a test that failed."""
-PROCESSES = multiprocessing.get_context("forkserver")
-LEFT_OUT = ("__pycache__", "*.pyc", "*.egg-info", "build", "dist")
+"""Of the faults that may change a result: in all, and in each area with ENOUGH of them."""
+SPARE = 8
+"""Faults drawn for one of a sample: it has those whose lines are run by the tests near them."""
+ENOUGH = 20
+PATIENCE = 1800
+"""Seconds of the CPU for recording one file of tests."""
+UNFINISHED = 3
+"""Exit code of a run that was out of time."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One planted fault."""
+class Workers:
+    """Checkouts, and threads that use one each."""
 
-    file: str
-    line: str
-    fault: str
-    tests: str
-    interpreted: bool = False
-    equivalent: str = ""
+    def __init__(self, count: int, folder: Path, end: float) -> None:
+        self._end = end
+        self._checkouts: SimpleQueue[Checkout] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(count)
+        first = Checkout(folder / "0")
+        for checkout in (first, *(Checkout(folder / str(number), first) for number in range(1, count))):
+            self._checkouts.put(checkout)
 
-    def __str__(self) -> str:
-        return f"{self.file}: {self.line.strip()}  ->  {self.fault.strip() or '(nothing)'}"
+    def each(self, act: Callable[[Checkout, Any], Any], tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """(task, result) of each as it is done; without those that would have begun too late."""
 
-    def planted(self, source: str) -> str:
-        """The file's text with the fault; ValueError unless it has the line once."""
-        if source.count(self.line) != 1 or "\n" in self.line:
-            raise ValueError(
-                f"{self.file} must have {self.line!r} once, has it {source.count(self.line)} times"
-            )
-        return source.replace(self.line, self.fault)
+        def one(task: Any) -> tuple[Any, Any] | None:
+            checkout = self._checkouts.get()
+            try:
+                return None if time.monotonic() > self._end else (task, act(checkout, task))
+            finally:
+                self._checkouts.put(checkout)
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        marks = "interpreter and not slow" if self.interpreted else "not gpu and not interpreter and not slow"
-        return ("-x", "-q", "-p", "no:cacheprovider", "-m", marks, *shlex.split(self.tests))
+        for done in as_completed([self._threads.submit(one, task) for task in tasks]):
+            if (result := done.result()) is not None:
+                yield result
 
+    def __enter__(self) -> Workers:
+        return self
 
-def read_list() -> list[Mutant]:
-    return [Mutant(**entry) for entry in json.loads(LIST.read_text("utf-8"))]
-
-
-class Checkout:
-    """A copy in which faults are planted."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root = folder
-        folder.mkdir()
-        for source in ROOT.iterdir():
-            if source.name.startswith(".") or source.name in LEFT_OUT:
-                continue
-            if source.is_dir():
-                shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns(*LEFT_OUT))
-            else:
-                shutil.copy2(source, folder / source.name)
-
-    def run(self, mutant: Mutant) -> int:
-        """Exit code of its tests, in a process of their own that has torch already."""
-        process = PROCESSES.Process(target=_run_tests, args=(self.root, mutant))
-        process.start()
-        process.join(PATIENCE)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            return FAILED[0]
-        return process.exitcode - RAN
-
-    def is_killed(self, mutant: Mutant) -> bool:
-        path = self.root / mutant.file
-        source = path.read_text("utf-8")
-        path.write_text(mutant.planted(source), "utf-8")
-        try:
-            code = self.run(mutant)
-        finally:
-            path.write_text(source, "utf-8")
-        if code not in (PASSED, *FAILED):
-            raise RuntimeError(f"pytest ended with {code} for {mutant}: {mutant.tests}")
-        return code in FAILED
+    def __exit__(self, *failure: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
 
 
-def _run_tests(root: Path, mutant: Mutant) -> None:
-    os.chdir(root)
-    sys.path.insert(0, str(root))
-    sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    os.environ["TRITON_INTERPRET"] = "1" if mutant.interpreted else "0"
-    sink = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    import pytest
+def recordings(test_files: list[str]) -> dict[tuple[str, str], Path]:
+    """(mode, file of tests): where its recording is kept. The name stands for what it depends on."""
+    helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    shared = blake2b(f"{sys.version_info[:2]}".encode(), digest_size=8)
+    for path in (*sorted((ROOT / "flashtile").rglob("*.py")), *sorted(helpers)):
+        shared.update(path.read_bytes())
+    found = {}
+    for file in test_files:
+        text, digest = (ROOT / file).read_text("utf-8"), shared.copy()
+        digest.update(text.encode())
+        name = f"{file.removesuffix('.py').replace('/', '-')}-{{}}-{digest.hexdigest()}.json"
+        for mode in MODES:
+            if mode == "plain" or re.search(r"\btarget\b|interpreter", text):
+                found[mode, file] = KEPT / name.format(mode)
+    return found
 
-    sys.exit(RAN + int(pytest.main(list(mutant.command))))
+
+def record(workers: Workers, test_files: list[str]) -> Map | None:
+    """The map of those files; None if the time was up before."""
+    wanted = recordings(test_files)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    missing = [task for task, path in wanted.items() if not path.exists()]
+    missing.sort(key=lambda task: (ROOT / task[1]).stat().st_size, reverse=True)
+
+    def one(checkout: Checkout, task: tuple[str, str]) -> float:
+        found = checkout.record(*task, PATIENCE)
+        path = wanted[task]
+        path.with_suffix(".part").write_text(json.dumps(found), "utf-8")
+        path.with_suffix(".part").rename(path)
+        for name in found["failed"]:
+            print(f"fails without a fault: {name}", flush=True)
+        return found["seconds"]
+
+    for (mode, file), seconds in workers.each(one, missing):
+        print(f"recorded {file}, {mode}: {seconds:.0f} s", flush=True)
+    if any(not path.exists() for path in wanted.values()):
+        return None
+    covered = Map()
+    for (mode, _), path in wanted.items():
+        covered.add(mode, read(path))
+    return covered
+
+
+def judge(workers: Workers, mutants: list[tuple[str, Mutant]], covered: Map, out: Path | None) -> list[dict]:
+    """An entry for each that was planted or need not be; kept in ``out`` as they come."""
+    known = {tuple(entry["key"]): entry for entry in read(out)} if out and out.exists() else {}
+    entries = [known[m.key] for _, m in mutants if m.key in known]
+    for area, mutant in mutants:
+        if mutant.reason and mutant.key not in known:
+            entries.append(_entry(area, mutant, {"status": "no result", "by": mutant.reason}))
+    judges = Judge(covered)
+    to_plant = [(area, m) for area, m in mutants if not m.reason and m.key not in known]
+    for (area, mutant), found in workers.each(lambda c, task: judges.judge(c, task[1]), to_plant):
+        entries.append(_entry(area, mutant, found))
+        print(f"{found['status']:9} {found['seconds']:6.1f} s {mutant}\n    {found['by']}", flush=True)
+        if out:
+            out.write_text(json.dumps(entries, indent=1), "utf-8")
+    return entries
+
+
+def _entry(area: str, mutant: Mutant, found: dict[str, Any]) -> dict[str, Any]:
+    return {"area": area, "key": mutant.key, "kind": mutant.kind, "at": mutant.at, **found}
+
+
+def report(entries: list[dict]) -> bool:
+    """Prints what got through and the shares; whether those are enough."""
+    for entry in entries:
+        if entry["status"] in ("survived", "uncovered"):
+            file, line, fault, _ = entry["key"]
+            print(f"{entry['status'].upper()} {file}:{entry['at']}\n    - {line}\n    + {fault}")
+    good = True
+    for area in (*dict.fromkeys(entry["area"] for entry in entries), None):
+        some = [e for e in entries if e["status"] != "no result" and area in (e["area"], None)]
+        noticed = sum(entry["status"] == "killed" for entry in some)
+        share = noticed / len(some) if some else 1.0
+        good &= share >= LEAST or (area is not None and len(some) < ENOUGH)
+        print(f"{area or 'all':14}{noticed:5} of {len(some):4} noticed, {share:.1%}")
+    return good
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text}")
+    return number, count
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [area.name for area in AREAS]
+    parser.add_argument(
+        "--areas", default=",".join(names), help="names, separated by commas: " + ", ".join(names)
+    )
+    parser.add_argument("--count", type=int, default=32, help="faults in each area")
+    parser.add_argument("--sample", type=int, help="faults in all, met by the tests near their areas")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="part of a fault's file, line or kind")
+    parser.add_argument("--near", action="store_true", help="record the tests near the areas alone")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th from the I-th"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after that time")
+    parser.add_argument("--out", type=Path, help="JSON of what is found; what it has is not planted again")
+    parser.add_argument("--add", type=Path, nargs="+", help="report what these files have, and plant nothing")
+    parser.add_argument("--list", action="store_true", help="print the faults, and plant nothing")
+    options = parser.parse_args()
+    options.areas = options.areas.split(",")
+    for name in options.areas:
+        if name not in names:
+            parser.error(f"--areas: expected some of {', '.join(names)}, got {name}")
+    return options
+
+
+def draw(options: argparse.Namespace) -> list[tuple[str, Mutant]]:
+    """(area, fault) of the shard."""
+    count = options.count
+    if options.sample:
+        count = SPARE * -(-options.sample // len(options.areas))
+    every = [(area, mutant) for area in options.areas for mutant in drawn(area, count, options.seed)]
+    number, shards = options.shard
+    return [(area, mutant) for area, mutant in every if options.only in str(mutant)][number - 1 :: shards]
+
+
+def sample(mutants: list[tuple[str, Mutant]], judges: Judge, count: int) -> list[tuple[str, Mutant]]:
+    """The first ``count`` of each area that some test may notice."""
+    left = Counter({area: count for area, _ in mutants})
+    found = []
+    for area, mutant in mutants:
+        if left[area] and not mutant.reason and judges.tests(mutant):
+            left[area] -= 1
+            found.append((area, mutant))
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="part of a file's path, of a line or of its fault")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
-    options = parser.parse_args()
-    mutants = [m for m in read_list() if options.only in str(m)]
-    planted = [m for m in mutants if not m.equivalent]
+    options = arguments()
+    end = time.monotonic() + options.seconds
+    if options.add:
+        sys.exit(not report([entry for path in options.add for entry in read(path)]))
+    mutants = draw(options)
     if options.list:
-        print("\n".join(map(str, mutants)))
+        print("\n".join(f"{mutant}\n    {mutant.reason}" for _, mutant in mutants))
         return
-    killed = 0
+    tests = TESTS
+    if options.sample or options.near:
+        needed = {area for area, _ in mutants}
+        tests = tuple(pattern for area in AREAS if area.name in needed for pattern in area.near)
     os.environ["OMP_NUM_THREADS"] = "1"
-    PROCESSES.set_forkserver_preload(["torch", "pytest"])
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
-        checkouts: SimpleQueue[Checkout] = SimpleQueue()
-        for number in range(options.workers):
-            checkouts.put(Checkout(Path(folder) / str(number)))
-
-        def in_one(act: str, mutant: Mutant) -> int | bool:
-            checkout = checkouts.get()
-            try:
-                return getattr(checkout, act)(mutant)
-            finally:
-                checkouts.put(checkout)
-
-        if not options.trust:
-            distinct = list({mutant.command: mutant for mutant in planted}.values())
-            codes = pool.map(lambda m: in_one("run", m), distinct)
-            for mutant, code in zip(distinct, codes, strict=True):
-                if code != PASSED:
-                    sys.exit(f"without a fault, pytest ends with {code}: {mutant.tests}")
-        for mutant, dead in zip(planted, pool.map(lambda m: in_one("is_killed", m), planted), strict=True):
-            killed += dead
-            print(f"{'killed  ' if dead else 'SURVIVED'} {mutant}", flush=True)
-    share = killed / len(planted) if planted else 1.0
-    print(f"{killed} of {len(planted)} killed ({share:.1%}), {len(mutants) - len(planted)} equivalent")
-    sys.exit(share < LEAST)
+    if Path("/proc/driver/nvidia").exists():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    PROCESSES.set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
+    with tempfile.TemporaryDirectory() as folder, Workers(options.jobs, Path(folder), end) as workers:
+        covered = record(workers, files_matching(tests))
+        if covered is None:
+            print("out of time before all tests were recorded: call again to go on")
+            sys.exit(UNFINISHED)
+        if options.sample:
+            mutants = sample(mutants, Judge(covered), -(-options.sample // len(options.areas)))
+        entries = judge(workers, mutants, covered, options.out)
+    good = report(entries)
+    if len(entries) < len(mutants):
+        print(f"out of time: {len(mutants) - len(entries)} faults are left")
+        sys.exit(UNFINISHED)
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -58,33 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-_shipped: dict[str, int] = {}
-"""Limits of the decoding configurations as users get them."""
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _caches_are_shared_out() -> Iterator[None]:
-    """Caches of tests are short: a call would leave their work tiles whole, and never combine any."""
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("triton") is not None:
-            from flashtile.backends.portable.decode import config
-
-            for name in ("MOST_WHOLE_BYTES", "MOST_UNEVEN_BYTES"):
-                _shipped[name] = getattr(config, name)
-                patch.setattr(config, name, -1)
-        yield
-
-
 @pytest.fixture
-def whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short work tiles are left whole, as users get them."""
-    from flashtile.backends.portable.decode import config
+def fresh_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding knows no launch of another test, and leaves none to another."""
     from flashtile.caches import BoundedCache
-    from flashtile.decode import operators
     from flashtile.op.operation import CACHE_BYTES
+    from flashtile.operators import decode as operators
 
-    for name, limit in _shipped.items():
-        monkeypatch.setattr(config, name, limit)
     for owner, name in (
         (operators.DECODE, "launches"),
         (operators.DECODE, "_grown"),
@@ -92,6 +71,22 @@ def whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         (operators, "_append_and_decode"),
     ):
         monkeypatch.setattr(owner, name, BoundedCache(CACHE_BYTES))
+
+
+@pytest.fixture
+def balanced_work(monkeypatch: pytest.MonkeyPatch, fresh_launches: None) -> None:
+    """Programs share even short caches, and combine their parts; users get short work tiles whole."""
+    from flashtile.backends.portable.decode import config
+
+    for name in ("MOST_WHOLE_BYTES", "MOST_UNEVEN_BYTES"):
+        monkeypatch.setattr(config, name, -1)
+
+
+@pytest.fixture(params=["as users get it", "balanced"])
+def either_work(request: pytest.FixtureRequest) -> None:
+    """A test of decoding, once with each way of sharing out the work."""
+    if request.param == "balanced":
+        request.getfixturevalue("balanced_work")
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
 
 NOBODY = 2**30
 """In a block table beyond a sequence's length."""

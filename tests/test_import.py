@@ -48,8 +48,25 @@ def loaded() -> dict:
         "found = {'unchanged': before == state(), 'brought': sorted(set(sys.modules) - modules)}\n"
         "found |= {'triton': 'triton' in sys.modules, 'cuda': torch.cuda.is_initialized()}\n"
         "import flashtile.algorithms.flash2, flashtile.algorithms.paged\n"
-        "print(json.dumps(found | {'triton of algorithms': 'triton' in sys.modules}))"
+        "found |= {'triton of algorithms': 'triton' in sys.modules}\n"
+        "first = flashtile.attention\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'flashtile']:\n"
+        "    del sys.modules[name]\n"
+        "import flashtile\n"
+        "def gradient(attention):\n"  # by the operator, not past it
+        "    x = torch.ones(2, 1, 3, 1, 8, requires_grad=True)\n"
+        "    torch.vmap(lambda x: attention(x, x, x).sum())(x).sum().backward()\n"
+        "    return x.grad.tolist()\n"
+        "found['twice'] = first is not flashtile.attention, gradient(first), gradient(flashtile.attention)\n"
+        "print(json.dumps(found))"
     )
+
+
+def test_it_may_be_imported_again():
+    """Operators are defined once in a process; functions of the first import still compute."""
+    others, first, again = loaded()["twice"]
+    assert others
+    assert first == again
 
 
 def test_import_loads_torch_and_the_standard_library_only():

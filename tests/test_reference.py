@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cases import BF16, FP32, FP64, Case, masks
-from flashtile import reference, testing
+from flashtile import testing
+from flashtile.reference import attention as reference
 
 MASKS = masks(3, 2)
 

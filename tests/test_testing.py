@@ -10,7 +10,8 @@ import torch
 
 import targets
 from cases import BF16, FP16, FP32, FP64, Case
-from flashtile import reference, testing
+from flashtile import testing
+from flashtile.reference import attention as reference
 
 CALL = Case(name="rule", seqlen_q=40, seqlen_k=50, causal=True, head_dim=32)
 

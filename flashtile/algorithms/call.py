@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile.algorithms.memory import Array, Memory, Sram, SramExceededError
-from flashtile.attn.problem import NO_EXTRAS, Options, Problem
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys
 from flashtile.checks.attention import check_call
+from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 
 LOWEST = torch.finfo(torch.float32).min
 """Where a running maximum starts: finite, so that exp(-inf - LOWEST) of a hidden score is 0 and not NaN."""

@@ -18,7 +18,7 @@ from flashtile.bench.peers import (
     TorchVarlen,
 )
 from flashtile.bench.workloads import Workload
-from flashtile.problem import PREFERENCE, UNLIMITED
+from flashtile.problems.common import PREFERENCE, UNLIMITED
 
 OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "attention": (Flashtile,),

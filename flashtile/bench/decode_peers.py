@@ -14,7 +14,7 @@ import flashtile
 from flashtile.bench.inputs import Inputs
 from flashtile.bench.peers import Call, FlashAttention, Flashtile, Peer
 from flashtile.bench.workloads import Workload
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 
 class Decoding(Flashtile):

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from flashtile import machine
-from flashtile.bench import timing
 from flashtile.bench.engine_models import SERVED, lengths, tokens, vocabulary, write_model
 from flashtile.bench.engine_peers import CONTENDERS, Contender, Flashtile, seconds_of
 from flashtile.bench.linear_bench import read_tbps
 from flashtile.bench.workloads import SMALL_MODEL, select_models
+from flashtile.hardware import machine, timing
 
 NAME = "engine"
 OURS = Flashtile.name

@@ -32,12 +32,7 @@ def write_model(name: str, folder: Path) -> Path:
     """The model as a folder: the small one with weights, so that all engines must give the same tokens; the
     others without, for engines that make random ones."""
     if name == SMALL_MODEL:
-        from flashtile.demo.huggingface import save_llama
-        from flashtile.demo.llama import Llama, sized
-
-        torch.manual_seed(0)
-        save_llama(Llama(sized(2, 4, 64)), folder, 256)
-        return folder
+        return _write_small(folder)
     model, vocab_size, rope = SERVED[name]
     config = {
         "model_type": "llama", "rms_norm_eps": 1e-5, "dtype": "bfloat16", "eos_token_id": None,
@@ -48,6 +43,41 @@ def write_model(name: str, folder: Path) -> Path:
         "max_position_embeddings": model.longest, "rope_parameters": rope,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _write_small(folder: Path) -> Path:
+    """Write a Llama of two layers with random weights."""
+    from safetensors.torch import save_file
+
+    layers, heads, width, hidden, vocab_size = 2, 4, 64, 160, vocabulary(SMALL_MODEL)
+    shapes = {"model.embed_tokens": (vocab_size, width), "lm_head": (vocab_size, width)}
+    for layer in range(layers):
+        for part, shape in (
+            *((f"self_attn.{name}_proj", (width, width)) for name in "qkvo"),
+            ("mlp.gate_proj", (hidden, width)),
+            ("mlp.up_proj", (hidden, width)),
+            ("mlp.down_proj", (width, hidden)),
+        ):
+            shapes[f"model.layers.{layer}.{part}"] = shape
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    sides = "input_layernorm", "post_attention_layernorm"
+    norms = [f"layers.{layer}.{side}" for layer in range(layers) for side in sides]
+    weights |= {f"model.{norm}.weight": torch.ones(width) for norm in (*norms, "norm")}
+    save_file(weights, folder / "model.safetensors")
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "hidden_size": width, "intermediate_size": hidden, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256, "dtype": "float32", "eos_token_id": None, "bos_token_id": None,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
     return folder
 
 

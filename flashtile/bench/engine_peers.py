@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flashtile.bench import timing
 from flashtile.bench.workloads import SMALL_MODEL
+from flashtile.hardware import timing
 
 Prompts = Sequence[list[int]]
 

@@ -14,8 +14,8 @@ from flashtile import fp8
 from flashtile.bench.inputs import Inputs
 from flashtile.bench.peers import Call, FlashAttention, Flashtile, first_of, options
 from flashtile.bench.workloads import Workload
-from flashtile.fp8.layout import E4M3, E4M3_MAX
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX
 
 FROM_BF16 = "flashtile-from-bf16"
 

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import reference, testing
+from flashtile import testing
 from flashtile.bench.inputs import Inputs
 from flashtile.bench.mods import MODS
 from flashtile.bench.workloads import Workload
+from flashtile.reference import attention as reference
+from flashtile.rounding import SCORE_UNITS
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
@@ -85,7 +87,7 @@ class Oracle:
         """
         eps = torch.finfo(torch.promote_types(self._workload.source_dtype, torch.float32)).eps
         lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
-        relative = testing.SCORE_UNITS * eps * (LARGEST_SCORE + lse)
+        relative = SCORE_UNITS * eps * (LARGEST_SCORE + lse)
         values = exact.double()
         return relative * values.abs().max().item(), relative * values.square().mean().sqrt().item()
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flashtile.bench.workloads import Workload
-from flashtile.decode import reference
-from flashtile.decode.problem import FP8, CacheTensors
+from flashtile.problems.decode import FP8, CacheTensors
+from flashtile.reference import decode as reference
 from flashtile.testing import cu_seqlens, random_tensor
 
 

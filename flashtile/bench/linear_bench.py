@@ -16,9 +16,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from flashtile import machine
-from flashtile.bench.timing import capture, copy_ceiling, release_memory, replay_time, time_call
 from flashtile.bench.workloads import SMALL_MODEL, select_models
+from flashtile.hardware import machine
+from flashtile.hardware.timing import capture, copy_ceiling, release_memory, replay_time, time_call
 from flashtile.io_model import find_model
 from flashtile.linear import linear
 

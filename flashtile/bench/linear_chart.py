@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashtile.linear.table import FLAT, GEMV, LIBRARY, Row
+from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY, Row
 
 NAMES = {GEMV: "GEMV (CUDA cores)", FLAT: "flat (tensor cores)", LIBRARY: "cuBLAS"}
 

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.bench.timing import capture, replay_time
-from flashtile.linear.problem import E4M3, LinearProblem, LinearTensors
-from flashtile.linear.table import FLAT, GEMV, LIBRARY, Row
+from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY, Row
+from flashtile.hardware.timing import capture, replay_time
+from flashtile.problems.linear import E4M3, LinearProblem, LinearTensors
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROTATED_BYTES = 2.5e8

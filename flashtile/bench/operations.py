@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile import reference
 from flashtile.bench.inputs import Inputs
 from flashtile.bench.peers import Call, Standard
 from flashtile.bench.workloads import Workload
+from flashtile.reference import attention as reference
 
 DROPOUT = 0.1
 """GPT-2's, as it is trained."""

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import machine, reference
-from flashtile.attn import functional
+from flashtile.api import attention as functional
 from flashtile.bench.inputs import Inputs
 from flashtile.bench.mods import MODS
 from flashtile.bench.workloads import Workload
+from flashtile.hardware import machine
 from flashtile.masks import create_block_mask
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
+from flashtile.reference import attention as reference
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

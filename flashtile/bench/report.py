@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -57,6 +58,14 @@ def print_head(document: dict[str, Any], console: Console) -> None:
 def print_notes(document: dict[str, Any], console: Console) -> None:
     """What was not timed and why, and the host time of a small call."""
     _print_refusals(document, console)
+    beyond = summary.beyond_ceiling(document)
+    if beyond:
+        console.print(
+            f"faster than the measured ceilings: {', '.join(beyond)}. The machine was busier while they were "
+            "measured: do not quote these shares, measure again on a quiet machine",
+            highlight=False,
+            markup=False,
+        )
     if document.get("host_time_us"):
         console.print(_host_times(document), highlight=False, markup=False)
 
@@ -91,6 +100,31 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
     if memory:
         table.caption = "memory: peak over what q, k, v, out, their gradients and lse take together"
     return table
+
+
+def cell_line(cell: dict[str, Any]) -> str:
+    """One line for a measured cell: its time with each contestant, or why there is none."""
+    results = (f"{name} {_measured(result)}" for name, result in cell["results"].items())
+    return f"{cell['workload']} {cell['pass']}: {', '.join(results)}"
+
+
+def result_lines(document: dict[str, Any]) -> list[str]:
+    """A line for each result of products or engines, whose cells fill one contestant after the other."""
+    return [
+        f"{cell['workload']}: {name} {_measured(result)}"
+        for cell in document["cells"]
+        for name, result in cell["results"].items()
+    ]
+
+
+def _measured(result: dict[str, Any]) -> str:
+    if "ms" in result:
+        return f"{result['ms']:.4g} ms"
+    if "tokens_per_second" in result:
+        return f"{result['tokens_per_second']:.4g} tokens/s"
+    if result.get("tbps"):
+        return f"{statistics.median(result['tbps']):.3g} TB/s"
+    return str(result["status"])
 
 
 def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import machine, testing
-from flashtile.bench import operations, timing
+from flashtile import testing
+from flashtile.bench import operations
 from flashtile.bench.contestants import kind_of
 from flashtile.bench.gate import Oracle
 from flashtile.bench.inputs import Inputs, make_inputs
 from flashtile.bench.peers import Call, Peer
 from flashtile.bench.workloads import PASSES, Workload, small_call
+from flashtile.hardware import machine, timing
 
 SCHEMA = 2
 

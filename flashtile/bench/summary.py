@@ -76,6 +76,17 @@ def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, 
     return None if result["status"] != "ok" or most is None else result[unit] / most
 
 
+def beyond_ceiling(document: dict[str, Any]) -> list[str]:
+    """Names of the workloads in which a contestant was faster than the measured ceilings allow."""
+    found: dict[str, None] = {}
+    for cell in document["cells"]:
+        floor = floor_ms(document, cell)
+        times = [result["ms"] for result in cell["results"].values() if result["status"] == "ok"]
+        if floor is not None and times and min(times) < floor:
+            found[cell["workload"]] = None
+    return list(found)
+
+
 def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
     """Milliseconds that a cell takes at least at the measured ceilings: its FLOPs at the speed of a matrix
     product, or the least bytes at that of a copy, whichever is longer. None where no ceiling was measured."""

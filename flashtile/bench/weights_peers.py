@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import reference
 from flashtile.bench.inputs import Inputs
 from flashtile.bench.peers import Call, Flashtile, Standard, first_of, options
 from flashtile.bench.workloads import Workload
+from flashtile.reference import attention as reference
 
 TOP = 8
 """Weights of a row that the form "top" asks for."""

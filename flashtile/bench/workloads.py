@@ -17,8 +17,8 @@ import torch
 
 from flashtile.bench import mods
 from flashtile.bench.shapes import SHAPES
-from flashtile.io_model.calls import Call
-from flashtile.problem import UNLIMITED
+from flashtile.hardware.calls import Call
+from flashtile.problems.common import UNLIMITED
 
 PASSES = ("forward", "backward", "both", "graph")
 """The last is a forward call in a replayed CUDA graph."""

@@ -5,6 +5,8 @@ The other modules of this package put them together for the calls of a family.
 
 from __future__ import annotations
 
+import numbers
+import operator
 import os
 import re
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problem import (
+from flashtile.problems.common import (
     DEVICE_TYPES,
     DTYPES,
     FLOAT32_MAX,
@@ -34,6 +36,42 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
     first, *code = str(error).splitlines(keepends=True)
     first = re.sub(rf"(?<!')\b({words})\b(?!')", lambda match: names[match[0]], first)
     return type(error)("".join((first, *code)))
+
+
+def as_int(name: str, value: Any) -> Any:
+    """An int from anything that is one (numpy integers, integer tensors of one element)."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    try:
+        if not is_bool:
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an int, got {named(value)}")
+
+
+def as_float(name: str, value: Any, allowed: str) -> Any:
+    """A float from any real number (ints, numpy floats)."""
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise TypeError(f"{name} must be {allowed}, got {named(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got {named(value)}") from None
+
+
+def named(value: Any) -> str:
+    """The type and, where it is short, the value, for an error text."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of {value.dim()} dimensions"
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits, an object with a broken __repr__
+        return type(value).__name__
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def check_dense(name: str, tensor: Any) -> None:
@@ -220,14 +258,15 @@ def check_floats(
 def check_broadcast(
     name: str, tensor: Tensor, scores: tuple[Any, Any, Any, Any], packed: bool, first: Tensor
 ) -> None:
-    """Of four dimensions, each that of the ``scores`` or, but for the keys, 1."""
+    """Of four dimensions, each that of the ``scores`` or, but for the keys, 1. Callers may leave out leading
+    dimensions and give one key: the front doors write that out."""
     of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
     pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)
     if tensor.dim() != 4 or tensor.shape[-1] != scores[-1] or any(n != 1 and n != all_ for n, all_ in pairs):
         batch, heads, rows, keys = scores
         raise ValueError(
-            f"{name} must have shape (batch or 1, heads_q or 1, {of_rows} or 1, {of_keys}) = "
-            f"({batch} or 1, {heads} or 1, {rows} or 1, {keys}), got {tuple(tensor.shape)}"
+            f"{name} must broadcast to (batch, heads_q, {of_rows}, {of_keys}) = "
+            f"({batch}, {heads}, {rows}, {keys}), got {tuple(tensor.shape)}"
         )
     check_device(name, tensor, first)
 
@@ -299,6 +338,11 @@ def check_score_options(options: Any) -> None:
     check_backend(options.backend)
 
 
+def check_share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be from 0 to below 1, got {value}")
+
+
 def check_backend(backend: Any) -> None:
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be None or a backend's name, got {type(backend).__name__}")
@@ -306,6 +350,7 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
 
 
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+def check_choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
+    # What is no string may compare element by element.
+    if not (value is None or isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

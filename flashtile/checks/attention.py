@@ -7,7 +7,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Options
 from flashtile.checks.arguments import (
     TRANSPOSED,
     check_broadcast,
@@ -23,11 +22,13 @@ from flashtile.checks.arguments import (
     check_offset_pair,
     check_same_dtype,
     check_score_options,
+    check_share,
     check_sink,
     check_slopes,
     looks_transposed,
 )
-from flashtile.problem import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
+from flashtile.problems.attention import Extras, Options
+from flashtile.problems.common import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
 
 
 def check_call(
@@ -95,7 +96,8 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "alibi_slopes requires grad, but no gradient is computed for it: it must be detached"
+            "alibi_slopes requires grad, but no gradient is computed for it in a call that cannot have a "
+            "score_mod: it must be detached"
         )
 
 
@@ -126,8 +128,7 @@ def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Opti
 
 
 def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> None:
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be from 0 to below 1, got {dropout_p}")
+    check_share("dropout_p", dropout_p)
     if rng_state is None:
         if dropout_p > 0:
             raise ValueError(f"rng_state must be given beside dropout_p = {dropout_p}, got None")

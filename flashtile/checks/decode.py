@@ -27,7 +27,8 @@ from flashtile.checks.arguments import (
     check_sink,
     check_slopes,
 )
-from flashtile.decode.problem import (
+from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
+from flashtile.problems.decode import (
     FP8,
     MAX_HEAD_DIM,
     MAX_SPLITS,
@@ -41,7 +42,6 @@ from flashtile.decode.problem import (
     DecodeOptions,
     NoTensors,
 )
-from flashtile.problem import DTYPES, MAX_LENGTH, UNLIMITED
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
 PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"

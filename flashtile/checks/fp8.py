@@ -26,10 +26,10 @@ from flashtile.checks.arguments import (
 )
 from flashtile.checks.attention import check_call
 from flashtile.checks.values import check_lengths, check_offset_values, check_used
-from flashtile.fp8 import layout
-from flashtile.fp8.layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM, METHODS, QUERY_BLOCK, ROLES
-from flashtile.fp8.problem import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
-from flashtile.fp8.quantized import Quantized
+from flashtile.problems import fp8_layout as layout
+from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
+from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM, METHODS, QUERY_BLOCK, ROLES
+from flashtile.problems.quantized import Quantized
 
 SOURCE_DTYPES = (torch.float16, torch.bfloat16)
 TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

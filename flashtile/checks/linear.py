@@ -21,7 +21,7 @@ from flashtile.checks.arguments import (
     check_same_dtype,
 )
 from flashtile.checks.decode import PAGED_CACHE, check_written
-from flashtile.linear.problem import (
+from flashtile.problems.linear import (
     ACTIVATIONS,
     DTYPES,
     E4M3,
@@ -46,7 +46,7 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
         ValueError: a shape, stride, device or number is not allowed.
         NotImplementedError: a device that flashtile does not serve.
     """
-    check_choice("activation", options.activation, ACTIVATIONS)  # type: ignore[arg-type]
+    check_choice("activation", options.activation, ACTIVATIONS)
     _check_product(x, weight, tensors, options)
     columns = weight.shape[0]
     if options.activation == SWIGLU:

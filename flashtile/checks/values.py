@@ -12,9 +12,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Options
-from flashtile.decode.addresses import destinations, new_tokens, sequence_lengths
-from flashtile.decode.problem import (
+from flashtile.problems.addresses import destinations, new_tokens, sequence_lengths
+from flashtile.problems.attention import Extras, Options
+from flashtile.problems.decode import (
     AppendOptions,
     AppendTensors,
     CacheTensors,
@@ -155,6 +155,37 @@ def check_prefix_values(
                 f"block_table must start with the same {shared.shape[1]} pages in all sequences of a group, "
                 f"but rows {first} and {first + int(differing[0])} differ"
             )
+
+
+def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """Raise ValueError for lists of a block mask that name blocks which there are not, or one twice.
+
+    Args:
+        kind: "kv" for lists of blocks of keys, "q" for those of queries.
+        lists: how many and which partial blocks, how many and which full ones.
+
+    Returns:
+        (2, batch or 1, heads or 1, own blocks, other blocks) bool: which are listed as partial and as full.
+    """
+    found = []
+    for name, num_blocks, indices in ((kind, *lists[:2]), (f"full_{kind}", *lists[2:])):
+        others = indices.shape[-1]
+        counts = num_blocks.flatten()
+        check_between(f"block_mask.{name}_num_blocks", counts, 0, others, "the blocks of the other sequence")
+        is_used = torch.arange(others, device=indices.device) < num_blocks[..., None]
+        used = indices.masked_fill(~is_used, 0)
+        words = "the last block of the other sequence"
+        check_between(f"block_mask.{name}_indices", used.flatten(), 0, others - 1, words)
+        times = torch.zeros_like(indices).scatter_add_(-1, used.long(), is_used.to(indices.dtype))
+        found.append(times)
+    twice = (found[0] + found[1] > 1).nonzero()
+    if twice.numel():
+        *place, block = twice[0].tolist()
+        raise ValueError(
+            f"block_mask.{kind}_indices and full_{kind}_indices must name each block once, got block {block} "
+            f"twice at {place}"
+        )
+    return torch.stack(found) > 0
 
 
 def check_copy_values(

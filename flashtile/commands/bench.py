@@ -25,12 +25,15 @@ from flashtile.bench import (
 )
 from flashtile.bench.summary import summarize
 from flashtile.commands.options import (
+    STOPPED,
     bad_parameters,
     console,
     finite,
     output_file,
     parse_device,
     progress_bar,
+    say,
+    stops_early,
 )
 
 Names = list[str]
@@ -146,19 +149,26 @@ def bench(
             raise ValueError("--operations takes attention workloads with pass forward")
         entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
 
-    with progress_bar(Console(stderr=True)) as progress:
-        task = progress.add_task("compiling, measuring ceilings", total=len(chosen) * len(settings.passes))
+    document: dict[str, Any] = {}
+    with progress_bar(Console(stderr=True)) as progress, stops_early() as stop:
+        cells = len(chosen) * len(settings.passes)
+        task = progress.add_task("compiling, measuring ceilings", total=cells)
 
-        def after_cell(document: dict[str, Any]) -> None:
-            document["summary"] = summarize(document)
+        def after_cell(so_far: dict[str, Any]) -> None:
+            document.update(so_far, summary=summarize(so_far))
             if json_path is not None:
                 documents.write(document, json_path)
             done = len(document["cells"])
             following = chosen[min(done // len(settings.passes), len(chosen) - 1)]
             progress.update(task, completed=done, description=following.name)
+            if done:
+                say(progress, f"{done}/{cells} {report.cell_line(document['cells'][-1])}")
 
-        document = runner.run(chosen, entrants, settings, after_cell=after_cell)
-    _finish(document, out, unit, plot_path, report_path)
+        runner.run(chosen, entrants, settings, after_cell=after_cell)
+    if document.get("cells"):
+        _finish(document, out, unit, plot_path, report_path)
+    if stop.early:
+        raise typer.Exit(STOPPED)
     ours = [contestant.name for contestant in entrants if contestant.ours]
     if any(cell["results"][name]["status"] == runner.WRONG for cell in document["cells"] for name in ours):
         raise typer.Exit(1)
@@ -174,16 +184,26 @@ def _bench_others(
     json_path: Path | None,
     out: Console,
 ) -> None:
-    """Of a module with workloads of its own: products with a weight, engines."""
-
-    def after_cell(document: dict[str, Any]) -> None:
-        if json_path is not None:
-            json_path.write_text(json.dumps(document, indent=1) + "\n")
-
-    with bad_parameters(), progress_bar(Console(stderr=True)) as progress:
+    """Measure the workloads of ``kind``, a module that has its own: products with a weight, engines."""
+    document: dict[str, Any] = {}
+    with bad_parameters(), progress_bar(Console(stderr=True)) as progress, stops_early() as stop:
         progress.add_task(f"{kind.NAME}: {len(chosen)} workloads", total=None)
-        document = kind.run(chosen, device, rounds, rep, peer_names, after_cell)
-    out.print(kind.table(document))
+        told: set[str] = set()
+
+        def after_cell(so_far: dict[str, Any]) -> None:
+            document.update(so_far)
+            if json_path is not None:
+                json_path.write_text(json.dumps(so_far, indent=1) + "\n")
+            for line in report.result_lines(so_far):
+                if line not in told:
+                    told.add(line)
+                    say(progress, line)
+
+        kind.run(chosen, device, rounds, rep, peer_names, after_cell)
+    if document.get("cells"):
+        out.print(kind.table(document))
+    if stop.early:
+        raise typer.Exit(STOPPED)
     ours = [cell["results"].get(kind.OURS, {}).get("status") for cell in document["cells"]]
     if "wrong" in ours:
         raise typer.Exit(1)

@@ -11,11 +11,11 @@ from rich.console import Console
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtile import explanations
+from flashtile.api import explain as explanations
+from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.backends.common.device import capability
 from flashtile.bench.workloads import DTYPES, FP8
 from flashtile.commands.options import bad_parameters, console, parse_device
-from flashtile.decode.functional import flash_attn_with_kvcache
 from flashtile.io_model import (
     CARDS,
     MODELS,
@@ -30,7 +30,7 @@ from flashtile.io_model import (
 from flashtile.io_model.estimate import DECODE_ROWS, PASSES
 from flashtile.io_model.model_tables import model_table
 from flashtile.io_model.tables import card_table, estimate_table, kv_cache_table, memory_table
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 HERE = "here"
 MOST, MOST_TOKENS, MOST_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22

@@ -46,7 +46,7 @@ def generate(
         )
     with bad_models():
         if beams and (n != 1 or stop):
-            raise ValueError("n and stop must be left out with beams")
+            raise ValueError("-n and --stop must be left out with --beams")
         params = SamplingParams(
             n=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens,
             stop=stop, output_kind=RequestOutputKind.DELTA,

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flashtile import machine
-from flashtile.attn.operators import FORWARD
-from flashtile.attn.problem import Problem
+from flashtile.hardware import machine
 from flashtile.op.selection import load_part
-from flashtile.problem import DTYPES, PREFERENCE
+from flashtile.operators.attention import FORWARD
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import DTYPES, PREFERENCE
 
 
 def info() -> None:

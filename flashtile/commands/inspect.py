@@ -12,8 +12,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
+from flashtile.backends.common.compile_report import (
+    ARCHITECTURES,
+    CompileReport,
+    architecture,
+    every_case,
+    reports,
+)
 from flashtile.commands.options import bad_parameters, console, output_file
-from flashtile.compile_report import ARCHITECTURES, CompileReport, architecture, every_case, reports
 
 _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: this GPU's, else sm_90a."
 

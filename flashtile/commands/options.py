@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,34 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from flashtile import machine
+from flashtile.hardware import machine
 
 WIDTH = 160
 """Columns of a table that is not printed to a terminal."""
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
+"""In torch's messages: its errors of CUDA and of the CPU have no class in common but RuntimeError."""
+
+STOPPED = 128 + signal.SIGINT
+"""Exit code of a command that a signal ended early."""
+
+
+class BadArgument(typer.BadParameter):
+    """An error of a Python function, in which the command's options stand for arguments."""
+
+    def format_message(self) -> str:
+        message = str(super().format_message())
+        for parameter in self.ctx.command.params if self.ctx else ():
+            if parameter.param_type_name == "option" and parameter.name and parameter.opts:
+                message = _with_option(message, parameter.name, parameter.opts[0])
+        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # a hint that the command has no options for
+
+
+def _with_option(message: str, name: str, option: str) -> str:
+    """Names of one word, such as ``model``, may be English: ``NAME must be`` and ``NAME=`` are arguments."""
+    message = re.sub(rf"(?<![\w.-]){name}=(True\b|(?!\w))", option, message)
+    message = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", message)
+    alone = rf"{name}(?![\w./])" if "_" in name else rf"{name}(?= must be )"
+    return re.sub(rf"(?<![\w./-]){alone}", option, message)
 
 
 @contextmanager
@@ -26,17 +53,23 @@ def bad_parameters() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise BadArgument(str(error)) from None
 
 
 @contextmanager
 def bad_models() -> Iterator[None]:
-    """:func:`bad_parameters`, and so for a model's folder that cannot be read."""
+    """:func:`bad_parameters`, and so for a model's folder that cannot be read, or has no room in memory."""
     with bad_parameters():
         try:
             yield
         except (OSError, ModuleNotFoundError) as error:
             raise ValueError(str(error)) from None
+        except (MemoryError, RuntimeError) as error:
+            text = str(error)
+            if not isinstance(error, MemoryError) and not any(words in text for words in OUT_OF_MEMORY):
+                raise
+            sentences = re.split(r"(?<=\.)\s+", text.strip())
+            raise ValueError(f"there is not enough memory for the model: {' '.join(sentences[:3])}") from None
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
@@ -57,7 +90,7 @@ def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
 
 
 def parse_device(name: str | None) -> torch.device:
-    """:func:`flashtile.machine.find_device` for an option."""
+    """:func:`flashtile.hardware.machine.find_device` for an option."""
     with bad_parameters():
         return machine.find_device(name)
 
@@ -108,6 +141,32 @@ def progress_bar(to: Console) -> Progress:
     """A bar that is gone when it is full, and that only a terminal sees."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
+
+
+def say(progress: Progress, line: str) -> None:
+    """Print a line of progress where there is no terminal that shows the bar."""
+    if progress.disable:
+        progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass
+class Stop:
+    """``early`` becomes True if a signal ended the block of :func:`stops_early`."""
+
+    early: bool = False
+
+
+@contextmanager
+def stops_early() -> Iterator[Stop]:
+    """End the block, and no more, at an interrupt (Ctrl-C) or SIGTERM."""
+    stop = Stop()
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        stop.early = True
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _check_writable(path: Path, there: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 import typer
 
 from flashtile.commands.options import bad_parameters, output_file
+from flashtile.hardware.linear_table import Row, cache_file, merged, read_table, write_table
 from flashtile.io_model import MODELS, find_model
-from flashtile.linear.table import Row, cache_file, merged, read_table, write_table
 
 DEFAULT_MODEL = "llama-2-7b"
 LARGEST = 2**20

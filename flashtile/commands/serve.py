@@ -32,6 +32,10 @@ def serve(
         typer.Option(help=f"A key that calls must bring; several allowed. ${KEY} hides it from other users."),
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of another tokenizer.")] = None,
+    skip_tokenizer_init: Annotated[
+        bool,
+        typer.Option("--skip-tokenizer-init", help="No tokenizer: prompts and answers are tokens."),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, safetensors or dummy (random).")] = "auto",
@@ -58,6 +62,16 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="Of one call.")] = 2**24,
     body_timeout: Annotated[float, typer.Option(help="Seconds for a body to come.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds for an answer to end.")] = 600.0,
+    idle_timeout: Annotated[
+        float, typer.Option(help="Seconds that a connection may be without a call, its headers not whole.")
+    ] = 75.0,
+    max_connections: Annotated[
+        int, typer.Option(help="At a time; the one longest without a call makes room for the next.")
+    ] = 4096,
+    max_priority: Annotated[
+        int, typer.Option(help="Calls may set priority from minus this to this; lower goes first.")
+    ] = 0,
+    access_log: Annotated[bool, typer.Option(help="A line in the log for each call.")] = True,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for calls to end after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
@@ -77,7 +91,8 @@ def serve(
     with bad_parameters():
         limits = Limits(
             tuple(keys), max_concurrent_requests, max_prompts, max_prompt_tokens, max_logprobs,
-            max_body_bytes, body_timeout, request_timeout,
+            max_body_bytes, body_timeout, request_timeout, idle_timeout, max_connections, max_priority,
+            access_log,
         )  # fmt: skip
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
@@ -90,8 +105,12 @@ def serve(
     if data_parallel_size > 1:
         with bad_parameters():
             environments = environments_of(data_parallel_size, tensor_parallel_size, device)
-        own = as_arguments(context, data_parallel_size=1, host="127.0.0.1", port=0)
-        _serve_replicas(own, environments, limits, host, port, announce)
+        with bad_models():  # said once, before each replica says it
+            read_config(model)
+        own = as_arguments(
+            context, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False, idle_timeout=75.0
+        )
+        _serve_replicas(own, environments, limits, host, port, shutdown_timeout, announce)
     others: list[Any] = []
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
         command, own_device = command_of(as_arguments(context)), parse_device(device)
@@ -104,8 +123,9 @@ def serve(
     end_with_stdin()
     with bad_models():
         llm = LLM(
-            model, tokenizer=tokenizer, dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=device,
-            load_format=load_format, seed=seed, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype, device=device, load_format=load_format, seed=seed,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
             enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
@@ -137,14 +157,14 @@ def serve(
 
 def _serve_replicas(
     arguments: list[str], environments: list[dict[str, str]], limits: Any, host: str, port: int,
-    announce: Callable[[int], None],
+    shutdown_timeout: float, announce: Callable[[int], None],
 ) -> NoReturn:  # fmt: skip
     from flashtile.engine.server.replicas.front import serve_replicas
     from flashtile.engine.server.replicas.process import Replica
 
     replicas = [Replica(i, command_of(arguments), environment) for i, environment in enumerate(environments)]
     try:
-        code = serve_replicas(replicas, limits, host, port, announce)
+        code = serve_replicas(replicas, limits, host, port, shutdown_timeout, announce)
     except OSError as error:
         raise _taken(host, port, error) from None
     raise typer.Exit(code)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from flashtile.algorithms.memory import KIB, SramExceededError
-from flashtile.commands.options import output_file, progress_bar
+from flashtile.commands.options import BadArgument, output_file, progress_bar
 from flashtile.visualizer.film import SUFFIXES as FILMS
 from flashtile.visualizer.film import write_film
 from flashtile.visualizer.page import write_page
@@ -66,7 +66,7 @@ def visualize(
         if film:
             write_film(film, recorded[0])
     except (ValueError, SramExceededError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise BadArgument(str(error)) from None
     except ModuleNotFoundError:
         raise typer.BadParameter('--film with .mp4 needs PyAV: pip install "flashtile[film]"') from None
     settings = list(grid())

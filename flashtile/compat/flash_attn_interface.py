@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import check_flag
-from flashtile.attn.functional import attention
+from flashtile.api import decode as decoding
+from flashtile.api.attention import attention
+from flashtile.api.decode import flash_attn_combine
 from flashtile.checks.arguments import ERRORS, check_dense, check_int32, renamed
+from flashtile.checks.conversions import check_flag
 from flashtile.checks.values import check_between
-from flashtile.decode import functional as decoding
-from flashtile.decode.functional import flash_attn_combine
 from flashtile.op.operation import reads_values
 
 __all__ = [
@@ -200,6 +200,7 @@ def get_scheduler_metadata(
     **named: Any,
 ) -> Tensor:
     """What ``scheduler_metadata`` takes: empty, for there is nothing to prepare."""
+    check_dense("cache_seqlens", cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 

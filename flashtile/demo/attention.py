@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile import flash_attn_func, reference
-from flashtile.problem import UNLIMITED
+from flashtile import flash_attn_func
+from flashtile.problems.common import UNLIMITED
+from flashtile.reference import attention as reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q, k, v) -> out, each (batch, seqlen, heads, head_dim): causal, aligned to the bottom right."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from flashtile.demo.llama import Llama, LlamaConfig
+from flashtile.engine.config import read_config as read_model_config
 
 
 def load_llama(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:
@@ -33,8 +34,12 @@ def load_llama(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     for file in files:
         for name, weight in load_file(file).items():
             weights[name.removeprefix("model.")] = weight.to(device=device, dtype=dtype or weight.dtype)
-    if config.tied_embeddings and "embed_tokens.weight" in weights:
-        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    embedding, head = weights.get("embed_tokens.weight"), weights.get("lm_head.weight")
+    if config.tied_embeddings and embedding is not None:
+        if head is None or torch.equal(head, embedding):
+            weights["lm_head.weight"] = embedding
+        else:  # as in Transformers 5: the checkpoint is right
+            config = replace(config, tied_embeddings=False)
     with torch.device("meta"):  # the weights are not initialised first
         model = Llama(config)
     try:
@@ -92,27 +97,27 @@ def read_config(folder: Path) -> LlamaConfig:
 
     Raises:
         FileNotFoundError: it is not there.
+        ValueError: a field is of the wrong type or out of range.
         NotImplementedError: it describes another architecture, or biases.
     """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    if config.get("model_type") != "llama":
-        raise NotImplementedError(f"model_type must be 'llama', got {config.get('model_type')!r}")
-    for name in ("attention_bias", "mlp_bias"):
-        if config.get(name, False):
-            raise NotImplementedError(f"{name} must be false in config.json, got {config[name]}")
-    heads, embed = config["num_attention_heads"], config["hidden_size"]
-    # transformers 5 keeps the base of the rotary positions beside their scaling.
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    config = read_model_config(folder)
+    if config.model_type != "llama":
+        raise NotImplementedError(f"model_type must be 'llama', got {config.model_type!r}")
+    if config.activation != "silu":
+        raise NotImplementedError(f"hidden_act must be 'silu' in config.json, got {config.activation!r}")
+    for name, biased in (("attention_bias", config.qkv_bias), ("mlp_bias", config.mlp_bias)):
+        if biased:
+            raise NotImplementedError(f"{name} must be false in config.json, got {biased}")
     return LlamaConfig(
-        vocabulary=config["vocab_size"],
-        layers=config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or embed // heads,
-        embed=embed,
-        hidden=config["intermediate_size"],
-        norm_eps=config["rms_norm_eps"],
-        rope_theta=scaling.get("rope_theta") or config.get("rope_theta", 10000.0),
-        rope_scaling=scaling,
-        tied_embeddings=config.get("tie_word_embeddings", False),
+        vocabulary=config.vocab_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        embed=config.hidden_size,
+        hidden=config.intermediate_size,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope["rope_theta"],
+        rope_scaling=config.rope,
+        tied_embeddings=config.tie_word_embeddings,
     )

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from rich.table import Column, Table
 
-from flashtile import machine
-from flashtile.bench.timing import peak_allocated, time_call
 from flashtile.demo.attention import Attention, flashtile, later_keys, standard
 from flashtile.demo.check import Check
+from flashtile.hardware import machine
+from flashtile.hardware.timing import peak_allocated, time_call
 from flashtile.io_model.tables import format_bytes
 
 SCORE_MATRICES = 3

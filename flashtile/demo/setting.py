@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from flashtile import explain, machine
+from flashtile import explain
+from flashtile.hardware import machine
 from flashtile.io_model.tables import format_bytes
 
 

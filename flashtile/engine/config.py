@@ -22,9 +22,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from Llama where its ``config.json`` does not say.
+    """How a family differs from Llama.
 
     Attributes:
+        fields: the fields of ``config.json`` that its class in Transformers has, with the class's defaults.
+            Other fields say nothing.
         qkv_bias, o_bias: biases of the attention's products; None: both as ``attention_bias`` says.
         qk_norm: RMSNorm of each query and key head before the rotation (Qwen 3).
         unit_norm: norms multiply by ``1 + weight``, and embeddings by ``sqrt(hidden_size)`` (Gemma).
@@ -34,6 +36,7 @@ class Family:
         experts: the MLP is a mixture of experts with gpt-oss's clamped SwiGLU.
     """
 
+    fields: Mapping[str, Any] = field(compare=False)
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False
@@ -44,14 +47,60 @@ class Family:
     experts: bool = False
 
 
+COMMON = {
+    "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rope_parameters": None, "rope_theta": 10000.0, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+QWEN = {
+    **COMMON, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True, o_bias=False),
-    "qwen3": Family(qk_norm=True),
-    "gemma2": Family(unit_norm=True, sandwich_norm=True, alternating=True),
-    "gpt_oss": Family(alternating=True, sinks=True, experts=True),
-}
+    "llama": Family(
+        {
+            **COMMON, "intermediate_size": 11008, "num_key_value_heads": None,
+            "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
+            "eos_token_id": 2, "bos_token_id": 1,
+        }
+    ),
+    "mistral": Family(
+        {
+            **COMMON, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+            "sliding_window": 4096, "layer_types": None, "eos_token_id": 2, "bos_token_id": 1,
+        }
+    ),
+    "qwen2": Family(QWEN, qkv_bias=True, o_bias=False),
+    "qwen3": Family({**QWEN, "head_dim": 128, "attention_bias": False}, qk_norm=True),
+    "gemma2": Family(
+        {
+            **COMMON, "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
+            "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+            "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "layer_types": None, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+            "eos_token_id": 1, "bos_token_id": 2,
+        },
+        unit_norm=True, sandwich_norm=True, alternating=True,
+    ),
+    "gpt_oss": Family(
+        {
+            **COMMON, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+            "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
+            "rope_theta": 150000.0, "rope_parameters": GPT_OSS_ROPE, "sliding_window": 128,
+            "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        alternating=True, sinks=True, experts=True,
+    ),
+}  # fmt: skip
 """By ``model_type``."""
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -115,7 +164,8 @@ class ModelConfig:
         length, rope = self.max_position_embeddings, self.rope
         if rope["rope_type"] not in ("linear", "yarn"):
             return length
-        return max(length, int(rope.get("original_max_position_embeddings", length) * rope["factor"]))
+        stretched = rope.get("original_max_position_embeddings", length) * rope["factor"]
+        return max(length, int(min(MOST, stretched)))
 
 
 class ConfigError(ValueError):
@@ -152,6 +202,15 @@ class _Fields:
         if type(value) is not bool:
             raise self.refuse(name, "true or false")
         return value
+
+    def activation(self, name: str) -> str:
+        """Our name of an activation."""
+        value = self.values.get(name)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise NotImplementedError(
+                f"{self.source}: {name} must be one of {', '.join(ACTIVATIONS)}, got {value!r:.80}"
+            )
+        return ACTIVATIONS[value]
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         value = self.values.get(name)
@@ -203,13 +262,9 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         raise NotImplementedError(
             f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
         )
-    family, fields = FAMILIES[model_type], _Fields(values, source)
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise NotImplementedError(
-            f"{source}: quantization_config of a checkpoint is not supported, got {method!r:.80}"
-        )
+    family = FAMILIES[model_type]
+    _refuse_what_is_not_served(values, source)
+    fields = _Fields(_with_defaults(values, family), source)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
     kv_heads = fields.size("num_key_value_heads", heads, most=2**14)
     if heads % kv_heads:
@@ -218,22 +273,12 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
     if head_dim % 2:
         raise fields.refuse("head_dim", "even, because rotary positions turn pairs")
     layers, vocab_size = fields.size("num_hidden_layers", most=2**12), fields.size("vocab_size")
-    activation = values.get("hidden_activation") or values.get("hidden_act") or "silu"
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise NotImplementedError(
-            f"{source}: hidden_act must be one of {', '.join(ACTIVATIONS)}, got {activation!r:.80}"
-        )
-    bias = fields.flag("attention_bias", family.experts)
-    scale = float(head_dim)
-    if model_type == "gemma2":
-        scale = fields.number("query_pre_attn_scalar", 256)
-    experts = fields.size("num_local_experts", 128, most=2**12) if family.experts else 0
-    if values.get("use_bidirectional_attention"):
-        raise NotImplementedError(f"{source}: use_bidirectional_attention must be false")
+    gemma = "hidden_activation" in family.fields
+    bias = fields.flag("attention_bias")
+    experts = fields.size("num_local_experts", most=2**12) if family.experts else 0
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in ("float16", "bfloat16", "float32"):
         raise NotImplementedError(f"{source}: dtype must be float16, bfloat16 or float32, got {dtype!r:.80}")
-    gemma = model_type == "gemma2"
     return ModelConfig(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -243,50 +288,84 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.size("max_position_embeddings", 2048),
-        rope=_read_rope(fields, head_dim, family),
+        norm_eps=fields.number("rms_norm_eps"),
+        max_position_embeddings=fields.size("max_position_embeddings"),
+        rope=_read_rope(values, fields, family),
         windows=_read_windows(fields, layers, family),
-        softmax_scale=scale**-0.5,
-        attn_softcap=fields.number("attn_logit_softcapping", 0.0, positive=False) if gemma else 0.0,
-        final_softcap=fields.number("final_logit_softcapping", 0.0, positive=False) if gemma else 0.0,
-        activation=ACTIVATIONS[activation],
-        tie_word_embeddings=fields.flag("tie_word_embeddings", gemma),
+        softmax_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attn_softcap=fields.number("attn_logit_softcapping", 0.0, positive=False),
+        final_softcap=fields.number("final_logit_softcapping", 0.0, positive=False),
+        activation=fields.activation("hidden_activation" if gemma else "hidden_act"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.flag("mlp_bias"),
         num_experts=experts,
-        experts_per_token=fields.size("num_experts_per_tok", 4, most=experts) if experts else 0,
-        swiglu_alpha=fields.number("swiglu_alpha", 1.702) if experts else 0.0,
-        swiglu_limit=fields.number("swiglu_limit", 7.0) if experts else 0.0,
+        experts_per_token=fields.size("num_experts_per_tok", most=experts) if experts else 0,
+        swiglu_alpha=fields.number("swiglu_alpha") if experts else 0.0,
+        swiglu_limit=fields.number("swiglu_limit") if experts else 0.0,
         eos_token_ids=fields.ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(fields.ids("bos_token_id", vocab_size)), None),
         dtype=dtype,
     )
 
 
-def _read_rope(fields: _Fields, head_dim: int, family: Family) -> dict[str, Any]:
+def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields that the family's class has, those that are left out as the class has them."""
+    found = {name: values.get(name, default) for name, default in family.fields.items()}
+    for name, default in family.fields.items():
+        if found[name] is None and isinstance(default, (bool, str)):
+            found[name] = default  # null says nothing where no value could be none
+    for name in ("eos_token_id", "bos_token_id"):  # a smaller vocabulary than the class's does not have its
+        size = found["vocab_size"]
+        if name not in values and type(size) is int and (found[name] or 0) >= size:
+            found[name] = None
+    if "num_local_experts" in found and "num_local_experts" not in values:
+        found["num_local_experts"] = values.get("num_experts", found["num_local_experts"])
+    return found
+
+
+def _refuse_what_is_not_served(values: Mapping[str, Any], source: str) -> None:
+    if values.get("quantization_config"):
+        method = values["quantization_config"]
+        method = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise NotImplementedError(
+            f"{source}: quantization_config of a checkpoint is not supported, got {method!r:.80}"
+        )
+    for name in ("use_bidirectional_attention", "per_layer_config"):
+        if values.get(name):
+            raise NotImplementedError(f"{source}: {name} is not supported, got {values[name]!r:.80}")
+
+
+def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> dict[str, Any]:
     """One dict, whether the base stands beside the scaling (Transformers 5) or apart from it (4)."""
-    given = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise fields.refuse("rope_parameters", "an object")
     source = f"{fields.source}: rope_parameters"
-    rope = _Fields({"rope_theta": fields.values.get("rope_theta"), **given}, source)
+    given = values.get("rope_scaling") or fields.values["rope_parameters"]
+    given = (family.fields["rope_parameters"] or {}) if given is None else given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{source} must be an object, got {given!r:.80}")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise NotImplementedError(f"{source} by type of layer are not supported, got {sorted(given)!r:.80}")
+    rope = _Fields({"rope_theta": fields.values["rope_theta"], **given}, source)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise NotImplementedError(
             f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
         )
-    if (rope.values.get("partial_rotary_factor") or fields.values.get("partial_rotary_factor") or 1) != 1:
+    if (rope.values.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1) != 1:
         raise NotImplementedError(f"{source}: partial_rotary_factor must be 1")
     found: dict[str, Any] = {
         "rope_type": kind,
-        "rope_theta": rope.number("rope_theta", 150000.0 if family.experts else 10000.0),
+        "rope_theta": rope.number("rope_theta", family.fields["rope_theta"]),
     }
     if kind != "default":
         found["factor"] = rope.number("factor")
+    if kind in ("llama3", "yarn"):
+        name = "original_max_position_embeddings"
+        apart = _Fields(values, fields.source).number(name, fields.size("max_position_embeddings"))
+        found[name] = apart if values.get(name) is not None else rope.number(name, apart)
     if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        for name in ("low_freq_factor", "high_freq_factor"):
             found[name] = rope.number(name)
         if found["high_freq_factor"] <= found["low_freq_factor"]:
             raise rope.refuse("high_freq_factor", f"above low_freq_factor={found['low_freq_factor']}")
@@ -294,12 +373,10 @@ def _read_rope(fields: _Fields, head_dim: int, family: Family) -> dict[str, Any]
         for name in ("mscale", "mscale_all_dim"):
             if rope.values.get(name):
                 raise NotImplementedError(f"{source}: {name} is not supported")
+        if found["rope_theta"] == 1:  # all pairs would turn alike
+            raise rope.refuse("rope_theta", "other than 1 with rope_type 'yarn'")
         found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-        longest = fields.values.get("max_position_embeddings")
-        found["original_max_position_embeddings"] = rope.number(
-            "original_max_position_embeddings", longest if type(longest) is int else None
-        )
-        found["truncate"] = rope.flag("truncate", True)
+        found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)  # null is false
         if rope.values.get("attention_factor") is not None:
             found["attention_factor"] = rope.number("attention_factor")
     return found
@@ -308,14 +385,11 @@ def _read_rope(fields: _Fields, head_dim: int, family: Family) -> dict[str, Any]
 def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ...]:
     """Transformers' ``sliding_window`` counts the query's own position; ours does not."""
     values, kinds = fields.values, fields.values.get("layer_types")
-    if values.get("sliding_window") is None or values.get("model_type") == "llama":
+    if values.get("sliding_window") is None or not fields.flag("use_sliding_window", True):
         return (-1,) * layers
     window = fields.size("sliding_window", most=2**30) - 1
-    qwen = values["model_type"] in ("qwen2", "qwen3")
-    if qwen and not fields.flag("use_sliding_window"):
-        return (-1,) * layers
     if kinds is None:
-        first = fields.size("max_window_layers", 28, least=0) if qwen else 0
+        first = fields.size("max_window_layers", 0, least=0)
         sliding = [i >= first and not (family.alternating and i % 2) for i in range(layers)]
     else:
         allowed = ("sliding_attention", "full_attention")

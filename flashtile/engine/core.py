@@ -8,18 +8,19 @@ engine wait for the results instead.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile.arguments import as_int
+from flashtile.checks.conversions import as_int
 from flashtile.engine.beam import BeamSearch
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.request import Request, Sequence, State
-from flashtile.engine.runner import InFlight, Runner, TokenScores
+from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Schedule, Scheduler
@@ -95,8 +96,8 @@ class Engine:
         self._texts: dict[Sequence, Detokenizer] = {}
         self._sent: dict[Sequence, int] = {}
         self._prompt_tokens = self._generation_tokens = 0
-        ends = set(config.eos_token_ids)
-        self.eos_token_ids = frozenset(ends or (tokenizer.eos_token_ids if tokenizer else ()))
+        ends = tokenizer.eos_token_ids if tokenizer else ()
+        self.eos_token_ids = frozenset((*config.eos_token_ids, *ends))
 
     def add_request(
         self,
@@ -301,7 +302,11 @@ class Engine:
             return
         tokens = in_flight.wait()
         for sequence, first, scores in in_flight.scores_of_prompts():
-            self._take_prompt_scores(sequence, first, scores)
+            if any(math.isnan(one.logprob) for one in scores):
+                self._fail(sequence.request, NOT_FINITE)
+                touched[sequence.request] = None
+            else:
+                self._take_prompt_scores(sequence, first, scores)
         i = 0
         while i < len(tokens):
             sequence = in_flight.samples[i]
@@ -330,12 +335,15 @@ class Engine:
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             i = first + node
-            if i in in_flight.failed:
-                self._end(request, "error", in_flight.failed[i])
+            error, scores = in_flight.failed.get(i), in_flight.scores_of(i)
+            if error is None and scores is not None and math.isnan(scores.logprob):
+                error = NOT_FINITE  # where the request lets no such token be chosen
+            if error is not None:
+                self._fail(request, error)
             elif request.is_beam_search:
-                self._take_beam(sequence, in_flight.scores_of(i))
+                self._take_beam(sequence, scores)
             else:
-                self._take_token(sequence, tokens[i], in_flight.scores_of(i))
+                self._take_token(sequence, tokens[i], scores)
 
     def _take_beam(self, sequence: Sequence, scores: TokenScores | None) -> None:
         assert scores is not None
@@ -378,7 +386,13 @@ class Engine:
         return found
 
     def _spelt(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        return None if self.tokenizer is None else self.tokenizer.spell(token)
+
+    def _fail(self, request: Request, error: str) -> None:
+        """End a request with an error. After bad logits nobody finds its keys and values again."""
+        self._end(request, "error", error)
+        if error == NOT_FINITE:
+            self.scheduler.reset_prefix_cache()
 
     def _end(self, request: Request, reason: str, stop_reason: str | None = None) -> None:
         for sequence in request.sequences:

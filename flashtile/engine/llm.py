@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import Any
 
 import torch
 
-from flashtile import machine
-from flashtile.arguments import as_float, as_int, check_flag
+from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
@@ -25,8 +25,11 @@ from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import Shard, open_weights, random_weights
+from flashtile.engine.weights import Shard, open_weights, random_weights, with_its_head
+from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager, PagedKVCache
+
+logger = logging.getLogger("flashtile.engine")
 
 DTYPES = {
     "float16": torch.float16,
@@ -35,6 +38,8 @@ DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
 }
+MAX_UNASKED = 2**20
+"""``max_model_len`` where nobody says it, at most: tables of more positions take memory that few use."""
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -50,7 +55,7 @@ class LLM:
         device: "cuda", "cpu" ...; None is the first GPU, or the CPU where there is none.
         seed: of requests that have none.
         max_model_len: tokens of prompt and answer together, at most what the model's positions serve; None:
-            its ``max_position_embeddings``.
+            its ``max_position_embeddings``, but no more than there is memory for, and than 2^20.
         max_num_seqs: sequences computed at a time.
         max_num_batched_tokens: tokens computed in a step.
         gpu_memory_utilization: share of the GPU's memory that the engine may take.
@@ -124,7 +129,6 @@ class LLM:
             raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
         folder = Path(model)
         config = read_config(folder)
-        self.model_config = config
         check_divides(config, processes)
         if processes > 1 and device is None:
             device = local_device()
@@ -134,8 +138,9 @@ class LLM:
             raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
         length = _between(
-            "max_model_len", max_model_len, config.max_position_embeddings, 1, config.longest_sequence
-        )
+            "max_model_len", max_model_len, min(config.max_position_embeddings, MAX_UNASKED), 1,
+            config.longest_sequence,
+        )  # fmt: skip
         check_flag("enable_prefix_caching", enable_prefix_caching)
         check_flag("enforce_eager", enforce_eager)
         utilization = as_float("gpu_memory_utilization", gpu_memory_utilization, "a number")
@@ -166,11 +171,13 @@ class LLM:
             if load_format == "dummy":
                 weights = random_weights(config, self.device, self.dtype, seed, shard)
             else:
+                config = with_its_head(folder, config, self.dtype)
                 weights = open_weights(folder, config, self.device, self.dtype, shard)
-            return Model(config, weights, length, ranks, quantization == "fp8")
+            return Model(config, weights, min(length, budget), ranks, quantization == "fp8")
 
         with torch.inference_mode():
             network, draft = load(folder, config, ranks), None
+            self.model_config = network.config
             if isinstance(speculation, DraftModel) and draft_config is not None:
                 draft = load(speculation.model, draft_config, ALONE)
         size = _between("block_size", block_size, None, 1, 1024)
@@ -184,6 +191,9 @@ class LLM:
         else:
             if kv_cache_memory_bytes is None:
                 memory = memory_left(network, budget, size, utilization)
+                if self.device.type == "cuda":  # rotary tables and the block table are made after the blocks
+                    positions = max(0, min(length, memory * size // block_bytes))
+                    memory -= positions * (4 * config.head_dim + 4 * seqs // size)
             else:
                 memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes)
             most = seqs * -(-length // size) + 1
@@ -192,10 +202,21 @@ class LLM:
             raise ValueError(
                 f"kv_cache_memory_bytes must be at least two blocks of {block_bytes}, got room for {blocks}"
             )
+        window = _common_window(config, draft_config)
+        measured = max_model_len is None and num_gpu_blocks_override is None
+        if measured and window < 0 and blocks * size < length:
+            length = blocks * size
+            logger.warning("max_model_len is %d, the tokens that there is memory for", length)
+        if (seqs + 1) * -(-length // size) >= 2**31:
+            got = f"{seqs} * {length} / {size}"
+            raise ValueError(f"max_num_seqs * max_model_len / block_size must be below 2^31, got {got}")
+        for one in (network, draft):
+            if one is not None:
+                one.set_positions(length)
         manager = BlockManager(
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes,
-            window_left=_common_window(config, draft_config),
+            window_left=window,
         )  # fmt: skip
         scheduler = Scheduler(
             manager, max_num_seqs=seqs, max_num_batched_tokens=budget,

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.decode.functional import append_kvcache, flash_attn_with_kvcache
-from flashtile.decode.rotary import rotate
+from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import Shard, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
+from flashtile.reference.rotary import rotate
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
@@ -319,7 +319,7 @@ class Model:
     Args:
         config: sizes and switches.
         weights: each weight by its name.
-        max_positions: the longest sequence, for the rotary tables.
+        max_positions: the longest sequence, for the rotary tables; :meth:`set_positions` changes it.
         ranks: the processes that compute it together; ``weights`` are this one's part.
         fp8: whether the layers' matrices, but those of experts, are rounded to e4m3.
     """
@@ -343,8 +343,12 @@ class Model:
         else:
             head = weights("lm_head.weight")
         self.head = Matrix(head, False)
-        tables = rotary_tables(config.rope, config.head_dim, max_positions)
-        self.rotary = tables[0].to(self.embedding.device), tables[1].to(self.embedding.device)
+        self.set_positions(max_positions)
+
+    def set_positions(self, count: int) -> None:
+        """Make the rotary tables of so many positions, before the first step."""
+        cos, sin = rotary_tables(self.config.rope, self.config.head_dim, count)
+        self.rotary = cos.to(self.embedding.device), sin.to(self.embedding.device)
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """(total_new, hidden_size), what :meth:`logits` are made of; keys and values go into the caches,

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """``logprob`` in nats; ``rank`` 1 is the likeliest; ``decoded_token`` None without a tokenizer."""
+    """``logprob`` in nats; ``rank`` 1 is the likeliest; ``decoded_token`` as it stands within a text, None
+    without a tokenizer. A part of a character is spelt by its bytes: ``bytes:\\xe2\\x98``."""
 
     logprob: float
     rank: int
@@ -29,7 +30,7 @@ class CompletionOutput:
         logprobs: one entry a token, if they were asked for.
         finish_reason: "stop" (an end token or a stop text), "length", "abort" or "error"; None while it runs.
         stop_reason: the stop text or the token of ``stop_token_ids`` that ended it; None for the model's own
-            end token.
+            end token. With "error" the message: what failed, or that the logits were NaN or infinite.
     """
 
     index: int

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.decode.functional import copy_blocks
+from flashtile.api.decode import copy_blocks
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.draws import Draws, is_special, shape
 from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch
@@ -33,6 +33,9 @@ from flashtile.kv_cache import BlockManager
 
 LOGITS_ROWS = 512
 """Rows of logits that exist at a time where every token of a prompt needs them."""
+MAX_CHANGES = 2**18
+"""Entries of the block table that go to the device with a step's other numbers."""
+NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"
 
 
 @dataclass
@@ -51,13 +54,15 @@ class InFlight:
     Attributes:
         schedule: what was launched.
         samples: the sequences that got a token, in the order of ``tokens``.
-        failed: by sample, the error of a function of its request's.
+        best: the logits of these tokens: NaN and infinity always win.
+        failed: by sample, why it has no token: an error of a function of its request's, or its logits.
         drafted: sequences, and the guesses of a draft model for them.
     """
 
     schedule: Schedule
     samples: list[Sequence]
     tokens: Tensor
+    best: Tensor = field(default_factory=lambda: torch.empty(0))
     scores: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[Sequence, int, tuple[Tensor, ...]]] = field(default_factory=list)
@@ -68,6 +73,8 @@ class InFlight:
         """The tokens, when they have come; the sequences then know what was guessed for them."""
         if self.event is not None:
             self.event.synchronize()
+        for i in (~self.best.isfinite()).nonzero().flatten().tolist():
+            self.failed.setdefault(i, NOT_FINITE)
         if self.drafted is not None:
             sequences, guesses = self.drafted
             for sequence, found in zip(sequences, guesses.tolist(), strict=False):
@@ -174,10 +181,12 @@ class Runner:
         # The experts in use are known on the host only.
         self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
         self.graphs: dict[Form, Callable[[], None]] = {}
-        # Room for the largest step, whose every row of the block table is new. Graphs read from this place.
+        # Room for the largest step, whose every row of the block table is new if the table is small. Graphs
+        # read from this place.
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.verified)
         samples = max_num_batched_tokens + rows
-        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * self.block_table.numel()
+        changes = min(self.block_table.numel(), MAX_CHANGES)
+        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes
         self._transfer = Transfer(numbers, self.device)
         results = samples + rows * len(parents)
         self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
@@ -319,13 +328,19 @@ class Runner:
         tokens += [0] * (form.tokens - len(tokens))
         sample_rows = [table.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
         changed, values = table.take_changes()
+        if len(changed) > MAX_CHANGES:  # as when many sequences begin with the same long text
+            self._change_table(changed.to(self.device), values.to(self.device))
+            changed, values = changed[:0], values[:0]
         parts: list[list[int]] = [starts, rows, tokens]
         if form.width > 1:
             parts += [offsets, positions, slots, *_words(masks)]
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
-            self.block_table.view(-1).index_copy_(0, views[-2].long(), views[-1])
+            self._change_table(views[-2].long(), views[-1])
         return self._step(views, form), Positions(views[-5], views[-4].long(), views[-3])
+
+    def _change_table(self, places: Tensor, blocks: Tensor) -> None:
+        self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
         """The step that :meth:`_send` has sent."""
@@ -394,6 +409,7 @@ class Runner:
         tokens = self.ranks.agree(choose(logits, draw.choice, positions.positions))
         self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
+        in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             params = samples[i].request.params
@@ -411,6 +427,7 @@ class Runner:
             sequences, guesses = in_flight.drafted
             place = place[len(tokens) :][: guesses.numel()].view(guesses.shape)
             in_flight.drafted = sequences, place.copy_(guesses, non_blocking=True)
+        (in_flight.best,) = _to_host((in_flight.best,))
         in_flight.scores = {i: _to_host(found) for i, found in in_flight.scores.items()}
         in_flight.prompt_scores = [
             (sequence, first, _to_host(found)) for sequence, first, found in in_flight.prompt_scores

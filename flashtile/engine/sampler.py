@@ -45,6 +45,9 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
     Args:
         positions: (rows,) integers, where in its sequence each token will stand.
+
+    Returns:
+        Where a row has NaN or infinity, the token of one: its logit tells whether the draw is valid.
     """
     if choice.greedy:
         return logits.argmax(-1)
@@ -100,10 +103,11 @@ def keep(scores: Tensor, choice: Choice) -> Tensor:
 
 
 def ordered(scores: Tensor) -> Tensor:
-    """Float32 numbers as int64 from 1 to 2^32 in the same order; -inf is 0, which no finite number is."""
+    """Float32 numbers as int64 from 1 to 2^32 in the same order, NaN being the largest; -inf is 0."""
     bits = scores.contiguous().view(torch.int32).to(torch.int64) & LOW
     keys = torch.where(bits >= 2**31, LOW - bits, bits + 2**31)
-    return torch.where(scores == -torch.inf, 0, keys + 1)
+    keys = torch.where(scores == -torch.inf, 0, keys + 1)
+    return torch.where(scores.isnan(), LOW + 1, keys)  # whatever its sign, so that no filter drops it
 
 
 def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.arguments import as_int, check_flag
+from flashtile.checks.conversions import as_int, check_flag
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 """(tokens of the answer so far, logits (vocab_size,) float32) -> logits, which may be the same, changed."""

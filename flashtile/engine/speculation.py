@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashtile.arguments import as_int
+from flashtile.checks.conversions import as_int
 from flashtile.engine.request import Sequence, State
 from flashtile.engine.sampling_params import SamplingParams
 

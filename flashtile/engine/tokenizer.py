@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ PLAIN_CHAT = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """For models of bytes, which have no template of their own."""
+
+SHORT = 8
+"""Characters for each token that a prompt may have, up to which a text is simply encoded."""
+PIECE, CERTAIN = 2**14, 64
+"""Characters of a longer text that are encoded together to count tokens; tokens that cuts may add to it."""
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """The byte that a character stands for in tokens of bytes (Radford et al. 2019, GPT-2's encoder)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _characters_of_bytes()
 
 
 class TextStream(ABC):
@@ -35,19 +51,55 @@ class TextStream(ABC):
 
 
 class Tokenizer(ABC):
-    """What the engine asks of one. ``eos_token_ids`` are of its own config, beside the model's."""
+    """What the engine asks of one. ``eos_token_ids`` come from its own config and end answers in addition to
+    the model's."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    chat_template: str | None = None
+    chat_templates: Mapping[str, str] = {}
     special_tokens: Mapping[str, str] = {}
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text, with those around it that the model was trained with."""
 
+    def is_longer(self, text: str, most: int) -> bool:
+        """Whether a text has certainly more than ``most`` tokens; little more of it than that is read.
+
+        A text is read in pieces, whose tokens are those of the whole but for a few at each cut. Twice
+        ``most`` is certain.
+        """
+        if len(text) <= SHORT * most:
+            return False
+        count = 0
+        for start in range(0, len(text), PIECE):
+            count += len(self.encode(text[start : start + PIECE], add_special_tokens=False))
+            if count > 2 * most + CERTAIN:
+                return True
+        return False
+
     @abstractmethod
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text in UTF-8, maybe a part of a character; nothing for unknown tokens."""
+
+    def spell(self, token: int) -> str:
+        """A token as text, or ``bytes:\\xe2\\x98``, as OpenAI has it, where it is a part of a character."""
+        found = self._spelt.get(token)
+        if found is None:
+            data = self.token_bytes(token)
+            try:
+                found = data.decode()
+            except UnicodeDecodeError:
+                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            self._spelt[token] = found
+        return found
+
+    @functools.cached_property
+    def _spelt(self) -> dict[int, str]:
+        return {}
 
     @abstractmethod
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
@@ -66,8 +118,10 @@ class Tokenizer(ABC):
         """The prompt that a conversation is, by the model's Jinja template, in its sandbox.
 
         Args:
-            messages: dicts with ``role`` and ``content``.
-            chat_template: instead of the model's.
+            messages: dicts with ``role`` and ``content``. The ``arguments`` of ``tool_calls`` may be JSON
+                texts, as OpenAI's are: the template gets them as objects.
+            chat_template: instead of the model's, or the name of one of them. None: the one named "tool_use"
+                where there are tools, else the one named "default".
             add_generation_prompt: end where the assistant begins to speak.
             continue_final_message: end within the last message instead.
             tools, variables: what else the template may show.
@@ -76,9 +130,14 @@ class Tokenizer(ABC):
             ValueError: there is no template, or it does not take these messages.
             ModuleNotFoundError: jinja2 is not installed.
         """
-        template = chat_template or self.chat_template
+        from flashtile.engine.templates import render
+
+        named = self.chat_templates
+        chosen = chat_template or ("tool_use" if tools and "tool_use" in named else "default")
+        template = named.get(chosen, chat_template)
         if template is None:
-            raise ValueError("chat_template must be given: the model's folder has none")
+            has = f"only {', '.join(sorted(named))}" if named else "none"
+            raise ValueError(f"chat_template must be given: the model's folder has {has}")
         if continue_final_message and add_generation_prompt:
             raise ValueError("add_generation_prompt must be False with continue_final_message=True")
         messages = [_checked_message(message) for message in messages]
@@ -89,7 +148,7 @@ class Tokenizer(ABC):
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = _render(template, {**self.special_tokens, **variables, **shown})
+        text = render(template, {**self.special_tokens, "documents": None, **variables, **shown})
         if continue_final_message:
             last = messages[-1]["content"]
             if not isinstance(last, str) or last.strip() not in text:
@@ -104,13 +163,16 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes; of the models that the demo trains. What other tokens a model has are no text."""
 
     vocab_size = 256
-    chat_template = PLAIN_CHAT
+    chat_templates: Mapping[str, str] = {"default": PLAIN_CHAT}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8", errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return _ByteStream()
@@ -150,7 +212,7 @@ class FastTokenizer(Tokenizer):
         self.special_tokens = {name: text for name, text in texts.items() if text is not None}
         eos = self.loaded.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = () if eos is None else (eos,)
-        self.chat_template = _chat_template(folder, config)
+        self.chat_templates = _chat_templates(folder, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         found: list[int] = self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
@@ -159,6 +221,27 @@ class FastTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        text = self.loaded.id_to_token(token)
+        if text is None:
+            return b""
+        if "ByteLevel" in self.decoders and all(character in BYTE_OF for character in text):
+            return bytes(BYTE_OF[character] for character in text)
+        if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+            return bytes.fromhex(text[3:5])
+        # A decoder may treat the first token of a text otherwise: the second one is as within a text.
+        once, twice = (self.decode([token] * count, False) for count in (1, 2))
+        return twice[len(once) :].encode()
+
+    @functools.cached_property
+    def decoders(self) -> set[str]:
+        """The types of those that make texts of tokens."""
+        decoder = self.loaded.decoder
+        found = [] if decoder is None else [json.loads(decoder.__getstate__())]
+        for one in found:
+            found += one.get("decoders", ())
+        return {one["type"] for one in found}
 
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return _FastStream(self, before, skip_special_tokens)
@@ -219,19 +302,25 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
+    """With the special tokens of older folders, which have a file of their own for them."""
+    paths = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
+    found: dict[str, Any] = {}
+    for path in paths:
+        found |= read_json(path) if path.is_file() else {}
+    return found
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name: from files of their own, or from tokenizer_config.json."""
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    found = {one.get("name"): one.get("template") for one in listed if isinstance(one, Mapping)}
+    return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _token_text(token: Any) -> str | None:
@@ -253,38 +342,24 @@ def _checked_message(message: Any) -> dict[str, Any]:
         message["content"] = ""
     elif not isinstance(content, str):
         raise ValueError(f"messages must have a string as content, got {type(content).__name__}")
+    calls = message.get("tool_calls")
+    if isinstance(calls, (list, tuple)):
+        message["tool_calls"] = [_with_object_arguments(call) for call in calls]
     return message
 
 
-def _render(template: str, variables: Mapping[str, Any]) -> str:
-    """In Jinja's sandbox: a template comes with the weights, from anywhere."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(text: str) -> None:
-        raise TemplateError(text)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = _to_json
-    try:
-        return environment.from_string(template).render(variables)
-    except Exception as error:  # a template can raise whatever Python can
-        found = str(error) or type(error).__name__
-        raise ValueError(f"the chat template does not take these messages: {found}") from None
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """With Transformers' arguments; Jinja's own escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _with_object_arguments(call: Any) -> Any:
+    """A tool call whose arguments are an object, as templates take them: OpenAI's are the JSON of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            got = f"got {function['arguments']!r:.60}"
+            raise ValueError(f"messages must have a JSON object as arguments of tool_calls, {got}")
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

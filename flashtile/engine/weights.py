@@ -7,9 +7,11 @@ model that puts several into one needs little more memory than its own.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,11 @@ Weights = Callable[[str], Tensor]
 """name -> the tensor, on its device, in its dtype, and this rank's part of it alone."""
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+logger = logging.getLogger("flashtile.engine")
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS = 4096
+"""That are compared at a time."""
 IGNORED = "rotary_emb.inv_freq"
 INDEX = "model.safetensors.index.json"
 
@@ -51,7 +58,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     """Every weight that the model has."""
     c, hidden = config, config.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    found = {"model.embed_tokens.weight": Parameter((c.vocab_size, hidden))}
+    found = {EMBEDDING: Parameter((c.vocab_size, hidden))}
 
     def matrix(name: str, out: int, inner: int, split: int | None, bias: bool) -> None:
         found[f"{name}.weight"] = Parameter((out, inner), split)
@@ -84,8 +91,35 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
             matrix(f"{layer}.mlp.down_proj", hidden, c.intermediate_size, 1, c.mlp_bias)
     found["model.norm.weight"] = Parameter((hidden,))
     if not c.tie_word_embeddings:
-        found["lm_head.weight"] = Parameter((c.vocab_size, hidden), 0)
+        found[HEAD] = Parameter((c.vocab_size, hidden), 0)
     return found
+
+
+def with_its_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
+    """``config``, but not tied where the checkpoint has an ``lm_head`` that differs from the embedding in
+    ``dtype``: it is kept, as in Transformers 5, and a warning says so."""
+    if not config.tie_word_embeddings:
+        return config
+    slices = {
+        name: file.get_slice(name)
+        for _, file, names in _opened(folder)
+        for name in names
+        if name in (EMBEDDING, HEAD)
+    }
+    if len(slices) < 2:
+        return config
+    head, embedding = slices[HEAD], slices[EMBEDDING]
+    same = head.get_shape() == embedding.get_shape() and all(
+        torch.equal(head[row : row + ROWS].to(dtype), embedding[row : row + ROWS].to(dtype))
+        for row in range(0, head.get_shape()[0], ROWS)
+    )
+    if same:
+        return config
+    logger.warning(
+        "%s: config.json has tie_word_embeddings=true, but the checkpoint has an %s that differs from %s: it "
+        "is used (tie_word_embeddings=false says so without this warning)", folder, HEAD, EMBEDDING,
+    )  # fmt: skip
+    return replace(config, tie_word_embeddings=False)
 
 
 def open_weights(
@@ -98,17 +132,10 @@ def open_weights(
         FileNotFoundError: there are none.
         ConfigError: a header is broken, a weight is missing, unknown, there twice or of another shape.
     """
-    from safetensors import SafetensorError, safe_open
-
     places, expected, paths = {}, parameters(config), {}
-    for path in _files(folder):
-        try:
-            file = safe_open(path, framework="pt", device="cpu")  # maps the file, reads nothing
-            names = list(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+    for path, file, names in _opened(folder):
         for name in names:
-            if name.endswith(IGNORED) or (name == "lm_head.weight" and config.tie_word_embeddings):
+            if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
                 continue
             if name not in expected:
                 raise ConfigError(
@@ -189,7 +216,7 @@ def random_weights(
         number = zlib.crc32(f"{seed} {part} {name}".encode())  # a CPU's generator takes 32 bits
         generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
-        std = 1.0 if name == "model.embed_tokens.weight" else fan_in**-0.5
+        std = 1.0 if name == EMBEDDING else fan_in**-0.5
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(std)
 
     parameters_of = parameters(config)
@@ -200,6 +227,19 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(weight (N, K) in e4m3, float32 factors (N,) of its rows), the largest of each row at e4m3's."""
     scale = weight.abs().amax(-1).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight.float() / scale.unsqueeze(1)).to(torch.float8_e4m3fn), scale
+
+
+def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
+    """(path, file, the names of its weights) of each of a folder's files."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in _files(folder):
+        try:
+            file = safe_open(path, framework="pt", device="cpu")  # maps the file, reads nothing
+            names = list(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+        yield path, file, names
 
 
 def _files(folder: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 Shah et al. 2024, FlashAttention-3 (arXiv:2407.08608), section 3.3. Forward only.
 """
 
-from flashtile.fp8.functional import attention, quantize
-from flashtile.fp8.quantized import Quantized
+from flashtile.api.fp8 import attention, quantize
+from flashtile.problems.quantized import Quantized
 
 __all__ = ["Quantized", "attention", "quantize"]

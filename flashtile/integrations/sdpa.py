@@ -8,7 +8,7 @@ implementation, which lies below autograd and serves what torch's flash backend 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
 
-from flashtile.attn.functional import attention
-from flashtile.attn.gradients import attention_backward
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.api.attention import attention
+from flashtile.api.padding import MaskPattern, as_booleans, as_cells, attend, can_look, recognise
+from flashtile.checks.arguments import ERRORS, check_backend, check_dense, renamed
 from flashtile.dropout import draw_state
-from flashtile.padding import MaskPattern, as_booleans, as_cells, attend, recognise
+from flashtile.operators.gradients import attention_backward
 
 FUNCTION = "scaled_dot_product_attention"
 NAME = "flashtile"
@@ -33,8 +33,9 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     It means what torch means: ``is_causal`` is aligned to the upper left, a mask is True for what takes
     part, heads are grouped by ``enable_gqa`` alone. Masks that are padding of keys, causal or both are
     recognised, as booleans or as floats of 0 and -inf, and cost no work on what they hide. Looking at a mask
-    waits for the device, once for successive calls with the same one. Others, and those in a graph, are read
-    as they are, as booleans or as a bias, which gets its gradient. ``nn.MultiheadAttention`` comes this way,
+    waits for the device in every call; a boolean (batch, 1, 1, seqlen_k) on a GPU needs no look. Other masks,
+    and those in a graph or under a transform, are read as they are, as booleans or as a bias, which gets its
+    gradient. ``nn.MultiheadAttention`` comes this way,
     but for torch's fast path of inference (``torch.backends.mha.set_fastpath_enabled(False)`` turns that
     off).
 
@@ -68,11 +69,12 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def __init__(self, fallback: bool = True, backend: str | None = None) -> None:
         if type(fallback) is not bool:
             raise TypeError(f"fallback must be True or False, got {type(fallback).__name__}")
+        check_backend(backend)
         self.fallback, self.backend = fallback, backend
         self.served = 0
         self.passed: Counter[str] = Counter()
         self._replaced: Any = None
-        self._last: tuple[Tensor, tuple, MaskPattern | None] | None = None
+        self._last: _Looked | None = None
 
     def enable(self) -> None:
         """Take the function's place until :meth:`disable`.
@@ -171,27 +173,41 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         else:
             pattern = self._pattern(attn_mask, query, k.shape[1])
             if pattern is None:
-                out = attention(q, k, v, **as_cells(attn_mask, k.shape[1]), **options)
+                out = attention(q, k, v, **as_cells(attn_mask), **options)
             else:
                 out, _ = attend(q, k, v, pattern, **options)
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
     def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
-        """What a mask says, remembered for the layers that follow with the same one; None: nothing known."""
+        """What a mask says, or None where it cannot be looked at or says something else.
+
+        Successive layers share a mask. What it said is used again only if it holds what it held: neither its
+        address nor its version tells of every write (numpy, ``.data``, kernels, replays of a graph).
+        """
         check_dense("attn_mask", mask)
         _check_broadcast(mask, query, seqlen_k)
-        capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-        if mask.requires_grad or capturing or torch.compiler.is_compiling():  # where it cannot be looked at
+        if mask.requires_grad or not can_look(mask):
             return None
         batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
-        version = -1 if mask.is_inference() else mask._version
-        key = (mask.data_ptr(), version, mask.shape, mask.stride(), mask.dtype, batch, seqlen_q, seqlen_k)
-        if self._last is None or self._last[1] != key or version < 0:
-            # The mask itself is kept, so that its memory is no other's while its address is compared.
-            booleans = as_booleans("attn_mask", mask)
-            pattern = None if booleans is None else recognise(booleans, batch, seqlen_q, seqlen_k)
-            self._last = mask, key, pattern
-        return self._last[2]
+        if mask.is_cuda and mask.dtype == torch.bool and mask.shape[:-1].numel() == mask.shape[:1].numel():
+            return None  # attention itself sees by the shape that it is padding
+        known, kind = self._last, (mask.shape, mask.dtype, mask.device, batch, seqlen_q, seqlen_k)
+        distinct = mask[tuple(slice(None) if stride else slice(1) for stride in mask.stride())]
+        if known is not None and known.kind == kind and torch.equal(known.held, distinct):
+            return known.pattern
+        booleans = as_booleans("attn_mask", mask)
+        pattern = None if booleans is None else recognise(booleans, batch, seqlen_q, seqlen_k)
+        self._last = _Looked(kind, distinct.clone(), pattern)
+        return pattern
+
+
+class _Looked(NamedTuple):
+    """A mask that was looked at."""
+
+    kind: tuple
+    held: Tensor
+    """A copy of its elements."""
+    pattern: MaskPattern | None
 
 
 def _heads_second(tensor: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.functional import flash_attn_func, flash_attn_varlen_func
+from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
+from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.checks.arguments import renamed
-from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.checks.conversions import check_flag
 from flashtile.integrations.transformers_attention import IN_CONFIG, serving
 from flashtile.integrations.transformers_masks import mask_of_keys
 
@@ -72,6 +73,7 @@ def register(as_flash_attention: bool = False) -> None:
         >>> model(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 64])
     """
+    check_flag("as_flash_attention", as_flash_attention)
     loading, modeling = _modules()
     literal = LITERAL_NAMES if as_flash_attention else ()
     if isinstance(loading._lazy_imports, _Loader):
@@ -160,7 +162,7 @@ def varlen(
     """:func:`flashtile.flash_attn_varlen_func` under Transformers' names."""
     try:
         return flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q.int(), cu_seqlens_k.int(), max_seqlen_q, max_seqlen_k, dropout_p,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
             softmax_scale, causal, window_size, softcap, deterministic=deterministic, sink=s_aux,
         )  # fmt: skip
     except NotImplementedError as error:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import make_options
-from flashtile.attn.functional import attention
+from flashtile.api.attention import attention
+from flashtile.api.decode import flash_attn_with_kvcache
+from flashtile.api.padding import as_cells
 from flashtile.checks.arguments import renamed
-from flashtile.decode.functional import flash_attn_with_kvcache
-from flashtile.decode.operators import DECODE
-from flashtile.decode.problem import MAX_HEAD_DIM, CacheTensors, DecodeOptions
-from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of, seen_by_window
+from flashtile.checks.conversions import make_options
+from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of
 from flashtile.integrations.transformers_steps import attend_by, kind_of_step, remember
-from flashtile.padding import as_cells
+from flashtile.operators.decode import DECODE
+from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 
 IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
@@ -47,6 +47,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     It takes query, key and value as (batch, heads, seqlen, head_dim), and returns out (batch, seqlen, heads,
     head_dim) with weights (batch, heads, seqlen, keys) or None.
     """
+
     @functools.wraps(original)
     def serve(
         module: Any,
@@ -75,7 +76,10 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 return out, None
         of_scores = attention_mask is not None and attention_mask.dim() == 4
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
-        if not with_scores and (others.get("cache") is not None or torch.compiler.is_compiling()):
+        # Transformers' own code unpads, so that a window would count tokens and not places.
+        by_place = attention_mask is not None and sliding_window is not None
+        compiled = torch.compiler.is_compiling() and not by_place
+        if not with_scores and (others.get("cache") is not None or compiled):
             return original(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                 sliding_window=sliding_window, softcap=softcap, is_causal=is_causal, s_aux=s_aux, **others,
@@ -102,8 +106,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
             if with_scores:
                 return _with_scores(q, k, v, attention_mask, options, others)
             if attention_mask is not None:
-                return _padded(q, k, v, attention_mask, options), None
-            sequences = _sequences(q.shape[0], others)
+                return _padded(q, k, v, attention_mask, options, module), None
+            sequences = _sequences(q.shape[0], others, module)
             if sequences is not None:
                 return _packed(q, k, v, options | sequences), None
             out = _dense(q, k, v, options)
@@ -162,7 +166,7 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     )
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options) -> Tensor:
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
     """Under a mask of keys, (batch, seqlen_k), True for those that are there. It is shorter than a static
     cache, of which only so many keys have been written.
 
@@ -171,9 +175,12 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options) -> 
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]
-    padding, seqlen = padding_of(mask), mask.shape[1]
+    seqlen = mask.shape[1]
     if seqlen < k.shape[1]:
         k, v = k[:, :seqlen], v[:, :seqlen]
+    if torch.compiler.is_compiling():  # where a mask cannot be looked at
+        return _under_keys(q, k, v, mask.bool(), options)
+    padding = padding_of(mask, module)
     if padding.whole:
         return _dense(q, k, v, options)
     by_place = options["causal"] or options["window_size"] != (-1, -1)
@@ -203,7 +210,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     return out.unflatten(0, q.shape[:2])
 
 
-def _sequences(batch: int, others: dict[str, Any]) -> dict[str, Any] | None:
+def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any] | None:
     """Offsets and lengths of packed sequences, as ``attention`` takes them: those that the caller gave, or
     what positions say that restart."""
     of_q, of_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
@@ -212,7 +219,7 @@ def _sequences(batch: int, others: dict[str, Any]) -> dict[str, Any] | None:
         positions = others.get("position_ids")
         if batch != 1 or positions is None or positions.shape[-1] == 1:
             return None
-        packing = packing_of(positions)
+        packing = packing_of(positions, module)
         if packing is None:
             return None
         of_q = of_k = packing.cu_seqlens
@@ -223,13 +230,10 @@ def _sequences(batch: int, others: dict[str, Any]) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Any:
-    """Under a mask of keys that may lie anywhere. A window counts those that are there."""
-    reach, causal = options["window_size"][0], options["causal"]
-    if reach < 0:
-        return attention(q, k, v, key_padding_mask=keys, **options)
-    seen = seen_by_window(keys, q.shape[1], causal, reach)
-    return attention(q, k, v, mask=seen[:, None], **options | EVERYWHERE)
+def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
+    """Under a mask of keys that may lie anywhere. Causality and windows count places, padding among them, as
+    eager attention does."""
+    return attention(q, k, v, key_padding_mask=keys, **options)
 
 
 def _with_scores(
@@ -254,7 +258,7 @@ def _with_scores(
     elif not of_scores:
         found = _under_keys(q, k, v, mask, options)
     else:
-        cells = as_cells(mask[..., : k.shape[1]], k.shape[1])
+        cells = as_cells(mask[..., : k.shape[1]])
         if bias is not None and "bias" in cells:
             cells["bias"] = bias + cells["bias"]
         found = attention(q, k, v, **options | EVERYWHERE | cells)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,13 +77,55 @@ class Padding:
         return numbers.int().to(self._device, non_blocking=True)
 
 
+class _Known:
+    """What was read from a tensor, and for whom it holds: each layer of one model asks once in a pass.
+
+    A version does not count every write (numpy, ``.data``, kernels, replays of a graph), and to compare what
+    the tensor holds would make every layer wait for the device. But nobody writes to it between the layers of
+    a forward pass. So it is read again for a layer that asks a second time, for another model, and in a new
+    pass, which begins with the making of masks.
+    """
+
+    def __init__(self, tensor: Tensor, found: Any, in_pass: int | None) -> None:
+        self.found, self._in_pass, self._version = found, in_pass, _version(tensor)
+        self._config: Any = None
+        self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def holds(self, tensor: Tensor, module: Any) -> bool:
+        """Whether ``module``, a layer's attention, may go by it. It has asked then."""
+        config = getattr(module, "config", None)
+        current = self._in_pass is None or self._in_pass == _passes.count
+        if not current or module in self._asked or self._version != _version(tensor):
+            return False
+        if self._asked and self._config is not config:
+            return False
+        self._config = config
+        self._asked.add(module)
+        return True
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _Passes(threading.local):
+    count = 0
+    """Masks made in this thread, which models do at the start of a forward pass."""
+
+
+_passes = _Passes()
+
 _read: Any = WeakTensorKeyDictionary()
-"""(version, what was read) by tensor, for as long as the tensor lives."""
+"""What was read, by tensor, for as long as the tensor lives."""
 
 
-def padding_of(mask: Tensor) -> Padding:
-    """What a mask of keys says. It is looked at once: the layers of a model get the same tensor."""
-    padding: Padding = _once(mask, Padding)
+def padding_of(mask: Tensor, module: Any) -> Padding:
+    """What a mask of keys says. It is looked at once in a forward pass: all layers get the same tensor.
+
+    Args:
+        module: the layer's attention.
+    """
+    padding: Padding = _once(mask, module, Padding)
     return padding
 
 
@@ -92,9 +136,9 @@ class Packing(NamedTuple):
     max_seqlen: int
 
 
-def packing_of(positions: Tensor) -> Packing | None:
-    """What positions that restart say, of a batch of one; None if they do not. They are looked at once."""
-    packing: Packing | None = _once(positions, _read_positions)
+def packing_of(positions: Tensor, module: Any) -> Packing | None:
+    """What positions that restart say, of a batch of one; None if they do not. As :func:`padding_of`."""
+    packing: Packing | None = _once(positions, module, _read_positions)
     return packing
 
 
@@ -107,20 +151,13 @@ def _read_positions(positions: Tensor) -> Packing | None:
     return Packing(cu_seqlens.int(), int(longest))
 
 
-def _once(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """``read(tensor)``, again only if the tensor has been written to.
-
-    Tensors of inference mode do not count their writes. Of them only what :func:`mask_of_keys` made is
-    remembered, which nobody else writes to.
-    """
+def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
+    """``read(tensor)``, again only where what is known does not hold."""
     known = _read.get(tensor)
-    counts = not tensor.is_inference()
-    if known is not None and (not counts or known[0] == tensor._version):
-        return known[1]
-    found = read(tensor)
-    if counts:
-        _read[tensor] = tensor._version, found
-    return found
+    if known is None or not known.holds(tensor, module):
+        known = _read[tensor] = _Known(tensor, read(tensor), _passes.count)
+        known.holds(tensor, module)
+    return known.found
 
 
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
@@ -133,6 +170,8 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
 
     @functools.wraps(original)
     def mask(*, kv_length: int, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+        if not torch.compiler.is_compiling():
+            _passes.count += 1
         if _says_more(**named):
             from transformers.masking_utils import sdpa_mask
 
@@ -145,11 +184,12 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
                 attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
         if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
             return original(kv_length=kv_length, attention_mask=attention_mask, **named)
-        keys = attention_mask[:, -kv_length:]  # of a sliding cache the last ones
+        # Of a sliding cache the last ones; a copy, which is the model's own.
+        keys = attention_mask[:, -kv_length:].clone()
         padding = Padding(keys)
         if padding.whole and keys.shape[1] == kv_length:
             return None
-        _read[keys] = 0 if keys.is_inference() else keys._version, padding
+        _read[keys] = _Known(keys, padding, None)
         return keys
 
     return mask
@@ -165,20 +205,3 @@ def _says_more(
     if use_vmap or both_ways:
         return use_vmap != both_ways
     return getattr(mask_function, "__qualname__", "").startswith("or_masks.")
-
-
-def seen_by_window(keys: Tensor, seqlen_q: int, causal: bool, reach: int) -> Tensor:
-    """(batch, seqlen_q, seqlen_k): which keys a query sees, by positions that do not count padding.
-
-    Args:
-        keys: (batch, seqlen_k), True for keys that are there; of queries, as many as they are, or the last.
-        reach: how far the window goes back, and ahead unless ``causal``.
-    """
-    positions = keys.cumsum(1) - 1
-    if seqlen_q == keys.shape[1]:
-        own = positions
-    else:
-        own = keys.sum(1, keepdim=True) - seqlen_q + torch.arange(seqlen_q, device=keys.device)
-    distance = positions[:, None] - own[:, :, None]
-    seen = keys[:, None] & (distance.abs() <= reach)
-    return seen & (distance <= 0) if causal else seen

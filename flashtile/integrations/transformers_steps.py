@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flashtile.caches import BoundedCache
-from flashtile.decode.operators import DECODE
-from flashtile.decode.problem import DecodeOptions
 from flashtile.op.operation import CACHE_BYTES, SIGNATURE_BYTES, is_plain, signatures
+from flashtile.operators.decode import DECODE
+from flashtile.problems.decode import DecodeOptions
 
 _launches: BoundedCache = BoundedCache(CACHE_BYTES)
 """By kinds of steps: (launch, shape of out)."""

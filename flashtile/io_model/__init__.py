@@ -5,8 +5,8 @@ for estimate in estimates(Call(1, 4096, 4096, 16, 16, 128, window_right=0), find
     print(estimate.algorithm, estimate.bound, estimate.floor_seconds)
 """
 
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import CARDS, Card, card_of_device, find_card
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import CARDS, Card, card_of_device, find_card
 from flashtile.io_model.estimate import Estimate, estimates
 from flashtile.io_model.measure import measured_card
 from flashtile.io_model.memory import attention_memory, longest_sequence

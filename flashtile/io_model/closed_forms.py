@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from flashtile.algorithms import tiled_matmul
 from flashtile.algorithms.memory import Memory
-from flashtile.io_model.calls import Call
+from flashtile.hardware.calls import Call
 from flashtile.io_model.kernels import counted, walks
 
 STATISTIC_BYTES = 4

@@ -22,10 +22,10 @@ from flashtile.backends.portable.decode.config import (
     row,
     row_blocks,
 )
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import Card
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
 from flashtile.io_model.kernels import L2_SHARE, KernelTraffic, counted, reach
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 TABLE_ENTRY_BYTES = 4
 PARTIAL_BYTES = 4

@@ -10,10 +10,10 @@ from flashtile.algorithms.memory import Memory
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable import fits
 from flashtile.backends.portable.config import Config, row_for
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
 from flashtile.io_model import closed_forms, decode, hopper, kernels
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import Card
-from flashtile.problem import MAX_HEAD_DIM, UNLIMITED
+from flashtile.problems.common import MAX_HEAD_DIM, UNLIMITED
 
 PASSES = ("forward", "backward")
 

@@ -16,13 +16,13 @@ from itertools import accumulate, islice
 
 import torch
 
-from flashtile.attn.problem import Extras, Options, Problem
 from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.forward.config import ForwardVariant, choose
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import Card
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
 from flashtile.io_model.kernels import L2_SHARE, KernelTraffic, walks
 from flashtile.io_model.l2 import UNITS, WAVES, Stream, misses, path_of
+from flashtile.problems.attention import Extras, Options, Problem
 
 LARGEST_HEAD_DIM = 256
 

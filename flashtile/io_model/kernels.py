@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.backends.common.config import KernelConfig
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import KIB, Card
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import KIB, Card
 from flashtile.io_model.l2 import Stream, dram_blocks
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 L2_SHARE = 0.5
 """Of L2, what blocks that every SM reads can fill: each half of L2 keeps its own copy of them.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from flashtile import machine
-from flashtile.io_model.cards import Card, card_of_device
+from flashtile.hardware import machine
+from flashtile.hardware.cards import Card, card_of_device
 
 
 def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0) -> Card:
@@ -23,7 +23,7 @@ def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0
         >>> card.peak_tflops("float32") > 0 and card.bandwidth_gbps > 0
         True
     """
-    from flashtile.bench.timing import copy_ceiling, matmul_ceiling
+    from flashtile.hardware.timing import copy_ceiling, matmul_ceiling
 
     described = machine.describe_device(device)
     known = card_of_device(described["name"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import Card
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
 from flashtile.io_model.estimate import resident_bytes
 from flashtile.io_model.kernels import STATISTICS_BYTES
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from flashtile.io_model.cards import Card
+from flashtile.hardware.cards import Card
 from flashtile.io_model.estimate import FLASH1, FLASH2, STANDARD, estimates
 from flashtile.io_model.models import Model, PromptMemory, longest_prompt, prompt_memory
 from flashtile.io_model.tables import format_bytes, format_tokens, new_table, why_flash1_is_slower

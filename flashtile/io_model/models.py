@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from flashtile.io_model.calls import ELEMENT_BYTES, Call
-from flashtile.io_model.cards import Card
+from flashtile.hardware.calls import ELEMENT_BYTES, Call
+from flashtile.hardware.cards import Card
 from flashtile.io_model.memory import attention_memory
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import CARDS, GIB, KIB, Card
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import CARDS, GIB, KIB, Card
 from flashtile.io_model.estimate import FLASH1, STANDARD, Estimate
 from flashtile.io_model.memory import SEQLENS, at_length, attention_memory, longest_sequence
 from flashtile.io_model.models import MODELS, cached_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int
+from flashtile.checks.conversions import as_int
 
 MAX_SIZE = 2**30
 """Of every size: the sum of two lengths is an int32."""

@@ -20,7 +20,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int
+from flashtile.checks.conversions import as_int
 from flashtile.kv_cache.arguments import as_ints, as_size
 from flashtile.kv_cache.integrity import Invariant, Usage, check_integrity, usage
 from flashtile.kv_cache.pool import BlockPool, Copies, OutOfBlocksError

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.arguments import refuse_descales
+from flashtile.api.decode import append_kvcache, copy_blocks, flash_attn_with_kvcache
 from flashtile.checks.arguments import check_dense, check_floats, check_pair
-from flashtile.decode.functional import append_kvcache, copy_blocks, flash_attn_with_kvcache
-from flashtile.decode.problem import FP8, MAX_HEAD_DIM
+from flashtile.checks.conversions import refuse_descales
 from flashtile.kv_cache.arguments import as_size
 from flashtile.kv_cache.manager import BlockManager
 from flashtile.kv_cache.pool import BlockPool, Copies
 from flashtile.kv_cache.table import Batch
-from flashtile.problem import DTYPES
+from flashtile.problems.common import DTYPES
+from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 
 class Step(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int
+from flashtile.checks.conversions import as_int
 from flashtile.kv_cache.arguments import as_ints
 from flashtile.kv_cache.pool import ArraysWithViews, OutOfSequencesError
 

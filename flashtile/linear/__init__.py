@@ -2,7 +2,7 @@
 arXiv:2311.01282, sections 4 and 5), and what stands around them in a transformer's layer. Forward only.
 """
 
-from flashtile.linear.explain import Explanation, explain
-from flashtile.linear.functional import BeforeNorm, linear, linear_before_norm, linear_qkv
+from flashtile.api.explain_linear import Explanation, explain
+from flashtile.api.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
 
 __all__ = ["BeforeNorm", "Explanation", "explain", "linear", "linear_before_norm", "linear_qkv"]

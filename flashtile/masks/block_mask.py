@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.checks.arguments import as_int, check_dense, check_int
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
+from flashtile.problems.common import MAX_LENGTH
 
 CELLS_AT_ONCE = 2**24
 """Of a mask, while it is made into blocks."""
@@ -54,6 +56,14 @@ class BlockMask:
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Callable[..., Any]
     """Of the partial blocks."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("seq_lengths", 0), ("BLOCK_SIZE", 1)):
+            pair = getattr(self, name)
+            if len(pair) != 2 or any(not _is_int(one) or one < least for one in pair):
+                raise ValueError(f"{name} must be two ints of at least {least}, got {pair!r}")
+        for name in LISTS:
+            check_dense(name, getattr(self, name))
 
     @property
     def lists(self) -> tuple[Tensor, ...]:
@@ -110,25 +120,13 @@ def create_block_mask(
         >>> flashtile.attention(q, k, v, block_mask=block_mask).shape
         torch.Size([1, 1024, 2, 16])
     """
-    for name, value in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if value is None and name in ("B", "H"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
-    sizes = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
-    if len(sizes) != 2 or any(type(size) is not int or size < 16 or size % 16 for size in sizes):
-        raise ValueError(f"BLOCK_SIZE must be multiples of 16, got {BLOCK_SIZE}")
+    batch, heads = _length("B", 1 if B is None else B), _length("H", 1 if H is None else H)
+    Q_LEN, KV_LEN = _length("Q_LEN", Q_LEN), _length("KV_LEN", KV_LEN)
+    sizes = size_q, size_kv = _block_sizes(BLOCK_SIZE)
     mask_mod = as_mask_mod(mask_mod)
+    mask_mod.check_lengths(Q_LEN, KV_LEN)
     program, tensors, *_ = traced("mask_mod", mask_mod)
-    if device is None:
-        device = tensors[0].device if tensors else torch.device("cpu")
-    device = torch.device(device)
-    for tensor in tensors:
-        if tensor.device.type != device.type:
-            raise ValueError(f"mask_mod reads a tensor on {tensor.device}, but device is {device}")
-
-    batch, heads = 1 if B is None else B, 1 if H is None else H
-    size_q, size_kv = sizes
+    device = _device(device, tensors)
     blocks_q, blocks_kv = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)
     some = torch.zeros((batch, heads, blocks_q, blocks_kv), dtype=torch.bool, device=device)
     every = torch.zeros_like(some)
@@ -155,9 +153,46 @@ def create_block_mask(
     return BlockMask((Q_LEN, KV_LEN), *lists, BLOCK_SIZE=(size_q, size_kv), mask_mod=mask_mod)
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _length(name: str, value: Any) -> int:
+    value = as_int(name, value)
+    check_int(name, value, 0, MAX_LENGTH)
+    return value
+
+
+def _block_sizes(value: Any) -> tuple[int, int]:
+    """(queries, keys) of a block."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) != 2 or any(type(one) is not int or one % 16 or not 16 <= one <= MAX_LENGTH for one in pair):
+        raise ValueError(f"BLOCK_SIZE must be one or two multiples of 16 up to {MAX_LENGTH}, got {value!r}")
+    return pair[0], pair[1]
+
+
+def _device(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
+    """Where a mask that captures these tensors is evaluated."""
+    if given is None:
+        given = tensors[0].device if tensors else "cpu"
+    try:
+        device = torch.empty(0, device=given).device
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"device must be None or a device that torch has here, got {given!r}: {first}"
+        ) from None
+    if device.type == "meta":
+        raise ValueError("device must be None or a device with data, got meta")
+    for tensor in tensors:
+        if tensor.device.type != device.type:
+            raise ValueError(f"mask_mod reads a tensor on {tensor.device}, but device is {device}")
+    return device
+
+
 def _any(cells: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) -> Tensor:
     """(blocks_q, blocks_kv): where a block has a True."""
-    size_q, size_kv = sizes
+    size_q, size_kv = (min(size, length) for size, length in zip(sizes, cells.shape, strict=True))
     missing = blocks_kv * size_kv - cells.shape[1], blocks_q * size_q - cells.shape[0]
     padded = torch.nn.functional.pad(cells, (0, missing[0], 0, missing[1]))
     return padded.view(blocks_q, size_q, blocks_kv, size_kv).any(3).any(1)

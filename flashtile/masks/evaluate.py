@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.masks.operations import OPERATIONS
-from flashtile.masks.program import LOAD, Line, Name, Program
+from flashtile.problems.mask_operations import OPERATIONS
+from flashtile.problems.mask_program import LOAD, Line, Name, Program
 
 
 def evaluate(
@@ -26,7 +26,7 @@ def evaluate(
     Args:
         inputs: int64 tensors ``b``, ``h``, ``q`` and ``kv``, and ``score``.
         tensors: the captured ones.
-        dtype: of floats that are loaded.
+        dtype: of all floats.
         kind: of the function, for the error.
         check: whether reads outside of a tensor are an error, else they are moved to its nearest element.
             None is: on the CPU, for on a GPU the check synchronises.
@@ -51,8 +51,25 @@ def evaluate(
             loaded = tensor[_inside(line, tensor, operands[1:], kind, check)]
             known[line.name] = loaded.to(dtype) if line.kind == "float" else loaded
         else:
-            known[line.name] = OPERATIONS[line.operation].evaluate(*operands)
+            computed = OPERATIONS[line.operation].evaluate(*_in_dtype(line, operands, dtype))
+            is_float = line.kind == "float" and isinstance(computed, Tensor)
+            known[line.name] = computed.to(dtype) if is_float else computed
     return [value(result) for result in program.results]
+
+
+def _in_dtype(line: Line, operands: list[Any], dtype: torch.dtype) -> list[Any]:
+    """Ints next to a float, and those of a line that gives a float, as floats of ``dtype``. Torch would make
+    float32 of them in a float64 call."""
+    if line.kind != "float" and not any(map(_is_float, operands)):
+        return operands
+    return [
+        operand.to(dtype) if isinstance(operand, Tensor) and operand.dtype != torch.bool else operand
+        for operand in operands
+    ]
+
+
+def _is_float(operand: Any) -> bool:
+    return operand.is_floating_point() if isinstance(operand, Tensor) else isinstance(operand, float)
 
 
 def _inside(

@@ -7,11 +7,50 @@ that ``offset=seqlen_k - seqlen_q`` aligns a mask at the bottom right, as ``atte
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
 from torch import Tensor
 
-from flashtile.masks.mods import MaskMod, ScoreMod
+from flashtile.checks.arguments import as_float, as_int, check_dense, check_int
+from flashtile.masks.mods import MaskMod, Mod, ScoreMod
+from flashtile.problems.common import FLOAT32_MAX, MAX_LENGTH
+from flashtile.problems.mask_operations import WHOLE
+
+_P = ParamSpec("_P")
+_M = TypeVar("_M", bound=Mod)
 
 
+def _ready(make: Callable[_P, _M]) -> Callable[_P, _M]:
+    """``make``, whose functions are pickled as the call that makes them: a closure cannot be."""
+
+    @functools.wraps(make)
+    def made(*arguments: _P.args, **keywords: _P.kwargs) -> _M:
+        mod = make(*arguments, **keywords)
+        mod.recipe = functools.partial(made, *arguments, **keywords), ()
+        return mod
+
+    return made
+
+
+def _length(name: str, value: Any, least: int = -MAX_LENGTH) -> int:
+    value = as_int(name, value)
+    check_int(name, value, least, MAX_LENGTH)
+    return value
+
+
+def _table(name: str, tensor: Any, ranks: tuple[int, ...], layout: str, of_floats: bool) -> Tensor:
+    """A captured tensor of floats or of ints."""
+    check_dense(name, tensor)
+    if not (tensor.is_floating_point() if of_floats else tensor.dtype in WHOLE):
+        raise TypeError(f"{name} must be of {'floats' if of_floats else 'ints'}, got {tensor.dtype}")
+    if tensor.dim() not in ranks:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
+    return tensor
+
+
+@_ready
 def causal(offset: int = 0) -> MaskMod:
     """No key after the query's own.
 
@@ -20,9 +59,11 @@ def causal(offset: int = 0) -> MaskMod:
         >>> masks.causal()(0, 0, torch.arange(3)[:, None], torch.arange(3)).int().tolist()
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
+    offset = _length("offset", offset)
     return MaskMod(lambda batch, head, q_idx, kv_idx: kv_idx <= q_idx + offset, "causal")
 
 
+@_ready
 def window(left: int, right: int, offset: int = 0) -> MaskMod:
     """Keys at most ``left`` before and ``right`` after the query's own; a negative number is unlimited.
 
@@ -31,6 +72,8 @@ def window(left: int, right: int, offset: int = 0) -> MaskMod:
         >>> masks.window(1, 0)(0, 0, torch.arange(3)[:, None], torch.arange(3)).int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
+
+    left, right, offset = _length("left", left), _length("right", right), _length("offset", offset)
 
     def window(batch, head, q_idx, kv_idx):
         distance = kv_idx - (q_idx + offset)
@@ -44,6 +87,7 @@ def window(left: int, right: int, offset: int = 0) -> MaskMod:
     return MaskMod(window)
 
 
+@_ready
 def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
     """A prefix that everyone sees, and causal behind it (Raffel et al. 2020, arXiv:1910.10683,
     section 3.2.1).
@@ -57,6 +101,12 @@ def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
         [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
 
+    offset = _length("offset", offset)
+    if isinstance(length, Tensor):
+        _table("length", length, (1,), "(batch,)", False)
+    else:
+        length = _length("length", length)
+
     def prefix_lm(batch, head, q_idx, kv_idx):
         prefix = length[batch] if isinstance(length, Tensor) else length
         return (kv_idx < prefix) | (kv_idx <= q_idx + offset)
@@ -64,6 +114,7 @@ def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
     return MaskMod(prefix_lm)
 
 
+@_ready
 def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
     """Tokens of the query's own document alone, of several in one sequence.
 
@@ -78,6 +129,8 @@ def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     of_keys = ids if ids_kv is None else ids_kv
+    for name, tensor in (("ids", ids), ("ids_kv", of_keys)):
+        _table(name, tensor, (1, 2), "(seqlen,) or (batch, seqlen)", False)
 
     def document(batch, head, q_idx, kv_idx):
         own = ids[q_idx] if ids.dim() == 1 else ids[batch, q_idx]
@@ -86,6 +139,7 @@ def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
     return MaskMod(document)
 
 
+@_ready
 def padding(lengths: Tensor) -> MaskMod:
     """The first ``lengths[batch]`` keys of each sequence, (batch,) ints.
 
@@ -94,9 +148,11 @@ def padding(lengths: Tensor) -> MaskMod:
         >>> masks.padding(torch.tensor([2]))(torch.tensor(0), 0, 0, torch.arange(3)).int().tolist()
         [1, 1, 0]
     """
+    _table("lengths", lengths, (1,), "(batch,)", False)
     return MaskMod(lambda batch, head, q_idx, kv_idx: kv_idx < lengths[batch], "padding")
 
 
+@_ready
 def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
     """``size`` keys before and after the query's own, each ``dilation`` from the next (Beltagy et al. 2020,
     arXiv:2004.05150, section 3.1).
@@ -107,6 +163,9 @@ def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
         [0, 1, 0, 1, 0, 1, 0]
     """
 
+    size, dilation = _length("size", size, 0), _length("dilation", dilation, 1)
+    offset = _length("offset", offset)
+
     def dilated(batch, head, q_idx, kv_idx):
         distance = q_idx + offset - kv_idx
         return (distance.abs() <= size * dilation) & (distance % dilation == 0)
@@ -114,11 +173,13 @@ def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
     return MaskMod(dilated)
 
 
+@_ready
 def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskMod:
     """The nearest tokens of a picture: neighborhood attention (Hassani et al. 2023, arXiv:2204.07143).
 
     Token i is the pixel (i // width, i % width). At the edges the neighborhood is moved inwards, so that
-    every query sees as many keys.
+    every query sees as many keys. A sequence of more tokens than the picture has is refused, unless another
+    mask is joined by ``|``, which says what else is seen.
 
     Args:
         height, width: of the picture, in tokens.
@@ -133,7 +194,11 @@ def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskM
         >>> mask(0, 0, torch.tensor(0), torch.arange(16)).view(4, 4).int().tolist()
         [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     """
-    rows, columns = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+    height, width = _length("height", height, 1), _length("width", width, 1)
+    pair = tuple(kernel_size) if isinstance(kernel_size, (tuple, list)) else (kernel_size, kernel_size)
+    if len(pair) != 2:
+        raise ValueError(f"kernel_size must be an int or a pair (rows, columns), got {kernel_size!r}")
+    rows, columns = (as_int("kernel_size", size) for size in pair)
     for size, most in ((rows, height), (columns, width)):
         if size % 2 == 0 or not 1 <= size <= most:
             raise ValueError(f"kernel_size must be odd and from 1 to {most}, got {size}")
@@ -148,9 +213,12 @@ def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskM
             seen = ((center - key).abs() <= size // 2) & seen
         return seen
 
-    return MaskMod(natten)
+    mask = MaskMod(natten)
+    mask.most_tokens = height * width
+    return mask
 
 
+@_ready
 def alibi(slopes: Tensor, offset: int = 0) -> ScoreMod:
     """Minus a head's slope times the distance (Press et al. 2022, arXiv:2108.12409).
 
@@ -163,12 +231,16 @@ def alibi(slopes: Tensor, offset: int = 0) -> ScoreMod:
         tensor(0.)
     """
 
+    _table("slopes", slopes, (1,), "(heads,)", True)
+    offset = _length("offset", offset)
+
     def alibi(score, batch, head, q_idx, kv_idx):
         return score - slopes[head] * (q_idx + offset - kv_idx).abs()
 
     return ScoreMod(alibi)
 
 
+@_ready
 def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
     """A learnable bias of each distance (Shaw et al. 2018, arXiv:1803.02155, section 3.2, of scalars).
 
@@ -186,8 +258,11 @@ def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
         >>> relative_position(0.0, 0, torch.tensor(0), torch.tensor(1), torch.arange(5)).tolist()
         [1.0, 2.0, 3.0, 4.0, 4.0]
     """
-    if bias.dim() != 2 or bias.shape[1] % 2 == 0:
-        raise ValueError(f"bias must have shape (heads, 2 * most + 1), got {tuple(bias.shape)}")
+    layout = "(heads, 2 * most + 1)"
+    _table("bias", bias, (2,), layout, True)
+    offset = _length("offset", offset)
+    if bias.shape[1] % 2 == 0:
+        raise ValueError(f"bias must have shape {layout}, got {tuple(bias.shape)}")
     most = bias.shape[1] // 2
 
     def relative_position(score, batch, head, q_idx, kv_idx):
@@ -196,6 +271,7 @@ def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
     return ScoreMod(relative_position)
 
 
+@_ready
 def softcap(cap: float) -> ScoreMod:
     """``cap * tanh(score / cap)``, as Gemma 2 has it (arXiv:2408.00118, section 2).
 
@@ -204,8 +280,9 @@ def softcap(cap: float) -> ScoreMod:
         >>> masks.softcap(2.0)(torch.tensor(100.0), 0, 0, 0, 0)
         tensor(2.)
     """
-    if not cap > 0:
-        raise ValueError(f"cap must be more than 0, got {cap}")
+    cap = as_float("cap", cap, "a number")
+    if not 0 < cap <= FLOAT32_MAX:
+        raise ValueError(f"cap must be more than 0 and finite in float32, got {cap}")
 
     def softcap(score, batch, head, q_idx, kv_idx):
         return cap * (score / cap).tanh()

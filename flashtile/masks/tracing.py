@@ -1,4 +1,4 @@
-"""From a user's function to a program: it is run once on symbols, which write down what is done with them.
+"""From a user's function to a program: it is run on symbols, which write down what is done with them.
 
 Running beats reading its source: whatever Python does with numbers, closures, loops and other functions needs
 no rule of ours, and the derivative comes from the same list of operations. What a symbol cannot do (decide an
@@ -7,6 +7,7 @@ no rule of ours, and the derivative comes from the same list of operations. What
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import types
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
+from flashtile.checks.arguments import check_dense
 from flashtile.masks.triton_functions import in_torch
+from flashtile.problems.mask_operations import WHOLE
+from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 
 SIGNATURES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
@@ -43,6 +46,9 @@ class Trace(NamedTuple):
     """Of the program, written once."""
     soft_cap: float
     """Of a program that is a soft-cap of the scores and no more, else 0."""
+    asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
+    """(question, its arguments, the answer): what it asked of tensors apart from their elements. None if it
+    read a tensor's data as a Python number, or made a tensor."""
 
 
 def trace(kind: str, function: Callable[..., Any]) -> Trace:
@@ -54,12 +60,39 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
     """
     if not callable(function):
         raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
-    recorder = _Recorder()
-    arguments = [Symbol(recorder, Name(name)) for name in SIGNATURES[kind]]
+    with _InOnePiece():
+        if torch.compiler.is_dynamo_compiling():
+            return _trace(kind, function, compiling=True)
+        return apart(_trace)(kind, function, compiling=False)
+
+
+class _InOnePiece:
+    """A context in which Dynamo breaks no graph, so that no trace is half its own and half Python's."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` without Dynamo, which compiles what is called after a graph break piece by piece."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)
+
+
+def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
+    recorder = _Recorder(compiling)
+    arguments = [recorder.symbol(Name(name)) for name in SIGNATURES[kind]]
     try:
         with recorder:
             result = _as_run(function)(*arguments)
-            operand = None if result is None else recorder.operand(result)
+        operand = None if result is None else recorder.operand(result)
     except Exception as error:
         line = user_line(traceback=error.__traceback__) or _first_line(function)
         raise TypeError(f"{kind} does not compile: {error}\n  {line}") from error
@@ -69,7 +102,8 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
         text = f"{kind} must return {_said(wanted)} ({_HOW[wanted]}), got {got}"
         raise TypeError(f"{text}\n  {_first_line(function)}")
     program = recorder.builder.finish(operand)
-    return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program))
+    asked = tuple(recorder.asked.values()) if recorder.reads_no_data else None
+    return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program), asked)
 
 
 _HOW = {
@@ -84,6 +118,8 @@ def _said(kind: str) -> str:
 
 def _first_line(function: Any) -> str:
     """Where a function is defined."""
+    if torch.compiler.is_dynamo_compiling():
+        return ""
     code = getattr(getattr(function, "fn", function), "__code__", None)
     return "" if code is None else _located(code.co_filename, code.co_firstlineno)
 
@@ -91,6 +127,8 @@ def _first_line(function: Any) -> str:
 def user_line(traceback: types.TracebackType | None = None) -> str:
     """``file:line: text`` of the innermost line that is neither ours nor torch's; of the current call, or of
     an exception."""
+    if torch.compiler.is_dynamo_compiling():
+        return ""
     frames: list[tuple[types.FrameType, int]] = []
     if traceback is not None:
         while traceback is not None:
@@ -113,24 +151,117 @@ def _located(filename: str, number: int) -> str:
     return f"{Path(filename).name}:{number}: {linecache.getline(filename, number).strip()}"
 
 
-class _Recorder(TorchFunctionMode):
-    """Sees what torch is asked to do with symbols, ``tensor[symbol]`` among it."""
+def _may_be_a_number(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.requires_grad
 
-    def __init__(self) -> None:
+
+def _name_of(function: Any) -> str:
+    return str(function.__name__)
+
+
+_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+METADATA = frozenset(
+    (
+        *(
+            getattr(Tensor, name)
+            for name in ("dim", "size", "stride", "numel", "is_floating_point", "__len__")
+        ),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout")
+        ),
+    )
+)
+"""What can be asked of a tensor and is compared when it is asked again."""
+
+_NUMBERS = frozenset(("item", "int", "float", "bool", "index", "tolist", "numpy"))
+"""Methods, without underscores, that make Python's numbers of a tensor's data."""
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees what torch is asked to do with symbols, ``tensor[symbol]`` among it.
+
+    A symbol is a :class:`Symbol`, or under Dynamo, which knows all operators of tensors and few of other
+    objects, a tensor without memory of a length of its own.
+    """
+
+    def __init__(self, compiling: bool) -> None:
         super().__init__()
         self.builder = Builder()
         self.tensors: list[Tensor] = []
+        self.asked: dict[tuple, tuple[Callable[..., Any], tuple, Any]] = {}
+        self.reads_no_data = True
+        self.compiling, self.busy = compiling, False
+        self.placeholders: list[tuple[Tensor, Name]] = []
+
+    def symbol(self, name: Name) -> Any:
+        if not self.compiling:
+            return Symbol(self, name)
+        placeholder = torch.empty(len(self.placeholders), dtype=torch.complex64, device="meta")
+        self.placeholders.append((placeholder, name))
+        return placeholder
+
+    def name_of(self, value: Any) -> Name | None:
+        """That of a symbol, None of anything else."""
+        if isinstance(value, Symbol):
+            if value.recorder is not self:
+                raise TypeError("it uses a value of another function that is compiled")
+            return value.name
+        if not self.compiling or not isinstance(value, Tensor) or value.device.type != "meta":
+            return None
+        placeholder, name = self.placeholders[len(value)]
+        if placeholder is value:
+            return name
+        if value.dtype == torch.float32:  # Dynamo shows no mode the absolute value, which is real
+            return self.builder.emit("abs", name)
+        raise TypeError("torch.compile does not show what is done with a value: use torch's functions")
+
+    def has_symbol(self, value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return any(map(self.has_symbol, value))
+        return self.name_of(value) is not None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _has_symbol((args, tuple(kwargs.values()))):
-            return func(*args, **kwargs)
-        name = func.__name__
+        name = _name_of(func)
+        if not self.has_symbol((args, tuple(kwargs.values()))):
+            return self.without_symbols(name, func, args, kwargs)
         if name == "__get__":  # a property, x.dtype: nothing that a symbol has
             raise TypeError(f"a {_KIND_OF_SYMBOL} has no such attribute")
         return self.call(name, args, kwargs)
 
+    def without_symbols(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.compiling:
+            if name.strip("_") in _NUMBERS:
+                raise TypeError(
+                    "a Python number is made of a tensor's data, which a graph of torch.compile does not "
+                    "have: index the tensor with batch, head, q_idx or kv_idx, or leave fullgraph=True out"
+                )
+            return func(*args, **kwargs)
+        if not self.busy:
+            if func in METADATA and not kwargs and type(args[0]) in PLAIN_TENSORS:
+                self.ask(func, *args)
+            else:
+                self.reads_no_data = False
+        return func(*args, **kwargs)
+
+    def ask(self, question: Callable[..., Any], tensor: Tensor, *more: Any) -> None:
+        """Write down what is asked of a tensor, which decides what the program is."""
+        self.asked[question, id(tensor), more] = question, (tensor, *more), question(tensor, *more)
+
     def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Write an operation down. What is asked of tensors meanwhile is not the user's question."""
+        self.busy = True
+        try:
+            return self._call(name, args, kwargs)
+        finally:
+            self.busy = False
+
+    def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         plain = name.strip("_")
         if plain == "getitem":
             return self.load(*args)
@@ -143,19 +274,24 @@ class _Recorder(TorchFunctionMode):
     def emit(self, operation: str, *values: Any, **options: Any) -> Any:
         operands = [self.operand(value) for value in values]
         result = self.builder.emit(operation, *operands, **options)
-        return Symbol(self, result) if isinstance(result, Name) else result
+        return self.symbol(result) if isinstance(result, Name) else result
 
     def operand(self, value: Any) -> Operand:
-        if isinstance(value, Symbol):
-            if value.recorder is not self:
-                raise TypeError("it uses a value of another function that is compiled")
-            return value.name
+        name = self.name_of(value)
+        if name is not None:
+            return name
         if isinstance(value, (bool, int, float)):
-            return value
+            # As a key Dynamo makes a number of what may be another at the next call, and guards it.
+            return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             if value.dim() == 0:
-                known = value.device.type == "cpu" and not value.requires_grad
-                return value.item() if known else self.operand(self.load(value, ()))
+                if torch.compiler.is_compiling():
+                    return self.operand(self.load(value, ()))
+                self.ask(_may_be_a_number, value)
+                if not _may_be_a_number(value):
+                    return self.operand(self.load(value, ()))
+                self.reads_no_data = False
+                return value.item()
             raise TypeError(
                 f"a tensor of shape {tuple(value.shape)} is not a number: index it with batch, head, q_idx "
                 "or kv_idx"
@@ -163,7 +299,7 @@ class _Recorder(TorchFunctionMode):
         raise TypeError(f"{type(value).__name__} is no number, no tensor and nothing made of the arguments")
 
     def load(self, tensor: Any, index: Any) -> Any:
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self.name_of(tensor) is not None:
             raise TypeError(f"a {_KIND_OF_SYMBOL} is one number, which cannot be indexed")
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) != tensor.dim():
@@ -174,11 +310,14 @@ class _Recorder(TorchFunctionMode):
         for operand in operands:
             if self.builder.kind(operand) != "int":
                 raise TypeError(f"an index must be an int, got {_said(self.builder.kind(operand))}")
-        if tensor.is_complex():
-            raise TypeError(f"a captured tensor must be of real numbers, got {tensor.dtype}")
+        check_dense("a captured tensor", tensor)
+        if not tensor.is_floating_point() and tensor.dtype not in WHOLE:
+            raise TypeError(
+                f"a captured tensor must be of floats, bool, uint8 or signed ints, got {tensor.dtype}"
+            )
         kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
         name = self.builder.emit(LOAD, self._number(tensor), *operands, kind=kind, where=user_line())
-        return Symbol(self, name)
+        return self.symbol(name)
 
     def _number(self, tensor: Tensor) -> int:
         for number, known in enumerate(self.tensors):
@@ -249,6 +388,8 @@ def _where(recorder: _Recorder, condition: Any, a: Any, b: Any) -> Any:
 
 def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     number = isinstance(exponent, (int, float))
+    if isinstance(exponent, float):
+        base = recorder.as_float(base)
     if number and exponent in range(1, 65):  # by squaring: negative bases, too
         if exponent == 1:
             return base
@@ -348,6 +489,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clamp": _clamp,
     "clip": _clamp,
     "square": lambda recorder, x: _pow(recorder, x, 2),
+    "pos": lambda recorder, x: x,
+    "positive": lambda recorder, x: x,
     "relu": lambda recorder, x, inplace=False: recorder.arithmetic("maximum", x, 0.0),
 }
 """torch's functions, and methods of tensors, that compile; underscores around their names are left out."""
@@ -412,7 +555,7 @@ def _operator(name: str) -> Callable[..., Any]:
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "radd", "rsub", "rmul",
     "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor", "lshift", "rshift", "eq", "ne", "lt",
-    "le", "gt", "ge", "neg", "abs", "invert",
+    "le", "gt", "ge", "neg", "pos", "abs", "invert",
 ):  # fmt: skip
     setattr(Symbol, f"__{_name}__", _operator(_name))
 

@@ -63,30 +63,33 @@ class _Language(types.ModuleType):
         raise TypeError(f"tl.{name} is none of the functions that compile: {', '.join(sorted(_LANGUAGE))}")
 
 
+_language = _Language("triton.language")
+vars(_language).update(_LANGUAGE)
+
+STAND_INS = (_language, Pointer, *_LANGUAGE.values())
+"""What takes the place of Triton, which never changes."""
+
+
 def in_torch(function: Any) -> Callable[..., Any]:
     """The Python of a ``@triton.jit`` function, for symbols and for tensors of torch."""
-    language = _Language("triton.language")
-    vars(language).update(_LANGUAGE)
     python = function.fn
     names = {
-        name: _translated(value, language)
+        name: _translated(value)
         for name, value in python.__globals__.items()
         if name in python.__code__.co_names
     }
-    cells = tuple(
-        types.CellType(_translated(cell.cell_contents, language)) for cell in python.__closure__ or ()
-    )
+    cells = tuple(types.CellType(_translated(cell.cell_contents)) for cell in python.__closure__ or ())
     return types.FunctionType(
         python.__code__, {**python.__globals__, **names}, python.__name__, python.__defaults__, cells
     )
 
 
-def _translated(value: Any, language: Any) -> Any:
+def _translated(value: Any) -> Any:
     if isinstance(value, types.ModuleType) and value.__name__ == "triton.language":
-        return language
+        return _language
     if isinstance(value, types.ModuleType) and value.__name__ == "triton":
         stand_in = types.ModuleType("triton")
-        vars(stand_in)["language"] = language
+        vars(stand_in)["language"] = _language
         return stand_in
     if type(value).__name__ == "constexpr":
         return value.value

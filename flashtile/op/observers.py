@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from flashtile.op.operation import Operation
 
-_sharded: dict[str, Operation] = {}
+class Observed(Protocol):
+    """The parts of an :class:`flashtile.op.operation.Operation` that its observers read."""
+
+    name: str
+    operator: Any
+    flops: Any
+    shardings: Any
+
+    def split(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]: ...
+
+
+_sharded: dict[str, Observed] = {}
 """Operations with rules for DTensors, by name, until DTensor knows the rules."""
 
 
-def tell_observers(operation: Operation, tensors: tuple[Any, ...]) -> None:
+def tell_observers(operation: Observed, tensors: tuple[Any, ...]) -> None:
     """Tell counters of FLOPs what a call costs, and DTensors how it shards: both ask by operator."""
     if torch.compiler.is_dynamo_compiling():  # counters watch the graph when it is traced
         tell_dtensors(operation, tensors)
@@ -29,17 +38,17 @@ def tell_observers(operation: Operation, tensors: tuple[Any, ...]) -> None:
     tell_dtensors(operation, tensors)
 
 
-def tell_dtensors(operation: Operation, tensors: tuple[Any, ...]) -> None:
+def tell_dtensors(operation: Observed, tensors: tuple[Any, ...]) -> None:
     if operation.shardings is not None and any(type(t).__name__ == "DTensor" for t in tensors):
         _register_sharding(operation.name)
 
 
-def remember_shardings(operation: Operation) -> None:
+def remember_shardings(operation: Observed) -> None:
     """What :func:`tell_dtensors` will tell once there are DTensors."""
     _sharded[operation.name] = operation
 
 
-def _count_flops(operation: Operation, *arguments: Any, **unused: Any) -> int:
+def _count_flops(operation: Observed, *arguments: Any, **unused: Any) -> int:
     tensors, beside, options = operation.split(arguments)
     assert operation.flops is not None
     return operation.flops(*tensors, beside, options)

@@ -31,6 +31,7 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
+from flashtile.op.registry import define, implement, register_autograd, register_fake
 from flashtile.op.schema import schema
 from flashtile.op.selection import select
 
@@ -53,8 +54,6 @@ tracing = torch._C._get_tracing_state
 # For a name that is not there, os.environ.get raises and catches two errors, which takes 0.8 us.
 environment = os.environ._data  # type: ignore[attr-defined]
 DEBUG, ON = os.environ.encodekey("FLASHTILE_DEBUG"), os.environ.encodevalue("1")
-
-library = torch.library.Library("flashtile", "DEF")
 
 
 class Operation:
@@ -114,13 +113,12 @@ class Operation:
         self.names = tuple(n.rstrip("?") for n in tensors) + beside._fields
         self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
         operator = name + suffix
-        library.define(schema(operator, tensors, type(beside), options, results, mutates))
-        self.operator = getattr(torch.ops.flashtile, operator).default
+        self.operator = define(operator, schema(operator, tensors, type(beside), options, results, mutates))
         for device in ("CUDA", "CPU"):
-            library.impl(operator, self._kernel, device)
-        torch.library.register_fake(f"flashtile::{operator}", self._fake_kernel, lib=library)
+            implement(operator, device, self._kernel)
+        register_fake(operator, self._fake_kernel)
         if no_gradient is not None and results and not mutates:
-            torch.library.register_autograd(f"flashtile::{operator}", self._refuse_backward, lib=library)
+            register_autograd(operator, self._refuse_backward)
 
     def __call__(self, tensors: Tensors, beside: Any, options: Any) -> Any:
         """The results of a call without a backward pass, by the shortest path that is right for it."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flashtile.problem import PREFERENCE
+from flashtile.problems.common import PREFERENCE
 
 
 class Served(Protocol):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.attn.operators import BACKWARD, FORWARD
-from flashtile.attn.problem import NO_EXTRAS, Extras, Options
-from flashtile.merge import merge_into
+from flashtile.api.merge import merge_into
+from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.parallel.blocks import Block, Packed, Pair
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashtile.io_model.calls import visible_pairs
+from flashtile.hardware.calls import visible_pairs
 from flashtile.parallel.layout import Piece, tokens_of
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import as_int, check_flag, make_options, with_unit_stride
-from flashtile.checks.arguments import check_dense, check_int32
-from flashtile.decode.functional import append_kvcache, flash_attn_combine
-from flashtile.decode.operators import DECODE
-from flashtile.decode.problem import CacheTensors, DecodeOptions
+from flashtile.api.decode import append_kvcache, flash_attn_combine
+from flashtile.checks.arguments import check_choice, check_dense, check_int, check_int32
+from flashtile.checks.conversions import as_int, as_seconds, check_flag, make_options, with_unit_stride
+from flashtile.operators.decode import DECODE
 from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
 from flashtile.parallel.symmetric import Shared, check_symmetric, shared_memory
+from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.decode import CacheTensors, DecodeOptions
 
 MERGES = ("allgather", "reduce_scatter", "symmetric")
 
@@ -25,10 +26,25 @@ def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Te
     Token p is on rank ``p // interleave % size``, as its number
     ``p // (interleave * size) * interleave + p % interleave``.
 
+    Args:
+        lengths: of integers, of any shape.
+        rank, size: of the group.
+        interleave: how many tokens in a row lie on one rank.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
     Examples:
         >>> flashtile.parallel.own_tokens(torch.tensor([10]), rank=1, size=4)  # tokens 1, 5 and 9
         tensor([3])
     """
+    check_dense("lengths", lengths)
+    if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths must be of integers, got {lengths.dtype}")
+    size, rank, interleave = as_int("size", size), as_int("rank", rank), as_int("interleave", interleave)
+    check_int("size", size, 1, MAX_LENGTH)
+    check_int("rank", rank, 0, size - 1)
+    check_int("interleave", interleave, 1, MAX_LENGTH)
     if interleave == 1:  # on a GPU, two kernels rather than six, each as long as all of its work
         return (lengths + (size - 1 - rank)) // size
     turn = interleave * size
@@ -117,10 +133,9 @@ def context_parallel_decode(
     check_dense("cache_seqlens", cache_seqlens)
     check_int32("cache_seqlens", cache_seqlens, (batch,), "(batch,)", q)
     interleave = as_int("interleave", interleave)
-    if interleave < 1:
-        raise ValueError(f"interleave must be at least 1, got {interleave}")
-    if merge not in MERGES:
-        raise ValueError(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
+    check_int("interleave", interleave, 1, MAX_LENGTH)
+    check_choice("merge", merge, MERGES)
+    timeout = as_seconds("timeout", timeout)
     if merge == "symmetric":
         check_symmetric(q)
         check_dense("v_cache", v_cache)

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtile.arguments import apply_autocast, check_flag, make_options, with_unit_stride
-from flashtile.attn.problem import NO_EXTRAS, Extras, Options
-from flashtile.checks.arguments import check_dense, check_sink
+from flashtile.checks.arguments import check_choice, check_dense, check_sink
 from flashtile.checks.attention import check_call
+from flashtile.checks.conversions import (
+    apply_autocast,
+    as_seconds,
+    check_flag,
+    make_options,
+    with_unit_stride,
+)
 from flashtile.op.operation import PLAIN_TYPES
 from flashtile.parallel.attend import Scores
 from flashtile.parallel.blocks import Mask
@@ -22,9 +27,10 @@ from flashtile.parallel.gather import AllGather
 from flashtile.parallel.layout import all_pieces, check_layout
 from flashtile.parallel.methods import Method, Shards
 from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
-from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, ranks_of
+from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 
 
 def context_parallel_attention(
@@ -118,8 +124,8 @@ def context_parallel_attention(
     check_flag("return_lse", return_lse)
     options = make_options(None, None, softmax_scale, causal, window_size, softcap, deterministic, backend)
     check_layout(layout)
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    check_choice("method", method, METHODS)
+    timeout = as_seconds("timeout", timeout)
     if type(q) not in PLAIN_TYPES and _is_distributed(q):
         return _attend_distributed(
             q, k, v, return_lse, layout, group, mesh, cu_seqlens_q, sink, method=method,
@@ -368,6 +374,7 @@ def _read_offsets(name: str, offsets: Any) -> tuple[int, ...]:
 def _find_ranks(group: Any, mesh: Any, method: str) -> tuple[Ranks, tuple[int, ...] | None]:
     if mesh is None:
         return ranks_of(group), None
+    check_mesh(group, mesh)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must have 1 dimension or 2, (ring, ulysses), got {mesh.ndim}")
     if mesh.ndim == 2 and method != "auto":

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense
+from flashtile.checks.arguments import check_choice, check_dense
+from flashtile.checks.conversions import as_int, as_seconds
 from flashtile.parallel.ranks import TIMEOUT, ranks_of
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -67,8 +68,7 @@ def positions(pieces: Sequence[Piece], device: Any = None) -> Tensor:
 
 
 def check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    check_choice("layout", layout, LAYOUTS)
 
 
 def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mesh: Any = None) -> Tensor:
@@ -137,7 +137,7 @@ def unshard(
     """
     check_dense("x", x)
     check_layout(layout)
-    dim = _checked_dim(x, dim)
+    dim, timeout = _checked_dim(x, dim), as_seconds("timeout", timeout)
     ranks = ranks_of(group, mesh)
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])
     record = {"layout": layout, "dim": dim, "shape of x beside dim": rest, "dtype of x": str(x.dtype)}
@@ -171,8 +171,9 @@ def all_pieces(layout: str, lengths: Sequence[int], name: str) -> tuple[tuple[Pi
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    dim = as_int("dim", dim)
+    if x.dim() == 0:
+        raise ValueError("x must have a dimension of the sequence, got shape ()")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1}, got {dim}")
     return dim % x.dim()

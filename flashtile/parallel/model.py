@@ -7,17 +7,20 @@ messages; the other methods do not. Merging partial results and copies are left 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from flashtile.io_model.calls import ELEMENT_BYTES, Call
-from flashtile.io_model.cards import Card, card_of_device, find_card
+from flashtile.checks.arguments import check_choice, check_int
+from flashtile.checks.conversions import as_int, check_flag
+from flashtile.hardware.calls import ELEMENT_BYTES, Call
+from flashtile.hardware.cards import Card, card_of_device, find_card
 from flashtile.parallel.blocks import Mask, Pair, pair_of
-from flashtile.parallel.layout import Piece, pieces_of, tokens_of
-from flashtile.problem import UNLIMITED
+from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, tokens_of
+from flashtile.problems.common import UNLIMITED
 
 METHODS = ("auto", "ring", "ulysses", "allgather")
 
@@ -90,6 +93,18 @@ class Sharing:
     layout: str = "zigzag"
     backward: bool = True
 
+    def __post_init__(self) -> None:
+        least = {"batch": 0, "seqlen": 0, "left": UNLIMITED, "right": UNLIMITED}
+        for name in ("batch", "seqlen", "heads_q", "heads_kv", "head_dim", "head_dim_v", "left", "right"):
+            value = as_int(name, getattr(self, name))
+            check_int(name, value, least.get(name, 1), sys.maxsize)
+        if self.heads_q % self.heads_kv:
+            text = f"heads_q must be a multiple of heads_kv = {self.heads_kv}, got {self.heads_q}"
+            raise ValueError(text)
+        check_choice("dtype", self.dtype, tuple(ELEMENT_BYTES))
+        check_choice("layout", self.layout, LAYOUTS)
+        check_flag("backward", self.backward)
+
     @property
     def key_bytes(self) -> int:
         """Of a token's keys and values."""
@@ -142,6 +157,7 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
     """Every method, the fastest first.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the card has no peak for the dtype, or ``ranks`` is less than 1.
 
     Examples:
@@ -154,7 +170,10 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
         ulysses: 118.3 ms, 98% of it products
         allgather: 122.1 ms, 95% of it products
     """
-    if ranks < 1:
+    for name, value, kind in (("sharing", sharing, Sharing), ("card", card, Card), ("link", link, Link)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if as_int("ranks", ranks) < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     card.peak_tflops(sharing.dtype)  # raises
     rows = [_ring(sharing, ranks, card, link), _ulysses(sharing, ranks, card, link)]
@@ -250,6 +269,7 @@ def explain(
         >>> explain(windowed, 8, link=LINKS["infiniband"]).method
         'ring'
     """
+    ranks = as_int("ranks", ranks)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own_card, own_link = setting_of(device, ranks)
     card, link = card or own_card, link or own_link

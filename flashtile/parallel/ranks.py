@@ -230,8 +230,7 @@ _known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
 def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
     """Of a group, or of all of a mesh; one object a group, which counts its rounds."""
     if mesh is not None:
-        if group is not None:
-            raise ValueError("group must be None beside mesh, got both")
+        check_mesh(group, mesh)
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("group needs torch.distributed: call torch.distributed.init_process_group first")
@@ -242,6 +241,18 @@ def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
     if group not in _known:
         _known[group] = Ranks(group)
     return _known[group]
+
+
+def check_mesh(group: Any, mesh: Any) -> None:
+    """``mesh`` is a DeviceMesh that this rank is in, and there is no ``group`` besides."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+    if group is not None:
+        raise ValueError("group must be None beside mesh, got both")
+    if mesh.get_coordinate() is None:
+        raise ValueError("mesh must have this rank in it, got one of other ranks")
 
 
 Spec = tuple[tuple[int, ...], torch.dtype]

@@ -32,7 +32,9 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
         shards, ranks = self.shards, self.shards.ranks
         if ranks.size == 1:
-            out, lse = attend_once(q, k, v, shards.pair(0, 0), shards.scores, sink)
+            pair = shards.pair(0, 0)
+            keys, values = (_at(pair.ranges, x) for x in (k, v))  # calls count keys through the ranges
+            out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)
         for _, pair, keys, values in _travel(shards, k, v, range(ranks.size)):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from flashtile.io_model.cards import CARDS
+from flashtile.hardware.cards import CARDS
 from flashtile.visualizer import prebuilt, stories
 from flashtile.visualizer.recording import record
 from flashtile.visualizer.settings import SRAM_SIZES, Setting

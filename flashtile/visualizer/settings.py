@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from flashtile.algorithms.memory import DEFAULT_SRAM_BYTES
-from flashtile.io_model.cards import CARDS
+from flashtile.hardware.cards import CARDS
 
 SRAM_CARDS = ("t4", "l40s", "a100", "h100")
 SRAM_SIZES = tuple(CARDS[name].shared_bytes for name in SRAM_CARDS)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile.backends.common.config import KernelConfig
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
 from flashtile.io_model import hopper, kernels
-from flashtile.io_model.calls import Call
-from flashtile.io_model.cards import Card
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 SECTOR_BYTES = 32
 

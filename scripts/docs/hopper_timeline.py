@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from flashtile.io_model.calls import Call
+from flashtile.hardware.calls import Call
 from flashtile.io_model.hopper import WorkTiles, cost_of
 
 ROOT = Path(__file__).resolve().parents[2]

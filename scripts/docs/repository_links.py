@@ -1,8 +1,8 @@
 """MkDocs hook: pages link to files of the repository by relative paths, and the site shows those files.
 
-A page may link to ``../../flashtile/merge.py`` or ``../CONTRIBUTING.md``, which leads somewhere in a checkout
-and on a code host. For the site, each linked file becomes part of it: Markdown a page, any other text a page
-that shows it, and JSON a download. Links are rewritten to match.
+A page may link to ``../../flashtile/api/merge.py`` or ``../CONTRIBUTING.md``, which leads somewhere in a
+checkout and on a code host. For the site, each linked file becomes part of it: Markdown a page, any other
+text a page that shows it, and JSON a download. Links are rewritten to match.
 """
 
 from __future__ import annotations

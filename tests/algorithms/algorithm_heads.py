@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile import reference
+from flashtile.reference import attention as reference
 
 
 class Head(NamedTuple):

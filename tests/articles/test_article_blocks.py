@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import reference
+from flashtile.reference import attention as reference
 from targets import CUDA
 
 DEVICE = "cuda" if CUDA else "cpu"

@@ -10,8 +10,8 @@ from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
-from flashtile import reference
-from flashtile.attn.problem import NO_EXTRAS, Options
+from flashtile.problems.attention import NO_EXTRAS, Options
+from flashtile.reference import attention as reference
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, results_with_backward, slopes, varlen
 
 

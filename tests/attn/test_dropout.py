@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import dropout, testing
-from flashtile.attn.problem import Problem
+from flashtile.problems.attention import Problem
 from small_calls import dense, varlen
 from targets import Target
 
@@ -59,6 +59,16 @@ def test_rounding_changes_what_is_asked_for_by_two_percent_at_most(dropout_p):
     if 2**-10 < dropout_p < 1 - 2**-10:
         assert abs(dropped - dropout_p) <= 0.02 * min(dropout_p, 1 - dropout_p)
     assert dropout.is_fine(dropout_p) == (dropped * 128 % 1 != 0)
+
+
+def test_the_share_is_one_of_probabilities():
+    for wrong in (3, 1.0, -0.1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="dropout_p must be from 0 to below 1"):
+            dropout.keep_share(wrong)
+    with pytest.raises(TypeError, match="dropout_p must be a number"):
+        dropout.keep_share("a")
+    with pytest.raises(ValueError, match="rng_state must be int64 of shape"):
+        dropout.kept(torch.zeros(3), 0.5, 1, range(1), range(1), range(4), range(4))
 
 
 def test_what_hopper_compares_are_numbers_in_fp16():

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import reference
-from flashtile.arguments import make_options
+from flashtile import fp8
+from flashtile.checks.conversions import make_options
+from flashtile.compat.flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+from flashtile.reference import attention as reference
 
 COMMON = (
     ("dropout_p", 0.0),
@@ -373,3 +375,43 @@ def test_the_stride_of_a_single_column_may_be_anything():
     assert q.stride(-1) != 1
     expected = flashtile.attention(*(t.contiguous() for t in (q, k, v)))
     torch.testing.assert_close(flashtile.attention(q, k, v), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 1), (5, 7), (4, 1, 1), (2, 1, 5, 1), (2, 4, 5, 7)], ids=str)
+def test_masks_and_biases_broadcast_to_the_scores(shape):
+    """With their gradients, which have the shape that was given."""
+    q = torch.randn(2, 5, 4, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 7, 4, 8, dtype=torch.float64).unbind()
+    mask = torch.rand(shape) > 0.3 if shape else torch.tensor(True)
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    whole = 2, 4, 5, 7
+    out, lse = flashtile.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
+    expected = flashtile.attention(q, k, v, mask=mask.expand(whole), bias=bias.expand(whole))
+    assert torch.equal(out, expected)
+    weights = flashtile.attention_weights(q, k, lse.detach(), mask=mask, bias=bias.detach())
+    torch.testing.assert_close(torch.einsum("bhqk,bkhd->bqhd", weights, v), out.detach())
+    dout = torch.randn_like(out)
+    gradient, expected = (torch.autograd.grad(o, bias, dout)[0] for o in (out, expected))
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_offsets_of_int64_are_cast(ragged):
+    """Wherever FlashAttention's callers pass them; cumsum gives them so."""
+    (q, k, v), offsets = ragged
+    packed = {"max_seqlen_q": 7, "max_seqlen_k": 7, "return_attn_weights": "columns"}
+    cache = torch.randn(2, 3, 20, 4, 16).unbind()
+    found, expected = (
+        [
+            flashtile.flash_attn_varlen_func(q, k, v, of, of, 7, 7),
+            *flashtile.attention(q, k, v, cu_seqlens_q=of, cu_seqlens_k=of, **packed),
+            flashtile.flash_attn_varlen_qkvpacked_func(torch.stack([q] * 3, 1), of, 7),
+            _flash_attn_varlen_forward(q, k, v, of, of, 7, 7, 0.0, None, False)[0],
+            flashtile.flash_attn_with_kvcache(
+                q, *(t.clone() for t in cache), k, v, cache_seqlens=1, cu_seqlens_q=of, max_seqlen_q=7,
+                cu_seqlens_k_new=of,
+            ),
+            fp8.quantize(q.half(), "k", cu_seqlens=of, max_seqlen=7).values.float(),
+        ]
+        for of in (offsets.long(), offsets)
+    )  # fmt: skip
+    equal(tuple(found), tuple(expected))

@@ -7,8 +7,8 @@ import torch
 
 import flashtile
 import flashtile.testing
-from flashtile.attn.operators import BACKWARD, FORWARD
-from flashtile.attn.problem import NO_EXTRAS, Extras, Options
+from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 from targets import Target
 
 
@@ -22,7 +22,7 @@ def test_they_are_not_rounded(target: Target):
     q, dout = torch.randn(2, 1, 37, 4, 32, device=target.device, dtype=torch.float16).unbind()
     k, v = torch.randn(2, 1, 50, 2, 32, device=target.device, dtype=torch.float16).unbind()
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    exact = flashtile.reference.attention(*leaves, causal=True)[0]
+    exact = flashtile.reference.attention.attention(*leaves, causal=True)[0]
     right = [exact, *torch.autograd.grad(exact, leaves, dout.double())]
     options = Options(causal=True, backend=target.backend, partial=True)
     out, lse = FORWARD.launch((q, k, v), NO_EXTRAS, options)
@@ -77,7 +77,7 @@ def test_merging_in_place_is_merging(empty, start, rows, kernel, dtype):
     others = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     others[0][:, start : start + rows], others[1][:, :, start : start + rows] = more, more_lse
     right_out, right_lse = flashtile.merge_states(out, lse, *others)
-    merge_into = flashtile.merge.merge_into
+    merge_into = flashtile.api.merge.merge_into
     if kernel:
         from flashtile.backends.portable.merging import merge as merge_into
     found = merge_into(out, lse, more, more_lse, start, dtype)

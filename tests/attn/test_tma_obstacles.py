@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import find_tma_obstacle
+from flashtile.problems.attention import find_tma_obstacle
 
 BATCH, TOKENS, HEADS, D = 2, 8, 2, 16
 

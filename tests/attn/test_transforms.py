@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import reference
+from flashtile.reference import attention as reference
 from small_calls import OPTIONS, assert_same, dense, slopes, varlen
 
 

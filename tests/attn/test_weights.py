@@ -10,8 +10,8 @@ import torch
 import flashtile
 from cases import FP32, Case
 from flashtile import masks
-from flashtile.attn.probabilities import probabilities
-from flashtile.attn.problem import WeightsProblem
+from flashtile.api.probabilities import probabilities
+from flashtile.problems.attention import WeightsProblem
 from targets import Target
 
 CALL = Case(name="weights", seqlen_q=37, seqlen_k=45, head_dim=24, dtype=FP32)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashtile.compile_report import CompileCase, every_case, report
+from flashtile.backends.common.compile_report import CompileCase, every_case, report
 
 pytestmark = pytest.mark.compile
 

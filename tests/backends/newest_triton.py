@@ -12,11 +12,11 @@ from __future__ import annotations
 import pytest
 import triton
 
+from flashtile.backends.common.compile_report import CompileCase, report
 from flashtile.backends.hopper.backward import compile_cases as hopper_backward
 from flashtile.backends.hopper.forward import compile_cases as hopper_forward
 from flashtile.backends.hopper.fp8 import compile_cases as hopper_fp8
 from flashtile.backends.hopper.fp8.config import Fp8Variant
-from flashtile.compile_report import CompileCase, report
 
 pytestmark = pytest.mark.compile
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import script_runner
-from flashtile import compile_report
+from flashtile.backends.common import compile_report
 
 script = script_runner.load("scripts/compare_machine_code.py")
 

@@ -1,7 +1,8 @@
 """Every kernel configuration, compiled ahead of time, is within its limits.
 
-``make test`` compiles those whose limits say something that others do not; the rest are marked ``exhaustive``
-(``make test-compile``).
+``make test`` reads what the compiler made of a configuration from the record (``compile_record.py``). It
+compiles those that have changed since, and one of each folder of kernels; the rest are marked ``exhaustive``
+(``make test-compile``). Of a Triton without a record it compiles the configurations that tell most.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels have nothing to compile", allow_module_level=True)
 
-from flashtile.compile_report import CompileCase, every_case, report
+import compile_record
+
+from flashtile.backends.common.compile_report import CompileCase, CompileReport, every_case, report
 
 pytestmark = pytest.mark.compile
 
 HOPPER = "sm_90a"
 TENSOR_CORE = {"sm_80": "mma", HOPPER: "wgmma"}
 CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
+RECORDED = {arch: [compile_record.recorded(case, arch) for case in CASES[arch]] for arch in CASES}
 VALUE = "value"
 WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_WIDE")
 
@@ -85,31 +89,72 @@ def weight(case: CompileCase) -> tuple[int, int]:
     return max(constants.get(name, 0) for name in WIDTHS), sum(value is True for value in constants.values())
 
 
+def of_each_folder() -> set[tuple[str, str]]:
+    """(architecture, name) of the narrowest case of each folder of kernels: is the record true?"""
+    smallest: dict[str, tuple] = {}
+    for arch, cases in CASES.items():
+        for case in cases:
+            if case.tensor_cores:
+                folder = case.kernel.fn.__module__.rpartition(".")[0]
+                found = weight(case), arch, case.name
+                smallest[folder] = min(smallest.get(folder, found), found)
+    return {(arch, name) for _, arch, name in smallest.values()}
+
+
+def unrecorded() -> set[tuple[str, str]]:
+    """(architecture, name) of cases that are new, or have changed since they were recorded."""
+    pairs = ((arch, *pair) for arch in CASES for pair in zip(CASES[arch], RECORDED[arch], strict=True))
+    return {(arch, case.name) for arch, case, found in pairs if found is None}
+
+
+CHOSEN = unrecorded() | of_each_folder() if compile_record.is_of_this_triton() else telling()
+
+
 def every_configuration() -> list:
-    told = telling()
     return [
         pytest.param(
             arch,
             case,
+            found,
             id=f"{arch}-{case.name}",
-            marks=() if (arch, case.name) in told else (pytest.mark.exhaustive,),
+            marks=() if (arch, case.name) in CHOSEN else (pytest.mark.exhaustive,),
         )
         for arch, cases in CASES.items()
-        for case in cases
+        for case, found in zip(cases, RECORDED[arch], strict=True)
     ]
 
 
-@pytest.mark.parametrize(("arch", "case"), every_configuration())
-def test_every_configuration_is_within_its_limits(arch, case):
-    found = report(case, arch)
-    assert found.violations == []
+def beyond_limits(case: CompileCase, found: CompileReport) -> list[str]:
+    """What is wrong with a configuration."""
+    wrong = list(found.violations)
     if case.tensor_cores and is_16_bit(case):  # wgmma takes 64 rows, fewer run on the older instruction
-        assert (TENSOR_CORE[arch] if case.constants["C"].BLOCK_M >= 64 else "mma") in found.tensor_core
+        wanted = TENSOR_CORE[found.arch] if case.constants["C"].BLOCK_M >= 64 else "mma"
+        wrong += [] if wanted in found.tensor_core else [f"no {wanted}"]
+    return wrong
+
+
+def unmoved(found: CompileReport) -> tuple:
+    """Numbers that line numbers of a kernel's source do not change, as they do registers and spills."""
+    return found.shared, found.threads, found.tensor_core, found.lost_barriers
+
+
+@pytest.mark.parametrize(("arch", "case", "recorded"), every_configuration())
+def test_every_configuration_is_within_its_limits(arch, case, recorded):
+    found = report(case, arch)
+    assert beyond_limits(case, found) == []
+    assert recorded is None or unmoved(found) == unmoved(recorded), "make record-compiled"
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_recorded_configurations_are_within_their_limits(arch):
+    pairs = zip(CASES[arch], RECORDED[arch], strict=True)
+    wrong = {case.name: beyond_limits(case, found) for case, found in pairs if found is not None}
+    assert {name: limits for name, limits in wrong.items() if limits} == {}
 
 
 @pytest.mark.parametrize("arch", CASES)
 def test_every_kernel_has_cases(arch):
-    """The list that the test above walks is whole: unique names, 16-bit products held to the tensor cores."""
+    """The list that the tests above walk is whole: unique names, 16-bit products held to the tensor cores."""
     cases = CASES[arch]
     assert len({case.name for case in cases}) == len(cases)
     kernels = {case.kernel.fn.__name__ for case in cases}

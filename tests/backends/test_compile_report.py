@@ -20,8 +20,14 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from flashtile import compile_report  # noqa: E402
-from flashtile.compile_report import ARCHITECTURES, CompileCase, CompileReport, report, reports  # noqa: E402
+from flashtile.backends.common import compile_report  # noqa: E402
+from flashtile.backends.common.compile_report import (  # noqa: E402
+    ARCHITECTURES,
+    CompileCase,
+    CompileReport,
+    report,
+    reports,
+)
 
 pytestmark = pytest.mark.compile
 

@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from cases import Case
-from flashtile import reference, testing
-from flashtile.attn.problem import Extras, Options, Problem
+from flashtile import testing
 from flashtile.backends import cpu
 from flashtile.backends.cpu import banded, flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
+from flashtile.problems.attention import Extras, Options, Problem
+from flashtile.reference import attention as reference
 
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
 LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6))

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends import hopper, portable
 from flashtile.backends.common.device import Target, capability, is_nvidia, multiprocessors
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.portable import decode as portable_decode
 from flashtile.backends.portable import fp8 as portable_fp8
-from flashtile.fp8.problem import Fp8Problem
+from flashtile.problems.attention import Problem
+from flashtile.problems.fp8 import Fp8Problem
 
 H100 = Target("H100", (9, 0), 132)
 A100 = Target("A100", (8, 0), 108)

@@ -15,6 +15,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
+from compile_record import numbers
+
+from flashtile.backends.common.compile_report import ARCHITECTURES
 from flashtile.backends.common.preprocess import ROW_PAD, padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import schedule as backward_schedule
@@ -32,7 +35,6 @@ from flashtile.backends.hopper.backward.launch import l2_swizzle, last_heads, re
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.compile_report import ARCHITECTURES, report
 from kernels_as_python import functions_of, make_work_tile
 
 KIB = 1024
@@ -502,7 +504,7 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     else:
         tiles = (smem_bytes(config, *sizes),)
     name = f"head_dim {sizes[0]}/{sizes[1]} "
-    compiled = [report(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
+    compiled = [numbers(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
     for ours, theirs in zip(tiles, compiled, strict=True):
         assert ours < theirs < ours + BARRIERS
 

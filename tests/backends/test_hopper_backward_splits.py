@@ -13,7 +13,6 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 import flashtile
 from flashtile import testing
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.backward import splits as splitting
 from flashtile.backends.hopper.backward.config import choose
@@ -21,6 +20,7 @@ from flashtile.backends.hopper.backward.splits import Splits, Work, best_splits,
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.io_model import find_card
+from flashtile.problems.attention import Problem
 
 H200 = Target("H200", (9, 0), 132)
 

@@ -9,14 +9,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from compile_record import numbers
+
+from flashtile.backends.common.compile_report import ARCHITECTURES, KIB
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.hopper.compile_cases import HOPPER
 from flashtile.backends.hopper.fp8.compile_cases import PLAIN, compile_cases
 from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
 from flashtile.backends.hopper.fp8.launch import scale_strides
-from flashtile.compile_report import ARCHITECTURES, KIB, report
-from flashtile.fp8.layout import KEY_BLOCK
-from flashtile.fp8.problem import Scales
+from flashtile.problems.fp8 import Scales
+from flashtile.problems.fp8_layout import KEY_BLOCK
 
 BARRIERS = KIB
 PROBLEM = replace(PLAIN, head_dim=128, head_dim_v=128)
@@ -34,7 +36,7 @@ def test_shared_memory_is_what_the_kernel_allocates() -> None:
     for v_transposed, name in ((True, "full q in registers"), (False, "full v row by row")):
         config = choose(replace(PROBLEM, v_transposed=v_transposed))
         expected = smem_bytes(config, 128, 128, v_transposed)
-        found = report(cases[f"hopper fp8 forward head_dim 128/128 128x128 {name}"], HOPPER).shared
+        found = numbers(cases[f"hopper fp8 forward head_dim 128/128 128x128 {name}"], HOPPER).shared
         assert expected <= found <= expected + BARRIERS
 
 

@@ -33,11 +33,11 @@ from flashtile.backends.hopper.forward.config import every_row
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.backends.hopper.mods import launch as mods_launch
-from flashtile.decode import testing as decode_testing
-from flashtile.fp8 import testing as fp8_testing
-from flashtile.fp8.layout import E4M3
-from flashtile.linear.problem import LinearTensors
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
+from flashtile.problems.fp8_layout import E4M3
+from flashtile.problems.linear import LinearTensors
+from flashtile.testing import decode as decode_testing
+from flashtile.testing import fp8 as fp8_testing
 from gluon_interpreter import Edited, interpreted
 
 exhaustive = pytest.mark.exhaustive
@@ -244,11 +244,32 @@ def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
     assert {"forward_kernel", "backward_kernel"} <= set(interpreter.launched)
 
 
+def test_hidden_scores_have_no_gradient() -> None:
+    """Neither those that a mask hides nor rows past the end, where the function divides by zero."""
+
+    def modify(s, b, h, q_idx, kv_idx):
+        return s / (q_idx - kv_idx).abs() + torch.log(70.0 - q_idx) / 8
+
+    q, k, v = (testing.random_tensor((1, 70, 1, 64), BF16, "cpu", seed=i) for i in range(3))
+    with interpreted() as interpreter:
+        testing.check(q, k, v, backend="hopper", score_mod=modify, mask_mod=lambda b, h, i, j: i != j)
+    assert "backward_kernel" in interpreter.launched
+
+
 def test_a_block_mask_of_whole_blocks() -> None:
     """Full, partial and empty ones, and rows that have none: no other mask hides a key."""
     mask = mask_mod(lambda b, h, q, kv: (q // 128 != 1) & (((q - kv) % 3 != 1) | (kv < 128)))
     blocks = create_block_mask(mask, None, None, 384, 384, "cpu")
     q, k, v = (testing.random_tensor((1, 384, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
+
+
+def test_a_sequence_that_ends_in_the_only_full_block() -> None:
+    """Keys behind its end are hidden, although the block mask hides none."""
+    blocks = create_block_mask(mask_mod(lambda b, h, q, kv: kv >= 100), None, None, 64, 200, "cpu")
+    assert blocks.full_kv_indices[0, 0, 0, 0] == 1
+    q, k, v = (testing.random_tensor((1, n, 1, 64), BF16, "cpu", seed=n) for n in (64, 200, 200))
     with interpreted():
         testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from flashtile.attn.problem import EXTRAS_OF_ALL, Extras, Problem
 from flashtile.backends import hopper
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.hopper import fp8 as hopper_fp8
-from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales
+from flashtile.problems.attention import EXTRAS_OF_ALL, Extras, Problem
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 PATIENCE = 20.0
 """Seconds after which threads that wait for one another are said to."""

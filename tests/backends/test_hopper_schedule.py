@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import ARCHITECTURES
 from flashtile.backends.common.device import INTERPRETER_MULTIPROCESSORS
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.compile_cases import PLAIN
@@ -29,7 +29,7 @@ from flashtile.backends.hopper.forward.config import (
     tile_columns,
 )
 from flashtile.backends.hopper.forward.launch import variant_of
-from flashtile.compile_report import ARCHITECTURES
+from flashtile.problems.attention import Problem
 from kernels_as_python import functions_of
 
 KIB = 1024

@@ -15,11 +15,11 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile import masks
-from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.mods import visits
 from flashtile.backends.hopper.mods.config import reason_against_backward, reason_against_mods
-from flashtile.masks.problem import Mods
+from flashtile.problems.attention import Problem
+from flashtile.problems.masks import Mods
 from kernels_as_python import functions_of
 
 HEADS = 2

@@ -7,7 +7,7 @@ import torch
 
 from flashtile import masks
 from flashtile.masks.mods import traced
-from flashtile.masks.problem import MAX_SIZES, Mods
+from flashtile.problems.masks import MAX_SIZES, Mods
 
 functions = pytest.importorskip("flashtile.backends.portable.mods.functions")
 

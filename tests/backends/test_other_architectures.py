@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import architectures
 
-from flashtile import compile_report
+from flashtile.backends.common import compile_report
 
 
 @pytest.mark.compile

@@ -16,7 +16,6 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from flashtile import reference
 from flashtile.bench import (
     contestants,
     engine_bench,
@@ -27,7 +26,6 @@ from flashtile.bench import (
     report_charts,
     runner,
     summary,
-    timing,
     workloads,
 )
 from flashtile.bench.inputs import Inputs, make_inputs
@@ -36,7 +34,9 @@ from flashtile.bench.workloads import WORKLOADS, Workload
 from flashtile.commands.bench import bench
 from flashtile.commands.explain import explain
 from flashtile.commands.info import info
-from flashtile.problem import UNLIMITED
+from flashtile.hardware import timing
+from flashtile.problems.common import UNLIMITED
+from flashtile.reference import attention as reference
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci"])

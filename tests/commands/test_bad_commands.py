@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashtile import cli
 from flashtile.bench import runner
@@ -171,3 +174,60 @@ def test_a_reader_that_stops_reading_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_a_benchmark_that_is_stopped_keeps_what_it_measured(monkeypatch, capsys):
+    """In a pipe each cell is a line as soon as it is measured; SIGTERM ends the run, not the report."""
+    results = {"flashtile": {"status": "ok", "ms": 2.0, "tflops": 2.0, "gbps": 1.0, "spread": 0.0}}
+    cell = {
+        "workload": "ci-full-s96", "pass": "forward", "seqlen_q": 96, "seqlen_k": 96, "dtype": "float32",
+        "flops": 4e9, "bytes": 1e3, "resident_bytes": 1, "results": results,
+    }  # fmt: skip
+    document = {
+        "versions": {"torch": "2", "triton": None, "cuda": None}, "date": "2026-01-01", "cells": [],
+        "device": {"device": "cpu", "name": "a CPU"}, "settings": {"threads": 1, "rounds": 1, "rep_ms": 1.0},
+        "ceilings": {"matmul_tflops": {"float32": 1.0}, "copy_gbps": 100.0},
+        "contestants": [{"name": "flashtile", "ours": True}],
+    }  # fmt: skip
+
+    def measure(*_, after_cell, **__):
+        document["cells"].append(cell)
+        after_cell(document)
+        assert "1/1 ci-full-s96 forward: flashtile 2 ms" in capsys.readouterr().err
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal did not end the run")
+
+    monkeypatch.setattr(runner, "run", measure)
+    monkeypatch.setattr(sys, "argv", ["flashtile", *BENCH])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == options.STOPPED
+    written = capsys.readouterr().out
+    assert "ci-full-s96" in written
+    assert "faster than the measured ceilings: ci-full-s96" in written  # 4 GFLOP in 2 ms at 1 TFLOP/s
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_model_that_has_no_room_in_memory(run, tmp_path, monkeypatch, where):
+    pytest.importorskip("aiohttp")
+    sizes = {"vocab_size": 2**24, "hidden_size": 2**24, "head_dim": 2, "num_hidden_layers": 1}
+    config = json.dumps({"model_type": "llama", **sizes})
+    said = "allocate"
+    if where == "cuda":
+        said = "CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has 1.00 GiB free."
+
+        def load(*_, **__):
+            raise torch.OutOfMemoryError(f"{said} Process 7 has 70.00 GiB memory in use. If reserved ...")
+
+        monkeypatch.setattr("flashtile.engine.LLM", load)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(config)
+        Path(folder, "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
+        options = ("--device", "cpu", "--load-format", "dummy")
+        code, error = run("serve", folder, *options)
+    assert code == 2, error
+    assert error.startswith("flashtile: ")
+    assert error.count("\n") == 1
+    assert f"there is not enough memory for the model: {said if where == 'cuda' else ''}" in error
+    assert said in error
+    assert "Process 7" not in error

@@ -74,7 +74,7 @@ def test_products_are_measured_beside_torchs(tmp_path):
 
 def test_a_chart_shows_the_inflections(tmp_path):
     from flashtile.bench.linear_chart import draw
-    from flashtile.linear.table import rows
+    from flashtile.hardware.linear_table import rows
 
     row = next(row for row in rows() if row.N == 22016)
     draw(row, tmp_path / "curves.svg")

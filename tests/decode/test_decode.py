@@ -9,7 +9,7 @@ import pytest
 import flashtile
 from cases import BF16, FP16, FP32, FP64
 from decode_cases import CASES, build
-from flashtile.decode import testing
+from flashtile.testing import decode as testing
 
 BY_NAME = {case.name: case for case in CASES}
 DTYPES = [FP64, FP32, FP16, BF16]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.decode import cascade
-from flashtile.decode.problem import FP8
+from flashtile.api import cascade
+from flashtile.problems.decode import FP8
 
 B, SQ, SN, H, HKV, D, ROWS, PAGES, PAGE = 2, 3, 2, 4, 2, 16, 20, 9, 4
 
@@ -122,7 +122,7 @@ CALLS = [
     (DENSE, {"sink": rand(H, dtype=torch.bfloat16)}, TypeError, ("sink must be float32", "bfloat16")),
     # ragged queries
     (VARLEN, {"max_seqlen_q": None}, TypeError, ("max_seqlen_q must be an int",)),
-    (VARLEN, {"cu_seqlens_q": int64(0, 2, 5)}, TypeError, ("cu_seqlens_q must be int32",)),
+    (VARLEN, {"cu_seqlens_q": int64(0, 2, 5).short()}, TypeError, ("cu_seqlens_q must be int32",)),
     (VARLEN, {"cu_seqlens_q": int32(0, 3, 5), "max_seqlen_q": 2}, ValueError,
      ("cu_seqlens_q", "3 tokens", "max_seqlen_q = 2")),
     (VARLEN, {"cu_seqlens_q": int32(0, 2, 6), "max_seqlen_q": 4}, ValueError,

@@ -13,8 +13,8 @@ import torch
 import flashtile
 from cases import BF16, FP16, FP32, FP64
 from flashtile import testing
-from flashtile.decode import reference
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
+from flashtile.reference import decode as reference
 
 HEADS, HEADS_KV, D, D_V = 6, 2, 16, 8
 
@@ -80,9 +80,10 @@ def test_slots_of_scaled_pages(on):
         **on,
     )
     got = k_cache[2, 1].float() * k_descale[2][:, None], v_cache[1, 0].float() * v_descale[1][:, None]
-    torch.testing.assert_close(got[0], k[0], rtol=2**-4, atol=1e-3)
+    half_a_step = 2**-4 * 1.001  # of e4m3's three bits, and float32's own rounding
+    torch.testing.assert_close(got[0], k[0], rtol=half_a_step, atol=1e-3)
     limit = 448 * v_descale[1][:, None]
-    torch.testing.assert_close(got[1], v[1].clamp(-limit, limit), rtol=2**-4, atol=1e-3)
+    torch.testing.assert_close(got[1], v[1].clamp(-limit, limit), rtol=half_a_step, atol=1e-3)
     assert (got[1].abs() == limit).any(), "nothing saturates: the values are too small to test it"
 
 
@@ -196,7 +197,7 @@ def test_a_shared_prefix_changes_no_result(target, on, name, seqlen_q, dtype):
     )
     exact = reference.attention_with_kvcache(q, k_cache, v_cache, upcast=FP64, **arguments)
     plain = reference.attention_with_kvcache(q, k_cache, v_cache, **arguments)
-    # As in flashtile.decode.testing: values that cancel keep the rounding of their sum.
+    # As in flashtile.testing.decode: values that cancel keep the rounding of their sum.
     sums = torch.finfo(lse.dtype).eps * float(v_cache.nan_to_num(0.0).abs().max())
     comparison = testing.compare("out", out, exact[0], plain[0], noise=(sums, sums))
     assert comparison.holds, str(comparison)

@@ -15,7 +15,8 @@ from flashtile.backends.portable.decode import (
     prepare_decode,
 )
 from flashtile.backends.portable.decode.launch import has_pairs
-from flashtile.decode.problem import (
+from flashtile.op.operation import signatures
+from flashtile.problems.decode import (
     FP8,
     AppendOptions,
     AppendProblem,
@@ -25,7 +26,6 @@ from flashtile.decode.problem import (
     DecodeOptions,
     DecodeProblem,
 )
-from flashtile.op.operation import signatures
 
 pytestmark = pytest.mark.interpreter
 

@@ -20,8 +20,8 @@ from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.decode.schedule import Layout, Lengths, Sequences, balanced_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
-from flashtile.decode import testing
-from flashtile.decode.problem import FP8, CombineProblem, CopyProblem, CopyTensors
+from flashtile.problems.decode import FP8, CombineProblem, CopyProblem, CopyTensors
+from flashtile.testing import decode as testing
 
 share_of, share_start = share_of_kernel.fn, share_start_kernel.fn
 
@@ -41,13 +41,14 @@ def test_every_feature_in_float32(name):
 
 
 @pytest.mark.parametrize("name", IN_FLOAT16)
+@pytest.mark.usefixtures("balanced_work")
 def test_float16(name):
     tensors, arguments = build(BY_NAME[name], FP16, "cpu")
     testing.check(*tensors, backend="portable", **arguments)
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_short_work_tiles_are_left_whole(name, whole_tiles, monkeypatch):
+def test_short_work_tiles_are_left_whole(name, monkeypatch):
     """No kernel combines anything, and what nobody asks for is not written."""
     monkeypatch.setattr(launch, "combine_tile", None)
     tensors, arguments = build(BY_NAME[name], FP16, "cpu")
@@ -72,7 +73,7 @@ def test_short_work_tiles_are_left_whole(name, whole_tiles, monkeypatch):
         (1024, 34, True, True),
     ],
 )
-def test_which_work_tiles_are_left_whole(keys, sequences, even, balanced, whole_tiles):
+def test_which_work_tiles_are_left_whole(keys, sequences, even, balanced):
     """Of 8 key heads of 128 on an H200: those that a program reads while parts would be combined, and longer
     ones where a last round of programs keeps the card busy."""
     chosen = config.row("hopper", 2, config.NARROW, 128)

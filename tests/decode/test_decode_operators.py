@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from cases import FP32
 from decode_cases import CASES, build
-from flashtile.decode import operators
-from flashtile.decode.problem import (
+from flashtile.operators import decode as operators
+from flashtile.problems.decode import (
     AppendOptions,
     AppendTensors,
     CacheTensors,

@@ -61,6 +61,7 @@ RAGGED = (10, 300, 0, 129, 64, 5, 500)
     [((700,), 16, 2), (RAGGED, 0, 2), (RAGGED, 3, 2), (RAGGED, 16, 2), (RAGGED, 128, 2), (RAGGED, 16, 9)],
     ids=str,
 )
+@pytest.mark.usefixtures("balanced_work")
 def test_work_tiles_begin_with_what_was_asked_for(events, lengths, page_size, heads_kv):
     batch, capacity = len(lengths), 768
     torch.manual_seed(0)

@@ -14,8 +14,9 @@ import flashtile
 from cases import BF16, FP16, FP32, FP64
 from decode_cases import DecodeCase, build
 from flashtile.backends.cpu.decode.attend import TILE_ELEMENTS, attend
-from flashtile.decode import operators, testing
-from flashtile.decode.problem import FP8, CacheTensors, DecodeOptions, DecodeProblem
+from flashtile.operators import decode as operators
+from flashtile.problems.decode import FP8, CacheTensors, DecodeOptions, DecodeProblem
+from flashtile.testing import decode as testing
 
 
 @st.composite

@@ -16,15 +16,15 @@ from flashtile.backends import compat, portable
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.portable.decode import config, launch
 from flashtile.caches import BoundedCache
-from flashtile.decode.operators import DECODE
 from flashtile.op.operation import CACHE_BYTES
+from flashtile.operators.decode import DECODE
 
 FIRST = object()
 LENGTHS = [*range(1, 20), 63, 64, 65, 127, 128, 129, 512, 1023, 1025, 4096, 4100, 9000]
 
 
 @pytest.fixture
-def kernels(monkeypatch, whole_tiles):
+def kernels(monkeypatch, fresh_launches):
     """Launches as on an H200, of kernels that nothing compiles; a list of (kernel, arguments, whether it was
     compiled for that, addresses of its first tensors) that were run."""
     run: list[tuple] = []

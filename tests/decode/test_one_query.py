@@ -12,7 +12,7 @@ from decode_cases import CASES, build
 from flashtile import flash_attn_with_kvcache
 from flashtile.backends.cpu.decode import one_query
 from flashtile.backends.cpu.decode.attend import _Sequence
-from flashtile.decode import testing
+from flashtile.testing import decode as testing
 
 BY_NAME = {case.name: case for case in CASES}
 SCALED_PAGES = dataclasses.replace(BY_NAME["fp8-by-block"], name="fp8-by-block without softcap", arguments={})

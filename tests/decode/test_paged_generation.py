@@ -10,7 +10,7 @@ import torch
 
 import script_runner
 from flashtile.demo.generation import DenseDecoder, PagedDecoder, beam_search, greedy, parallel_samples
-from flashtile.demo.huggingface import load_llama, read_config
+from flashtile.demo.huggingface import load_llama, read_config, save_llama
 from flashtile.demo.llama import Llama, LlamaConfig
 from flashtile.kv_cache import PagedKVCache
 
@@ -180,9 +180,21 @@ def test_a_hugging_face_folder(tmp_path, tied, rope):
     assert (ours.lm_head.weight.data_ptr() == ours.embed_tokens.weight.data_ptr()) == tied
 
 
+def test_a_head_that_differs_is_kept_whatever_the_config_says(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = Llama(SMALL)
+    save_llama(model, tmp_path, 16)
+    head = torch.randn_like(model.lm_head.weight)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": head}, file)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
+    assert torch.equal(load_llama(tmp_path).lm_head.weight, head)
+
+
 def test_other_architectures_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(NotImplementedError, match="model_type must be 'llama', got 'mamba'"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    with pytest.raises(NotImplementedError, match="model_type must be 'llama', got 'mistral'"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "attention_bias": True}))
     with pytest.raises(NotImplementedError, match="attention_bias must be false"):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import reference, testing
+from flashtile import testing
 from flashtile.compat import flash_attn_interface as flash_attention_3
-from flashtile.decode.reference import attention_with_kvcache
+from flashtile.reference import attention as reference
+from flashtile.reference.decode import attention_with_kvcache
 from targets import Target
 
 HEADS, ROPE, LATENT, PAGE = 4, 64, 512, 8

@@ -13,8 +13,8 @@ import flashtile
 from cases import BF16, FP16, FP32
 from decode_cases import CASES, build
 from flashtile.algorithms import Memory, unified_max
-from flashtile.decode import testing
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
+from flashtile.testing import decode as testing
 
 BY_NAME = {case.name: case for case in CASES}
 FEATURES = (
@@ -38,6 +38,7 @@ def dtypes(target):
 
 
 @pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.usefixtures("either_work")
 def test_every_feature(name, target):
     dtype = dtypes(target)[0]
     tensors, arguments = build(BY_NAME[name], dtype, target.device)
@@ -112,6 +113,7 @@ def test_any_scores(kind, dtype, target):
 
 
 @pytest.mark.parametrize("kind", ["usual", "wide", "just too low", "just too high"])
+@pytest.mark.usefixtures("balanced_work")
 def test_any_scores_of_an_fp8_cache(kind, target):
     scores = scores_of(kind, 200, torch.Generator().manual_seed(0))
     tensors = call_of(scores, dtypes(target)[0], target.device, FP8)
@@ -138,6 +140,7 @@ def test_values_of_any_size(value, target):
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["k", "v", "all keys"])
+@pytest.mark.usefixtures("balanced_work")
 def test_what_is_not_finite(bad, where, target):
     """As without ``softmax_max``."""
     scores = scores_of("usual", 300, torch.Generator().manual_seed(0))
@@ -311,3 +314,33 @@ class TestProfile:
             flashtile.profile_scores(q)
         with pytest.raises(ValueError, match="k has head_dim 16, but q has 32"):
             flashtile.profile_scores(q, k[..., :16])
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "words"),
+        [
+            ({"dtype": "abc"}, TypeError, "dtype must be None or one of torch.float16"),
+            ({"dtype": torch.int8}, TypeError, "dtype must be None or one of torch.float16"),
+            ({"max_rows": 0}, ValueError, "max_rows must be from 1"),
+            ({"max_rows": "a"}, TypeError, "max_rows must be an int"),
+            ({"causal": 1}, TypeError, "causal must be True or False"),
+            ({"softcap": -1.0}, ValueError, "softcap must be finite"),
+            ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite"),
+            ({"softmax_scale": "a"}, TypeError, "softmax_scale must be a number"),
+        ],
+    )
+    def test_arguments_are_checked(self, arguments, error, words):
+        with pytest.raises(error, match=words):
+            flashtile.profile_scores(*self.make(), **arguments)
+
+    def test_tensors_and_models_are_checked(self):
+        q, k = self.make()
+        with pytest.raises(ValueError, match="k has batch size 2, but q has 1"):
+            flashtile.profile_scores(q[:1], k[:1].expand(2, -1, -1, -1))
+        with pytest.raises(TypeError, match="q must be float16"):
+            flashtile.profile_scores(q.int(), k.int())
+        with pytest.raises(ValueError, match="q is on meta"):
+            flashtile.profile_scores(q.to("meta"), k.to("meta"))
+        with pytest.raises(TypeError, match=r"model_or_q must be a torch\.Tensor or a function"):
+            flashtile.profile_scores(3)
+        with pytest.raises(ValueError, match="causal must be left out for a model"):
+            flashtile.profile_scores(lambda: None, causal=False)

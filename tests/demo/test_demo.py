@@ -34,7 +34,7 @@ from flashtile.demo.training import (
     validate,
 )
 from flashtile.engine.rotary import rotary_frequencies
-from flashtile.machine import find_device
+from flashtile.hardware.machine import find_device
 
 CPU = torch.device("cpu")
 TINY = TrainingConfig(sized(layers=2, heads=2, embed=32), steps=40, warm_up=10, batch=4, seqlen=64)

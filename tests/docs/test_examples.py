@@ -13,10 +13,10 @@ import torch
 
 import flashtile
 import flashtile.algorithms
-import flashtile.attn.gradients
+import flashtile.api.padding
 import flashtile.integrations.sdpa
 import flashtile.integrations.transformers
-import flashtile.padding
+import flashtile.operators.gradients
 
 MADE_BY_US = {
     "Array", "Batch", "BlockMask", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant",
@@ -60,8 +60,8 @@ def own_functions(module_name: str) -> dict[str, object]:
 PUBLIC = own_functions("flashtile.testing")
 PUBLIC["flashtile.compat.install_as_flash_attn"] = flashtile.compat.install_as_flash_attn
 PUBLIC["flashtile.nn.MultiheadAttention"] = flashtile.nn.MultiheadAttention
-PUBLIC["flashtile.padding.unpad"] = flashtile.padding.unpad
-PUBLIC["flashtile.attn.gradients.attention_backward"] = flashtile.attn.gradients.attention_backward
+PUBLIC["flashtile.api.padding.unpad"] = flashtile.api.padding.unpad
+PUBLIC["flashtile.operators.gradients.attention_backward"] = flashtile.operators.gradients.attention_backward
 PUBLIC["flashtile.integrations.sdpa.register"] = flashtile.integrations.sdpa.register
 if importlib.util.find_spec("transformers") is not None:
     PUBLIC["flashtile.integrations.transformers.register"] = flashtile.integrations.transformers.register

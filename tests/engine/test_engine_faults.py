@@ -113,6 +113,65 @@ def test_a_step_that_fails_ends_those_whose_memory_it_was_to_move(monkeypatch):
     assert (engine.requests, engine.scheduler.manager.sequences) == ({}, ())
 
 
+NOT_A_NUMBER = float("nan")
+BAD_LOGITS = [
+    (NOT_A_NUMBER, SamplingParams(temperature=0, max_tokens=4)),
+    (-NOT_A_NUMBER, SamplingParams(top_k=3, max_tokens=4)),  # what inf - inf is on a CPU: sorted, it is last
+    (NOT_A_NUMBER, SamplingParams(top_p=0.5, min_p=0.1, max_tokens=4)),
+    (float("inf"), SamplingParams(n=2, seed=1, max_tokens=4)),
+    (NOT_A_NUMBER, SamplingParams(logprobs=2, allowed_token_ids=[1, 2], max_tokens=4)),
+    (NOT_A_NUMBER, BeamSearchParams(2, 4)),
+]
+
+
+@pytest.mark.parametrize(("value", "params"), BAD_LOGITS)
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_logits_that_are_no_numbers_end_their_request_alone(value, params, overlapped):
+    """Of two rows of logits the first has a bad one, of token 9."""
+    llm = load("llama3", async_scheduling=overlapped)
+    engine, model = llm.engine, llm.engine.runner.model
+    logits = model.logits
+
+    def spoilt(hidden):
+        found = logits(hidden)
+        found[0, 9] = value
+        return found
+
+    model.logits = spoilt
+    good = SamplingParams(temperature=0, max_tokens=1)
+    engine.add_request("bad", prompts()[1], params)
+    engine.add_request("good", prompts()[0], good)
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {one.request_id: one for one in engine.step()}
+    assert {one.finish_reason for one in outputs["bad"].outputs} == {"error"}
+    assert "NaN" in outputs["bad"].outputs[0].stop_reason
+    assert all(one.token_ids == [] and not one.logprobs for one in outputs["bad"].outputs)
+    assert outputs["good"].outputs[0].token_ids == greedy("llama3", 14)[0][:1]
+    del model.logits
+    (again,) = llm.generate([prompts()[1]], SamplingParams(temperature=0, max_tokens=6))
+    assert again.num_cached_tokens == 0  # nor are its keys and values found again
+    assert again.outputs[0].token_ids == greedy("llama3", 14)[1][:6]
+
+
+def test_prompts_without_log_probabilities_end_with_an_error():
+    llm = load("llama3")
+    with torch.inference_mode():
+        llm.engine.runner.model.embedding[7] = NOT_A_NUMBER
+    params = SamplingParams(prompt_logprobs=1, max_tokens=2)
+    bad, good = llm.generate([[1, 7, 3], [1, 2, 3]], params)
+    assert (bad.outputs[0].finish_reason, bad.prompt_logprobs) == ("error", [None])
+    assert good.outputs[0].finish_reason == "length"
+    assert all(one.logprob <= 0 for entry in good.prompt_logprobs[1:] for one in entry.values())
+
+
+def test_a_request_that_allows_no_token_ends_with_an_error():
+    llm = load("llama3")
+    params = SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=1)
+    (output,) = llm.generate([[1, 2]], params)
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+
+
 def test_a_request_that_other_processes_cannot_be_told_of_is_not_taken():
     llm = load("llama3")
 
@@ -360,6 +419,34 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
 def test_options_of_the_engine_are_refused_by_name(options, message):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         load("llama3", **options)
+
+
+def test_a_model_of_very_many_positions_takes_what_is_used(tmp_path):
+    """Tables of all positions would take gigabytes and most of a minute."""
+    config = {**SIZES, **MODELS["llama2"], "max_position_embeddings": 2**24}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 2}
+    llm = LLM(tmp_path, kv_cache_memory_bytes=2**20, **options)
+    runner = llm.engine.runner
+    tokens = 2**20 // (2 * 2 * 4 * 16 * 4)  # of keys and values, by layer, head and dimension, in float32
+    assert llm.engine.max_model_len == len(runner.model.rotary[0]) == tokens
+    assert runner.block_table.shape == (3, tokens // 16)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, stop_token_ids=list(range(120)))
+    assert llm.generate([[1, 2]], params)[0].outputs[0].finish_reason == "stop"
+    with pytest.raises(ValueError, match=f"shorter than max_model_len={tokens} tokens"):
+        llm.generate([[1] * tokens])
+    assert LLM(tmp_path, max_model_len=99, **options).engine.max_model_len == 99
+    config |= {"model_type": "mistral", "sliding_window": 4, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # whose memory does not grow with the length
+    llm = LLM(tmp_path, kv_cache_memory_bytes=2**22, **{**options, "block_size": 1024})
+    assert llm.engine.max_model_len == 2**20
+
+
+def test_more_changes_of_the_block_table_than_a_step_has_room_for(monkeypatch):
+    monkeypatch.setattr("flashtile.engine.runner.MAX_CHANGES", 2)
+    llm = load("llama3", block_size=4)
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=6))
+    assert [one.outputs[0].token_ids for one in outputs] == [one[:6] for one in greedy("llama3", 14)]
 
 
 def test_dummy_weights_need_a_config_alone(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from engine_models import MODELS, folder, greedy, load, prompts, transformers_mo
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
 from flashtile.engine.memory import run_one_layer
-from flashtile.engine.model import FEW_ROWS, Matrix
+from flashtile.engine.model import FEW_ROWS, Matrix, rms_norm
 
 LENGTH = 14
 WAYS = {
@@ -206,3 +207,33 @@ def test_blocks_are_hashed_for_the_prefix_cache_only_where_there_are_new_ones(le
     assert cached.call_count == calls
     (again,) = llm.generate([list(range(3, 23))], SamplingParams(max_tokens=1))
     assert again.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_of_its_own_in_a_tied_checkpoint_is_kept(tmp_path, caplog, differs):
+    """As in Transformers 5, which compares what is stored."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder("llama2"), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = load_file(path)
+    head = weights["model.embed_tokens.weight"].clone()
+    if differs:
+        head[[3, 50]] = head[[50, 3]]
+    save_file({**weights, "lm_head.weight": head}, path)
+    llm = LLM(tmp_path / "model", device="cpu", skip_tokenizer_init=True)
+    assert llm.model_config.tie_word_embeddings is not differs
+    assert ("lm_head.weight that differs" in caplog.text) is differs
+    assert torch.equal(llm.engine.runner.model.head.weight, head)
+    theirs = type(transformers_model("llama2")).from_pretrained(tmp_path / "model")
+    assert torch.equal(theirs.lm_head.weight, head)
+
+
+def test_a_norm_whose_weight_has_another_dtype_is_computed_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 8, generator=generator).bfloat16(), torch.randn(8, generator=generator)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight.double()
+    found = rms_norm(x, weight, 0.5)
+    assert found.dtype == x.dtype
+    torch.testing.assert_close(found, expected.bfloat16(), atol=0, rtol=2**-7)

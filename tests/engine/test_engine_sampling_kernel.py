@@ -47,6 +47,37 @@ def check(device: str, rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     assert torch.equal(found, choose_in_torch(logits, plain, positions))
 
 
+def check_bad_logits(device: str, vocab_size: int) -> None:
+    """NaN of either sign and infinity win, whatever the filters, and rows without them draw as before."""
+    from flashtile.backends.portable.sampling import sample
+
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    bits = torch.tensor([0x7FC00000, -0x400000, 0x7F800000, 0x3F000000], dtype=torch.int32)
+    logits[:, vocab_size - 2] = bits.view(torch.float32).repeat(2)
+    every = choices(128, device)
+    choice = Choice(*(column[3::17].contiguous() for column in every[:5]), *every[5:])
+    logits, positions = logits.to(device), torch.arange(8, dtype=torch.int32, device=device)
+    for filtered in (True, False):
+        if not filtered:
+            choice = choice._replace(any_top_k=False, any_top_p=False, any_min_p=False)
+        expected = choose_in_torch(logits, choice, positions)
+        found = sample(logits, *choice[:5], positions, filtered)
+        for tokens in (expected, found):
+            is_bad = (~logits.gather(1, tokens.unsqueeze(1)).isfinite()).squeeze(1).view(2, 4)
+            assert is_bad.tolist() == [[True, True, True, False]] * 2
+
+
+@pytest.mark.interpreter
+def test_bad_logits_win():
+    check_bad_logits("cpu", 50)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_bad_logits_win_on_a_gpu():
+    check_bad_logits("cuda", 50)
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("vocab_size", [50, 4500])
 def test_the_kernel_draws_what_torch_draws(vocab_size):
@@ -64,8 +95,8 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.compile
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_kernel_compiles_without_spills(filtered):
+    from flashtile.backends.common.compile_report import CompileCase, report
     from flashtile.backends.portable.sampling import NUM_WARPS, Variant, sample_kernel
-    from flashtile.compile_report import CompileCase, report
 
     signature = {
         "logits_ptr": "*bf16", "temperature_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp32",

@@ -16,7 +16,7 @@ from flashtile.demo.huggingface import save_llama
 from flashtile.demo.llama import Llama, sized
 from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
-from flashtile.engine.tokenizer import ByteTokenizer, load_tokenizer
+from flashtile.engine.tokenizer import PIECE, ByteTokenizer, load_tokenizer
 
 PARAMS = {"temperature": 0.0, "max_tokens": 24}
 
@@ -119,6 +119,19 @@ def test_stop_texts_and_streams(llm, kind, overlapped, options, text, reason, st
     assert len(outputs) > 1 or kind is RequestOutputKind.FINAL_ONLY
 
 
+def test_texts_are_too_long_only_where_they_are(words):
+    """Whatever they are of, and wherever they are cut to be counted; little of them is read."""
+    for tokenizer in (load_tokenizer(words), ByteTokenizer()):
+        for text in ("the quick brown fox ", " ", "🦊"):
+            most = 300
+            long = text * (2 * PIECE // len(text))
+            count = len(tokenizer.encode(long))
+            assert tokenizer.is_longer(long, most)
+            assert not tokenizer.is_longer(long, count)
+            assert not tokenizer.is_longer(long, count // 2)  # it may be, for all that is certain
+            assert not tokenizer.is_longer(text * (most // len(text)), most)
+
+
 def test_streams_of_tokenizers_say_what_decoding_says(words):
     """Also inside characters of several bytes, and without a space that a text's first token would lose."""
     tokenizer = load_tokenizer(words)
@@ -209,7 +222,6 @@ def test_chat_templates(words, llm):
         ([user], "{{ ''.__class__.__mro__ }}", "does not take these messages"),
         ([user], "{{ 1 / 0 }}", "does not take these messages"),
         ([user], "{{ '{x}'.format() }}", "does not take these messages"),
-        ([user], "{{ 'x' * 10**18 }}", "does not take these messages"),
     ]:
         with pytest.raises(ValueError, match=message):
             tokenizer.apply_chat_template(messages, template)
@@ -222,6 +234,103 @@ def test_chat_templates(words, llm):
     outputs = llm.chat([[user], [parts]], SamplingParams(temperature=0, max_tokens=4))
     assert [output.prompt for output in outputs] == ["user: hi\nassistant:"] * 2
     assert [output.outputs[0].text for output in outputs] == [";<=>"] * 2
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**9 }}", "{{ [1] * 10**9 }}", "{{ 10 ** (10**9) }}", "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (10**9, 1) }}", "{{ '{:>1000000000}'.format(1) }}", "{{ '{:>{w}}'.format(1, w=10**9) }}",
+        "{{ 'a'.ljust(10**9) }}", "{{ 'a' | center(10**9) }}", "{% filter indent(10**9) %}a{% endfilter %}",
+        "{% set x = 'a' * 10000 %}{{ x.replace('a', x) }}", "{{ ('a' * 10000) | replace('a', 'b' * 10000) }}",
+        "{{ (['a' * 10**6] * 10**5) | join }}", "{{ ''.join((['a' * 10**6] * 10**5) | map('trim')) }}",
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{{ lipsum(10**9) }}",
+    ],
+)  # fmt: skip
+def test_a_template_cannot_compute_without_bound(template):
+    """Without bounds each of them takes minutes or gigabytes."""
+    with pytest.raises(ValueError, match=r"computes more than a chat template may|'lipsum' is undefined"):
+        ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], template)
+
+
+def test_long_conversations_are_within_the_bounds():
+    """As templates write them: with macros, namespaces and texts that grow bit by bit."""
+    messages = [{"role": "user", "content": f"{i} " + "word " * 40} for i in range(600)]
+    template = (
+        "{% macro show(m) %}{{ '<' + m.role + '>' + m['content'] | trim ~ '\n' }}{% endmacro %}"
+        "{% set ns = namespace(all='') %}{% for m in messages if m.role == 'user' %}{{ show(m) }}"
+        "{% set ns.all = ns.all + m.content[:9].split(' ')[0] %}{% endfor %}"
+        "{{ messages | length }}{{ ns.all | length }}"
+    )
+    text = ByteTokenizer().apply_chat_template(messages, template)
+    assert text.startswith("<user>0 word word")
+    assert text.endswith("word\n6001690")
+
+
+def test_templates_that_mark_what_is_trained_on():
+    template = "{% generation %}{% set x = messages[0].content %}{{ x }}{% endgeneration %}{{ x }}"
+    assert ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], template) == "hi"
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": "\u00e9", "b": [1]}'}}
+
+
+def test_tool_calls_have_objects_as_arguments():
+    """A template shows them by ``tojson``, which made a quoted text of OpenAI's form."""
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    tokenizer = ByteTokenizer()
+    assert tokenizer.apply_chat_template([message], template) == '{"a": "é", "b": [1]}'
+    assert isinstance(CALL["function"]["arguments"], str)  # the caller's is left as it is
+    for given, shown in [("", "{}"), (None, "{}"), ({"x": 1}, '{"x": 1}'), ("[1]", None), ("{", None)]:
+        message["tool_calls"] = [{**CALL, "function": {"name": "f", "arguments": given}}]
+        if shown is None:
+            with pytest.raises(ValueError, match="a JSON object as arguments of tool_calls, got"):
+                tokenizer.apply_chat_template([message], template)
+        else:
+            assert tokenizer.apply_chat_template([message], template) == shown
+
+
+def test_templates_by_name(words, tmp_path):
+    """As in Transformers: "tool_use" where there are tools; files of their own go before the config."""
+    shutil.copytree(words, tmp_path / "model")
+    config = json.loads((words / "tokenizer_config.json").read_text())
+    listed = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({**config, "eos_token": "</s>", "chat_template": listed})
+    )
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    user, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "f"}}]
+    for given in ({}, {"tools": tools}, {"chat_template": "rag"}, {"chat_template": "rag", "tools": tools}):
+        expected = theirs.apply_chat_template(user, tokenize=False, **given)
+        assert load_tokenizer(tmp_path / "model").apply_chat_template(user, **given) == expected
+    (tmp_path / "model" / "chat_template.jinja").write_text("file")
+    (tmp_path / "model" / "additional_chat_templates").mkdir()
+    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("file of tools")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert [tokenizer.apply_chat_template(user), tokenizer.apply_chat_template(user, tools=tools)] == [
+        "file", "file of tools"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("generation", [None, [7]])
+def test_ends_are_the_tokenizers_and_the_models(words, tmp_path, generation):
+    """A model that was trained on to chat has the end of a turn in its tokenizer alone."""
+    config = json.loads((folder("llama3") / "config.json").read_text())
+    config |= {"eos_token_id": 5, "vocab_size": 600}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (tmp_path / "tokenizer.json").write_text((words / "tokenizer.json").read_text())
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    llm = LLM(tmp_path, device="cpu", load_format="dummy")
+    assert llm.engine.eos_token_ids == {2, *(generation or [5])}
 
 
 def test_who_asks_in_between_takes_nobodys_answers(llm):

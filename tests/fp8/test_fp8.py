@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 import flashtile
 from cases import BF16, CASES, FP16, Case, Inputs
 from flashtile import fp8
-from flashtile.arguments import make_options
-from flashtile.attn.problem import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras
-from flashtile.fp8 import operators, reference, testing
-from flashtile.fp8.layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM
-from flashtile.fp8.problem import AttendOptions, AttendTensors, Scales
+from flashtile.checks.conversions import make_options
+from flashtile.operators import fp8 as operators
+from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras
+from flashtile.problems.fp8 import AttendOptions, AttendTensors, Scales
+from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM
+from flashtile.reference import fp8 as reference
+from flashtile.testing import fp8 as testing
 from targets import INTERPRETING, Target
 
 BY_NAME = {case.name: case for case in CASES}
@@ -246,7 +248,7 @@ def test_rotary_before_attention(target: Target) -> None:
         return torch.cat([a * c - b * s, b * c + a * s], -1)
 
     ours = fp8.attention(q, k, v, causal=True, rotary_cos=cos, rotary_sin=sin, backend=target.backend)
-    exact, _ = flashtile.reference.attention(
+    exact, _ = flashtile.reference.attention.attention(
         rotated(q, k.shape[1] - q.shape[1]), rotated(k, 0), v.float(), causal=True
     )
     assert (ours - exact).square().mean().sqrt() < 0.05 * exact.square().mean().sqrt()
@@ -314,7 +316,7 @@ def test_accuracy_on_outliers() -> None:
     """The paper's RMSE, 9.1e-3, and its 2.6 times under standard attention in FP8; each ingredient helps."""
     generator = torch.Generator().manual_seed(0)
     qkv = [outliers(1, 2048, 1, 128, generator=generator) for _ in range(3)]
-    exact, _ = flashtile.reference.attention(*qkv, upcast=torch.float64)
+    exact, _ = flashtile.reference.attention.attention(*qkv, upcast=torch.float64)
 
     def rmse(out: torch.Tensor) -> float:
         return (out - exact).square().mean().sqrt().item()
@@ -326,5 +328,5 @@ def test_accuracy_on_outliers() -> None:
     }
     best = ours["block", True]
     assert best < 9.1e-3
-    assert 2.6 * best < rmse(reference.standard(*qkv)[0])
+    assert 2.6 * best < rmse(testing.standard(*qkv)[0])
     assert best < 0.8 * ours["block", False] < 0.8 * ours["tensor", False]

@@ -74,7 +74,7 @@ GOOD: dict[str, dict[str, str]] = {
         "x": "rand(3, 8)", "weight": "rand(96, 8)", "k_cache": "rand(4, 4, 1, 16)", "v_cache": "rand(4, 4, 1, 16)",
         "slot_mapping": "torch.tensor([0, 5, 9])", "positions": "ints(0, 1, 2)", **ROTARY, "norm_eps": "1e-6",
     },
-    "flashtile.linear.explain": {"x": "rand(3, 8)", "weight": "rand(6, 8)"},
+    "flashtile.api.explain_linear": {"x": "rand(3, 8)", "weight": "rand(6, 8)"},
     "masks.causal": {"offset": "1"}, "masks.window": {"left": "1", "right": "2", "offset": "0"}, "masks.prefix_lm": {"length": "3", "offset": "0"},
     "masks.document": {"ids": "ints(0, 0, 1)", "ids_kv": "ints(0, 0, 1)"}, "masks.padding": {"lengths": "ints(2, 3)"},
     "masks.dilated": {"size": "2", "dilation": "2", "offset": "0"}, "masks.natten": {"height": "5", "width": "7", "kernel_size": "3"},

@@ -32,7 +32,7 @@ from decode_cases import CASES as DECODE_CASES
 from decode_cases import DecodeCase, build
 from flashtile import masks
 from flashtile.backends.portable.decode import config as decode_config
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
 
 RAGGED = ((70, 130), (1, 139), (0, 17), (35, 0), (7, 7))
 SANITIZED = (

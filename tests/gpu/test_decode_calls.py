@@ -91,6 +91,7 @@ def generate(arguments, steps):
     return outs
 
 
+@pytest.mark.usefixtures("either_work")
 def test_one_graph_is_replayed_as_sequences_grow():
     expected_from, replayed = call(append=True, rotary=True), call(append=True, rotary=True)
     expected = generate(expected_from, 20)
@@ -106,6 +107,7 @@ def test_one_graph_is_replayed_as_sequences_grow():
         assert torch.equal(replayed[name], expected_from[name])
 
 
+@pytest.mark.usefixtures("either_work")
 def test_a_shared_prefix_is_captured_too():
     arguments = call()
     arguments["block_table"][:, :4] = arguments["block_table"][0, :4]

@@ -12,13 +12,14 @@ from torch import Tensor
 import flashtile
 from cases import BF16, FP16, FP32
 from decode_cases import CASES, build, paged
-from flashtile.decode import testing
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
+from flashtile.testing import decode as testing
 
 pytestmark = pytest.mark.gpu
 
 BY_NAME = {case.name: case for case in CASES}
 DTYPES = [BF16, FP16, FP32]
+EITHER = pytest.mark.usefixtures("either_work")
 
 
 def attend(tensors: tuple[Tensor, Tensor, Tensor], arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -33,22 +34,14 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BY_NAME)
+@EITHER
 def test_every_feature(name: str, dtype: torch.dtype) -> None:
-    tensors, arguments = build(BY_NAME[name], dtype, "cuda")
-    testing.check(*tensors, backend="portable", **arguments)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.usefixtures("whole_tiles")
-def test_every_feature_of_short_work_tiles(name: str, dtype: torch.dtype) -> None:
     tensors, arguments = build(BY_NAME[name], dtype, "cuda")
     testing.check(*tensors, backend="portable", **arguments)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.usefixtures("whole_tiles")
 def test_short_work_tiles_without_lse(page_size: int, head_dim: int) -> None:
     """The same bits, by Triton's launch and by ours, and into a caller's memory."""
     (q, *caches), arguments = paged([100, 1, 77, 130], (8, 2), head_dim, page_size=page_size)
@@ -61,7 +54,6 @@ def test_short_work_tiles_without_lse(page_size: int, head_dim: int) -> None:
     assert_same_bits(out, expected)
 
 
-@pytest.mark.usefixtures("whole_tiles")
 def test_a_cache_that_grows_beyond_short_work_tiles() -> None:
     q = torch.randn(2, 1, 8, 64, device="cuda", dtype=BF16)
     caches = torch.randn(2, 2, 1000, 2, 64, device="cuda", dtype=BF16)
@@ -71,6 +63,7 @@ def test_a_cache_that_grows_beyond_short_work_tiles() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 5}, {"split_size": 256}], ids=str)
+@EITHER
 def test_page_sizes(page_size: int, splits: dict[str, int]) -> None:
     tensors, arguments = paged([1000, 1, 0, 777, 4096], page_size=page_size)
     testing.check(*tensors, backend="portable", **arguments, **splits)
@@ -79,6 +72,7 @@ def test_page_sizes(page_size: int, splits: dict[str, int]) -> None:
 @pytest.mark.parametrize("head_dim", [17, 40, 64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=str)
 @pytest.mark.parametrize("heads", [(8, 2), (32, 1)], ids=str)
+@EITHER
 def test_head_dims(head_dim: int, cache_dtype: torch.dtype, heads: tuple[int, int]) -> None:
     tensors, arguments = paged([700, 65], heads, head_dim, cache_dtype=cache_dtype, seqlen_q=2)
     testing.check(*tensors, backend="portable", causal=True, **arguments)
@@ -86,6 +80,7 @@ def test_head_dims(head_dim: int, cache_dtype: torch.dtype, heads: tuple[int, in
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 512), (40, 24), (24, 8)])
 @pytest.mark.parametrize("seqlen_q", [1, 20])
+@EITHER
 def test_head_dims_that_differ(head_dim: int, head_dim_v: int, seqlen_q: int) -> None:
     tensors, arguments = paged([700, 65], (4, 1), head_dim, head_dim_v, seqlen_q=seqlen_q)
     testing.check(*tensors, backend="portable", causal=True, **arguments)
@@ -93,6 +88,7 @@ def test_head_dims_that_differ(head_dim: int, head_dim_v: int, seqlen_q: int) ->
 
 @pytest.mark.parametrize("heads", [(1, 1), (32, 32), (14, 2), (64, 1)], ids=str)
 @pytest.mark.parametrize("seqlen_q", [1, 3, 16, 64])
+@EITHER
 def test_groups_and_tokens(heads: tuple[int, int], seqlen_q: int) -> None:
     tensors, arguments = paged([900, 64, 333], heads, 64, seqlen_q=seqlen_q)
     testing.check(*tensors, backend="portable", causal=True, **arguments)
@@ -109,6 +105,7 @@ def test_tall_row_blocks(
 
 
 @pytest.mark.parametrize("heads_kv", [1, 7, 8, 11, 24, 40])
+@EITHER
 def test_heads_in_teams(heads_kv: int) -> None:
     """One team of all heads, several blocks of heads, and heads that no team divides."""
     tensors, arguments = paged([3000, 129, 0, 64, 777], (heads_kv, heads_kv), 64)
@@ -126,6 +123,7 @@ def test_one_long_sequence_among_short_ones() -> None:
     testing.check(*tensors, backend="portable", **arguments)
 
 
+@EITHER
 def test_more_sequences_than_a_program_reads_at_a_time() -> None:
     tensors, arguments = paged([1 + i * 7 % 90 for i in range(2500)], (2, 1), 32)
     testing.check(*tensors, backend="portable", **arguments)
@@ -208,6 +206,7 @@ def test_calls_wait_for_what_they_follow() -> None:
     assert_same_bits(captured, expected)
 
 
+@EITHER
 def test_the_result_does_not_depend_on_whether_lse_is_wanted() -> None:
     for contexts in ([8192], [300, 0, 5000]):
         tensors, arguments = paged(contexts)
@@ -217,6 +216,7 @@ def test_the_result_does_not_depend_on_whether_lse_is_wanted() -> None:
             assert_same_bits(out, expected)
 
 
+@EITHER
 def test_no_synchronisation() -> None:
     tensors, arguments = paged([300, 40])
     attend(tensors, arguments)
@@ -230,6 +230,7 @@ def test_no_synchronisation() -> None:
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 3}], ids=str)
 @pytest.mark.parametrize("page_size", [16, 48, 256])
 @pytest.mark.parametrize("seqlen_q", [1, 40])
+@EITHER
 def test_sequences_that_leave_the_cache_are_nan(
     seqlen_q: int, page_size: int, splits: dict[str, int]
 ) -> None:
@@ -247,6 +248,7 @@ def test_sequences_that_leave_the_cache_are_nan(
         attend(tensors, wrong | splits | {"debug_checks": True})
 
 
+@EITHER
 def test_a_replay_shows_a_sequence_that_has_outgrown_its_table() -> None:
     tensors, arguments = paged([512, 30])
     attend(tensors, arguments)
@@ -261,6 +263,7 @@ def test_a_replay_shows_a_sequence_that_has_outgrown_its_table() -> None:
     assert lse.isnan().flatten(1).any(1).tolist() == [True, False]
 
 
+@EITHER
 def test_e4m3_caches_at_any_address() -> None:
     """Of one signature, at an even address and then at an odd one."""
     memory = torch.randn(2, 2**16, device="cuda").to(FP8)

@@ -11,8 +11,8 @@ from torch import Tensor
 import flashtile
 from cases import BF16, FP16
 from flashtile import fp8
-from flashtile.fp8 import reference, testing
-from flashtile.fp8.layout import E4M3, ROLES
+from flashtile.problems.fp8_layout import E4M3, ROLES
+from flashtile.testing import fp8 as testing
 
 pytestmark = pytest.mark.gpu
 
@@ -115,9 +115,9 @@ def test_accuracy_on_outliers(backend: str, dtype: torch.dtype) -> None:
     ours, theirs = [], []
     for draw in range(6):
         qkv = [random(1, 4096, 4, 128, seed=3 * draw + i, dtype=dtype, outliers=True) for i in range(3)]
-        exact, _ = flashtile.reference.attention(*qkv, upcast=torch.float64)
+        exact, _ = flashtile.reference.attention.attention(*qkv, upcast=torch.float64)
         ours.append((fp8.attention(*qkv, backend=backend) - exact).square().mean())
-        theirs.append((reference.standard(*qkv)[0] - exact).square().mean())
+        theirs.append((testing.standard(*qkv)[0] - exact).square().mean())
     rmse, rmse_of_standard = (torch.stack(errors).mean().sqrt().item() for errors in (ours, theirs))
     assert rmse < 9.1e-3
     assert rmse_of_standard > 2.6 * rmse

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashtile
 from cases import BF16, FP16
 from decode_cases import CASES, DecodeCase, build, paged
-from flashtile.decode import testing
+from flashtile.testing import decode as testing
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import flashtile
 from cases import BF16, FP16
 from decode_cases import paged
-from flashtile.decode import testing
-from flashtile.decode.problem import FP8
+from flashtile.problems.decode import FP8
+from flashtile.testing import decode as testing
 
 pytestmark = pytest.mark.gpu
 

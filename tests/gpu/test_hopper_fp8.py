@@ -10,8 +10,8 @@ import torch
 import flashtile
 from cases import BF16, FP16, Case
 from flashtile import fp8
-from flashtile.fp8 import testing
-from flashtile.fp8.layout import E4M3, KEY_BLOCK
+from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK
+from flashtile.testing import fp8 as testing
 from targets import CUDA
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)

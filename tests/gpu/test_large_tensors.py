@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import reference, testing
+from flashtile import testing
+from flashtile.reference import attention as reference
 from targets import Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.huge]

@@ -14,7 +14,7 @@ from linear_calls import CALLS, Call, check, describe, make_inputs
 
 from flashtile.backends.hopper import linear as ring
 from flashtile.linear import linear, linear_before_norm, linear_qkv
-from flashtile.linear.problem import E4M3, LinearTensors
+from flashtile.problems.linear import E4M3, LinearTensors
 from targets import CUDA
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.attn.operators import BACKWARD, FORWARD
-from flashtile.attn.problem import NO_EXTRAS, Options
+from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.testing import poisoned_memory
 from targets import CUDA
 

@@ -13,7 +13,7 @@ import flashtile
 from cases import BF16, FP16, Case, Inputs
 from decode_cases import paged
 from flashtile import masks
-from flashtile.decode import testing
+from flashtile.testing import decode as testing
 from targets import Target
 
 pytestmark = pytest.mark.gpu

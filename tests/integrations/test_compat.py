@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.api import padding
 from flashtile.compat import MODULES, install_as_flash_attn, uninstall_as_flash_attn
+from flashtile.compat.flash_attn.layers import rotary
 
 
 @pytest.fixture
@@ -334,3 +336,32 @@ def test_what_flash_attention_takes_is_taken():
     assert all(map(torch.equal, *gradients))
     decoded = flashtile.flash_attn_with_kvcache(apart[0].detach(), *cache)
     assert torch.equal(decoded, flashtile.flash_attn_with_kvcache(q.detach(), *cache))
+
+
+X, ANGLES = torch.ones(2, 5, 4, 8), torch.ones(10, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: padding.unpad(X, None), TypeError, "mask must be a torch.Tensor, got NoneType"),
+        (lambda: padding.unpad(X, torch.ones(2, 3)), ValueError, r"mask must have shape .*got \(2, 3\)"),
+        (lambda: padding.unpad(X, torch.ones(2, 5, device="meta")), ValueError, "mask is on meta, not"),
+        (lambda: padding.pad(X[0], torch.arange(3), 1, 5), ValueError, r"indices must have shape \(total,\)"),
+        (lambda: padding.pad(X[0], torch.ones(5), 1, 5), TypeError, "indices must be int64, got"),
+        (lambda: padding.pad(X[0], torch.arange(5), -1, 5), ValueError, "batch must be from 0"),
+        (lambda: padding.pad(X[0], torch.arange(5), 1, 4), ValueError, "indices must be from 0 to 3"),
+        (lambda: rotary.apply_rotary_emb(3, ANGLES, ANGLES), TypeError, "x must be a torch.Tensor"),
+        (lambda: rotary.apply_rotary_emb(X.long(), ANGLES, ANGLES), TypeError, "x must be float16"),
+        (lambda: rotary.apply_rotary_emb(X[0], ANGLES, ANGLES), ValueError, "x must have 4 dimensions"),
+        (lambda: rotary.apply_rotary_emb(X, ANGLES, ANGLES, "no"), TypeError, "interleaved must be True or"),
+        (
+            lambda: rotary.apply_rotary_emb(X, ANGLES, ANGLES, seqlen_offsets=torch.ones(2)),
+            TypeError,
+            "seqlen_offsets must be int32 or int64",
+        ),
+    ],
+)
+def test_what_padding_and_rotation_cannot_take_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()

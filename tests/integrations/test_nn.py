@@ -146,3 +146,59 @@ def test_what_it_does_not_serve_has_a_name():
         module(x, x[:2], x[:2])
     with pytest.raises(TypeError, match="nested"):
         module(*[torch.nested.nested_tensor([x[0], x[1]])] * 3)
+
+
+@pytest.mark.parametrize("how", ["vmap", "compile", "meta"])
+def test_masks_that_cannot_be_looked_at(how):
+    """Under a transform, in a graph and without data they are read as they are."""
+    ours = flashtile.nn.MultiheadAttention(16, 2, batch_first=True)
+    theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    theirs.load_state_dict(ours.state_dict())
+    x, named = torch.randn(3, 7, 16), {"attn_mask": CAUSAL, "key_padding_mask": RIGHT}
+    if how == "meta":
+        x, named = x.to("meta"), {name: mask.to("meta") for name, mask in named.items()}
+        out, weights = ours.to("meta")(x, x, x, **named)
+        assert (out.shape, weights.shape) == ((3, 7, 16), (3, 7, 7))
+        return
+    expected = theirs(x, x, x, **named)
+    if how == "vmap":
+        found = torch.func.vmap(lambda x: ours(x, x, x, **named))(x[None])
+        found = tuple(t[0] for t in found)
+    else:
+        found = torch.compile(ours, backend="eager", fullgraph=True)(x, x, x, **named)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"query": torch.ones(3, 7, 8).half()}, TypeError, "query has dtype torch.float16, but the module's"),
+        ({"value": torch.ones(3, 7, 8).double()}, TypeError, "value has dtype torch.float64"),
+        ({"key": torch.ones(3, 7, 8, device="meta")}, ValueError, "key is on meta, but the module's weights"),
+        ({"need_weights": "no"}, TypeError, "need_weights must be True or False, got str"),
+        ({"average_attn_weights": None}, TypeError, "average_attn_weights must be True or False"),
+        ({"is_causal": 1}, TypeError, "is_causal must be True or False, got int"),
+        (
+            dict.fromkeys(("query", "key", "value"), torch.ones(7, 8)) | {"key_padding_mask": 3},
+            TypeError,
+            "key_padding_mask must be a torch.Tensor",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(changed, error, says):
+    x = torch.ones(3, 7, 8)
+    module = flashtile.nn.MultiheadAttention(8, 2, batch_first=True)
+    with pytest.raises(error, match=says):
+        module(**{"query": x, "key": x, "value": x, **changed})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_under_dropout_are_of_the_dtype_of_the_module(dtype):
+    module = flashtile.nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True).to(dtype)
+    x = torch.randn(3, 7, 8, dtype=dtype)
+    out, weights = module(x, x, x, average_attn_weights=False)
+    assert weights.dtype == dtype
+    value = module._project(True, x, x, x)[2]
+    expected = module.out_proj(torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(-2))
+    bound = 8 * torch.finfo(dtype).eps * (1 + expected.abs().max().item())  # a few roundings each
+    torch.testing.assert_close(out, expected, atol=bound, rtol=0)

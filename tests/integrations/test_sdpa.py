@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -103,6 +104,49 @@ def test_a_mask_that_changes_is_looked_at_again():
     assert door.served == 3
     torch.testing.assert_close(out, torch_attention(q, k[:, :, :3], v[:, :, :3]), atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(other, torch_attention(q, k, v, mask), atol=2e-6, rtol=1e-5)
+
+
+def written_from_numpy():
+    memory = np.ones((6, 6), dtype=bool)
+    return torch.from_numpy(memory), lambda: memory[:, 3:].fill(False)
+
+
+def written_through_data():
+    mask = torch.zeros(2, 1, 1, 6).expand(2, 4, 6, 6)
+    return mask, lambda: mask.data[0, 0, 0, 3:].fill_(-torch.inf)
+
+
+@pytest.mark.parametrize("make", [written_from_numpy, written_through_data])
+def test_writes_that_no_version_counts_are_seen(make):
+    q, k, v = tensors(*[(2, 4, 6, 8)] * 3)
+    mask, write = make()
+    with flashtile.sdpa(fallback=False):
+        F.scaled_dot_product_attention(q, k, v, mask)
+        write()
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(out, torch_attention(q, k, v, mask.clone()), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("of_each", [True, False])
+def test_masks_under_vmap_are_read_as_they_are(of_each):
+    q, k, v = tensors(*[(3, 2, 6, 8)] * 3)
+    mask = torch.ones(3, 6, 6, dtype=torch.bool).tril() if of_each else torch.ones(6, 6).tril().bool()
+    with flashtile.sdpa(fallback=False) as door:
+        attend = torch.func.vmap(
+            lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask),
+            in_dims=(0, 0, 0, 0 if of_each else None),
+        )
+        out = attend(q, k, v, mask)
+    assert door.served == 1
+    expected = torch_attention(q, k, v, mask[:, None] if of_each else mask)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_backend_that_there_is_not_is_refused_at_once():
+    with pytest.raises(ValueError, match="backend must be None or one of hopper, portable, cpu, got 'hoper'"):
+        flashtile.sdpa(backend="hoper")
+    with pytest.raises(TypeError, match="backend must be None or a backend's name, got int"):
+        flashtile.sdpa(backend=3)
 
 
 NOT_SERVED = {
@@ -209,6 +253,8 @@ def test_the_kernels_that_torch_s_registry_gets(is_causal):
     for q, k, v in (
         tensors(*[(2, 3, 7, 8)] * 3),
         [t.transpose(1, 2) for t in tensors(*[(2, 7, 3, 8)] * 3)],
+        tensors((2, 3, 7, 8), *[(2, 3, 10, 8)] * 2),  # causal: the last keys are seen by none
+        tensors((2, 3, 10, 8), *[(2, 3, 7, 8)] * 2),
     ):
         out, lse, _, _, *others = door_module.forward(q, k, v, 0.0, is_causal, scale=0.3)
         dout = torch.randn(out.shape)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from hugging_face import MASK, SMALL, TOKENS, pair, registered  # noqa: E402, F401 - a fixture
+from hugging_face import MASK, NAMES, SMALL, TOKENS, pair, registered  # noqa: E402, F401 - a fixture
 
 from flashtile.integrations import transformers_masks as masks  # noqa: E402
 
@@ -63,19 +63,35 @@ def test_every_layer_uses_what_the_first_one_read():
     assert min(counts[0][:2]) > 0  # they are counted
 
 
-def test_a_tensor_that_was_written_to_is_read_again():
+def test_what_was_read_holds_for_each_layer_once_in_a_pass():
+    """Not for one that asks again, nor for another model or pass: writes may be counted by no version."""
+    layers, other = [torch.nn.Identity() for _ in range(4)], torch.nn.Identity()
+    for layer in layers:
+        layer.config = layers[0]
     mask = torch.ones(2, 5, dtype=torch.bool)
-    assert masks.padding_of(mask) is masks.padding_of(mask)
-    assert masks.padding_of(mask).whole
-    mask[0, :2] = False
-    assert masks.padding_of(mask).on_left
-    assert masks.padding_of(mask).starts.tolist() == [2, 0]
-    assert all(value is not mask for value in vars(masks.padding_of(mask)).values())  # it would never go
-    with torch.inference_mode():
-        mask = torch.ones(2, 5, dtype=torch.bool)
-        assert masks.padding_of(mask).whole
-        mask[1, 4] = False
-        assert masks.padding_of(mask).on_right
+    found = masks.padding_of(mask, layers[0])
+    assert masks.padding_of(mask, layers[1]) is found
+    assert found.whole
+    assert all(value is not mask for value in vars(found).values())  # it would never go
+    mask.data[0, :2] = False
+    assert masks.padding_of(mask, layers[1]).on_left
+    assert masks.padding_of(mask, layers[0]).starts.tolist() == [2, 0]
+    mask.data[:] = True
+    assert masks.padding_of(mask, other).whole
+    mask[1, 4] = False
+    assert masks.padding_of(mask, layers[2]).on_right
+    mask.data[:] = True
+    masks.mask_of_keys(lambda **named: None)(kv_length=5, allow_is_bidirectional_skip=True)
+    assert masks.padding_of(mask, layers[3]).whole
+
+
+def test_the_mask_of_a_pass_is_no_memory_of_the_caller():
+    given = torch.ones(2, 5, dtype=torch.bool)
+    given[0, 0] = False
+    made = masks.mask_of_keys(lambda **named: None)(kv_length=5, attention_mask=given)
+    given.data[:] = True
+    assert masks.padding_of(made, torch.nn.Identity()).on_left
+    assert not made[0, 0]
 
 
 @pytest.mark.parametrize("where", PADDED)
@@ -103,13 +119,54 @@ def test_tokens_see_no_padding(where):
             torch.testing.assert_close(torch.cat(parts, 1)[here], expected[here], atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("where", ["left", "right", "both"])
-def test_a_window_counts_from_the_tokens(where):
+WINDOWED = {
+    "Mistral": ("ForCausalLM", {"sliding_window": 3}),
+    "Qwen2": ("ForCausalLM", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}),
+    "Gemma2": ("ForCausalLM", {"sliding_window": 3, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    "Gemma3Text": ("ForCausalLM", {"sliding_window": 3, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    "Phi3": ("ForCausalLM", {"sliding_window": 3}),
+    "GptOss": (
+        "ForCausalLM", {"sliding_window": 3, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "ModernBert": ("Model", {"local_attention": 4, "global_attn_every_n_layers": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["left", "right", "both", "holes"])
+@pytest.mark.parametrize("model", WINDOWED)
+def test_a_window_counts_places_as_eager_attention_does(model, where):
+    """Of tokens and padding alike, in one piece and in pieces over a cache."""
+    kind, changed = WINDOWED[model]
+    config = getattr(transformers, f"{model}Config")(**SMALL, **changed)
+    models = pair(model.removesuffix("Text") + kind, config)
     mask = PADDED[where]
-    config = transformers.MistralConfig(**SMALL, sliding_window=3)
-    eager, ours = pair("MistralForCausalLM", config)
-    expected, logits = (model(TOKENS, attention_mask=mask).logits[mask == 1] for model in (eager, ours))
-    torch.testing.assert_close(logits, expected, atol=2e-6, rtol=1e-5)
+    with torch.no_grad():
+        expected, found = (model(TOKENS, attention_mask=mask)[0] for model in models)
+        torch.testing.assert_close(found[mask == 1], expected[mask == 1], atol=2e-6, rtol=1e-5)
+        if kind == "Model":
+            return
+        first, last = TOKENS.split([9, 3], 1)
+        cache = models[1](first, attention_mask=mask[:, :9]).past_key_values
+        found = models[1](last, attention_mask=mask, past_key_values=cache).logits
+    here = mask[:, 9:] == 1
+    torch.testing.assert_close(found[here], expected[:, 9:][here], atol=2e-6, rtol=1e-5)
+
+
+def test_a_window_in_a_compiled_model_counts_places():
+    """In one graph: Transformers' own code would unpad, and wait for the device."""
+    q, k, v = torch.randn(3, 3, 2, 12, 8, dtype=torch.float64).unbind()
+    keys = PADDED["holes"] == 1
+    attend = transformers.AttentionInterface()[NAMES[0]]
+
+    def call(q, k, v, keys):
+        return attend(torch.nn.Identity(), q, k, v, keys, sliding_window=3, is_causal=True)[0]
+
+    with torch.no_grad():
+        found = torch.compile(call, backend="eager", fullgraph=True)(q, k, v, keys)
+    band = torch.ones(12, 12, dtype=torch.bool).tril().triu(-2)
+    seen = keys[:, None, None] & band
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+    torch.testing.assert_close(found[keys], expected[keys])
 
 
 @pytest.mark.parametrize("where", PADDED)

@@ -13,12 +13,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from flashtile import reference
 from flashtile.algorithms import flash1
 from flashtile.algorithms.memory import Memory
-from flashtile.attn.problem import Problem
 from flashtile.bench import workloads
 from flashtile.commands.explain import explain
+from flashtile.hardware.calls import visible_pairs
 from flashtile.io_model import (
     CARDS,
     MODELS,
@@ -34,12 +33,13 @@ from flashtile.io_model import (
     measured_card,
     prompt_memory,
 )
-from flashtile.io_model.calls import visible_pairs
 from flashtile.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTILE, LEAST, PASSES, STANDARD
 from flashtile.io_model.memory import at_length
 from flashtile.io_model.model_tables import about_copied_totals
 from flashtile.io_model.models import longest_prompt
 from flashtile.io_model.tables import why_flash1_is_slower
+from flashtile.problems.attention import Problem
+from flashtile.reference import attention as reference
 
 H100 = find_card("h100")
 PAPER = Call(4, 4096, 4096, 16, 16, 128)

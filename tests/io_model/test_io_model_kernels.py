@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -167,9 +168,11 @@ class TestKernels:
 
 
 @pytest.mark.compile
-def test_residents_are_those_of_the_compiled_kernels():
+def test_residents_are_those_of_the_compiled_kernels(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "backends")
+    from compile_record import numbers
+
     from flashtile.backends.portable.compile_cases import compile_cases
-    from flashtile.compile_report import report
 
     calls = itertools.product(("forward", "dkdv", "dq"), ("64 causal", "128 full"))
     wanted = {f"{kernel} bf16 head_dim {what}" for kernel, what in calls}
@@ -178,7 +181,7 @@ def test_residents_are_those_of_the_compiled_kernels():
             continue
         kernel, _, _, head_dim, variant = case.name.split()
         call = Call(1, 4096, 4096, 8, 8, int(head_dim), window_right=0 if variant == "causal" else -1)
-        compiled = report(case, "sm_90a")
+        compiled = numbers(case, "sm_90a")
         by_registers = kernels.REGISTERS // (-(-compiled.registers // 8) * 8 * compiled.threads)
         by_shared = H100.shared_bytes // (compiled.shared + kernels.RESERVED_SHARED)
         estimated = kernels.residents(kernel, call, getattr(tiles(call), kernel), H100)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flashtile.hardware.linear_table import rows
 from flashtile.io_model import Product, find_card
-from flashtile.linear.table import rows
 
 
 def test_no_measured_product_is_faster_than_its_floor():

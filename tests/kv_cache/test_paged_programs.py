@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from snapshots import COPIES, snapshot
 from torch import Tensor
 
-from flashtile import reference
 from flashtile.kv_cache import OutOfBlocksError, OutOfSequencesError, PagedKVCache
+from flashtile.reference import attention as reference
 
 LAYERS, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 2, 4, 2, 8, 5
 MAX_SEQLEN = 40

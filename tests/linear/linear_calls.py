@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.linear import linear, linear_before_norm, linear_qkv
-from flashtile.linear.problem import (
+from flashtile.problems.linear import (
     E4M3,
     QKV,
     SWIGLU,
@@ -21,7 +21,7 @@ from flashtile.linear.problem import (
     QkvOptions,
     QkvTensors,
 )
-from flashtile.linear.reference import before_norm, end, product, slots_of, turn
+from flashtile.reference.linear import before_norm, end, product, slots_of, turn
 from flashtile.testing import compare, poisoned_memory, random_tensor
 
 PAGES, PAGE_SIZE, HEADS_KV = 12, 4, 2

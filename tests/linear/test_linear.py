@@ -160,6 +160,10 @@ BAD = {
     ),
     "norm": (ValueError, r"norm_weight must have shape \(K,\)", dict(norm_weight=torch.ones(48))),
     "eps": (ValueError, "norm_eps must be finite", dict(norm_eps=float("nan"))),
+    "eps of text": (TypeError, "norm_eps must be a number, got str 'abc'", dict(norm_eps="abc")),
+    "eps of truth": (TypeError, "norm_eps must be a number, got bool", dict(norm_eps=True)),
+    "no columns": (ValueError, r"x must have shape .* K at least 1, got \(0,\)", dict(x=torch.ones(0))),
+    "activations": (ValueError, "activation must be one of", dict(activation=["silu_and_mul"])),
     "factors": (ValueError, r"x_scale must have shape \(rows of x,\) = \(3,\)", dict(x_scale=torch.ones(4))),
     "factors of x": (TypeError, "x_scale must be float32", dict(x_scale=torch.ones(3).half())),
     "two norms": (
@@ -169,7 +173,11 @@ BAD = {
     ),
     "flag": (TypeError, "prefetch must be True or False", dict(prefetch=1)),
     "backend": (ValueError, "backend must be None or one of", dict(backend="cublas")),
-    "number": (ValueError, r"x must have shape \(\.\.\., K\), got shape \(\)", dict(x=torch.zeros(()))),
+    "number": (
+        ValueError,
+        r"x must have shape \(..., K\) with K at least 1, got \(\)",
+        dict(x=torch.zeros(())),
+    ),
 }
 BAD_QKV = {
     "places": (ValueError, "slot_mapping or block_table must say .* got neither", dict(slot_mapping=None)),
@@ -227,7 +235,7 @@ def test_bad_input_is_named_before_anything_is_written(name):
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
 def test_explain_and_autocast_and_flops():
-    explanation = flashtile.linear.explain(X, W)
+    explanation = flashtile.api.explain_linear(X, W)
     assert explanation.backend == "cpu"
     assert "its kernels run on GPUs" in str(explanation)
     with torch.autocast("cpu", torch.bfloat16):

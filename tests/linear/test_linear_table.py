@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.backends.common.compile_report import architecture
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.portable.linear.config import (
@@ -21,11 +22,7 @@ from flashtile.backends.portable.linear.config import (
     tiles_of,
 )
 from flashtile.backends.portable.linear.launch import prepare
-from flashtile.compile_report import architecture
-from flashtile.io_model import find_card
-from flashtile.linear import linear
-from flashtile.linear.problem import QKV, SWIGLU, LinearOptions, LinearProblem, LinearTensors
-from flashtile.linear.table import (
+from flashtile.hardware.linear_table import (
     FLAT,
     GEMV,
     LIBRARY,
@@ -39,6 +36,9 @@ from flashtile.linear.table import (
     rows,
     write_table,
 )
+from flashtile.io_model import find_card
+from flashtile.linear import linear
+from flashtile.problems.linear import QKV, SWIGLU, LinearOptions, LinearProblem, LinearTensors
 from targets import INTERPRETING
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="nothing is launched")
@@ -187,16 +187,16 @@ def test_the_end_of_a_flat_product_stores_many_places_at_once():
 
 def test_explain_names_the_row_and_the_share_of_the_floor():
     x, weight = torch.empty(1, 4096).bfloat16(), torch.empty(6144, 4096).bfloat16()
-    text = str(flashtile.linear.explain(x, weight, card=find_card("h200")))
+    text = str(flashtile.api.explain_linear(x, weight, card=find_card("h200")))
     assert "backend: hopper" in text
     assert "NVIDIA H200, weight 6144 x 4096 bfloat16 (measured for this shape)" in text
     assert "of reading the weight in" in text
-    many = flashtile.linear.explain(linear, x.expand(512, -1), weight, card=find_card("h200"))
+    many = flashtile.api.explain_linear(linear, x.expand(512, -1), weight, card=find_card("h200"))
     assert (many.backend, many.config.kind) == ("portable", LIBRARY)
     assert "the table gives" in many.choice.reasons_against["hopper"] or "1 to 16" in str(many)
     caches = torch.empty(2, 4, 16, 8, 128).bfloat16()
     slots = torch.zeros(1, dtype=torch.int64)
-    appended = flashtile.linear.explain(
+    appended = flashtile.api.explain_linear(
         flashtile.linear.linear_qkv, x, weight, *caches, slot_mapping=slots, card=find_card("h200")
     )
     assert (appended.backend, appended.problem.end) == ("hopper", QKV)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import flashtile
 from flashtile import masks
+from flashtile.masks import BlockMask
 
 SLOPES = torch.ones(2)
 
@@ -127,7 +130,7 @@ BAD_CALLS = {
     "lengths": (
         call(block_mask=masks.create_block_mask(CAUSAL, None, None, 32, 300)),
         ValueError,
-        r"block_mask\.kv_indices must have shape .* for 32 queries and 32 keys, got \(1, 1, 1, 3\)",
+        "block_mask was made for 32 queries and 300 keys, but q has 32 and k 32",
     ),
     "heads": (
         call(block_mask=masks.create_block_mask(CAUSAL, 1, 3, 32, 32)),
@@ -157,32 +160,32 @@ BAD_CALLS = {
     "block-size": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=24),
         ValueError,
-        "BLOCK_SIZE must be multiples of 16, got 24",
+        "BLOCK_SIZE must be one or two multiples of 16 .*, got 24",
     ),
     "block-size-of-floats": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=(32.0, 32.0)),
         ValueError,
-        r"BLOCK_SIZE must be multiples of 16, got \(32\.0, 32\.0\)",
+        r"BLOCK_SIZE must be one or two multiples of 16 .*, got \(32\.0, 32\.0\)",
     ),
     "no-block-size": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=None),
         ValueError,
-        "BLOCK_SIZE must be multiples of 16, got None",
+        "BLOCK_SIZE must be one or two multiples of 16 .*, got None",
     ),
     "no-length": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, None),
-        ValueError,
-        "KV_LEN must be an int of at least 0, got None",
+        TypeError,
+        "KV_LEN must be an int, got NoneType None",
     ),
     "batch": (
         lambda: masks.create_block_mask(CAUSAL, True, None, 32, 32),
-        ValueError,
-        "B must be an int of at least 0, got True",
+        TypeError,
+        "B must be an int, got bool True",
     ),
     "length": (
         lambda: masks.create_block_mask(CAUSAL, None, None, -1, 32),
         ValueError,
-        "Q_LEN must be an int of at least 0, got -1",
+        "Q_LEN must be from 0 to 2147483647, got -1",
     ),
     "empty-tensor": (
         call(score_mod=lambda s, b, h, q, kv: s + torch.empty(0)[h]),
@@ -239,6 +242,181 @@ def test_bad_call(name) -> None:
     run, kind, text = BAD_CALLS[name]
     with pytest.raises(kind, match=text):
         run()
+
+
+WRONG_VALUES = (
+    None, "a", 1.5, math.nan, math.inf, True, 2**63, 10**400, [1], {}, torch.tensor(1.5), torch.ones(2, 3, 3),
+    torch.ones(4, dtype=torch.complex64), torch.ones(4).to_sparse(), torch.ones(4, 4).to_mkldnn(),
+    torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.qint8),
+    torch.nested.nested_tensor([torch.ones(4)]),
+)  # fmt: skip
+READY = {
+    "causal": {"offset": 0},
+    "window": {"left": 1, "right": 1, "offset": 0},
+    "prefix_lm": {"length": 2, "offset": 0},
+    "document": {"ids": torch.zeros(8, dtype=torch.int64), "ids_kv": torch.zeros(8, dtype=torch.int64)},
+    "padding": {"lengths": torch.tensor([3])},
+    "dilated": {"size": 1, "dilation": 2, "offset": 0},
+    "natten": {"height": 4, "width": 4, "kernel_size": 3},
+    "alibi": {"slopes": torch.ones(2), "offset": 0},
+    "relative_position": {"bias": torch.ones(2, 5), "offset": 0},
+    "softcap": {"cap": 2.0},
+    "create_block_mask": {"mask_mod": CAUSAL, "B": 1, "H": 1, "Q_LEN": 32, "KV_LEN": 32, "device": "cpu",
+                          "BLOCK_SIZE": 16},
+}  # fmt: skip
+ALSO_RIGHT = {
+    ("document", "ids_kv"): (None,), ("create_block_mask", "B"): (None,), ("create_block_mask", "H"): (None,),
+    ("create_block_mask", "device"): (None,), ("softcap", "cap"): (1.5, 2**63),
+}  # fmt: skip
+"""Of the wrong values."""
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name in READY for argument in READY[name]]
+)
+def test_every_argument_of_ready_masks_is_checked_by_name(name: str, argument: str) -> None:
+    make = getattr(masks, name)
+    make(**READY[name])
+    for value in WRONG_VALUES:
+        right = ALSO_RIGHT.get((name, argument), ())
+        if any(value is one or (type(value) is type(one) and value == one) for one in right):
+            continue
+        with pytest.raises((TypeError, ValueError), match=rf"\b{argument}\b"):
+            make(**READY[name] | {argument: value})
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    for make, words in (
+        (lambda: masks.padding(torch.tensor([1.5])), "lengths must be of ints, got torch.float32"),
+        (lambda: masks.alibi(torch.tensor([1])), "slopes must be of floats, got torch.int64"),
+        (lambda: masks.dilated(2, 0), "dilation must be from 1"),
+        (lambda: masks.dilated(-1, 1), "size must be from 0"),
+        (lambda: masks.natten(0, 4, 1), "height must be from 1"),
+        (lambda: masks.natten(4, 4, (1, 3, 5)), "kernel_size must be an int or a pair"),
+        (
+            lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "abc"),
+            "device must be None or a device",
+        ),
+        (
+            lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "meta"),
+            "device must be None or a device",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            make()
+
+
+def test_a_picture_of_fewer_pixels_than_tokens_is_refused() -> None:
+    q = torch.randn(1, 35, 2, 8)
+    lse = torch.zeros(1, 2, 35)
+    for mask in (masks.natten(5, 5, 3), CAUSAL & masks.natten(5, 5, 3)):
+        for use in (
+            lambda mask: flashtile.attention(q, q, q, mask_mod=mask),
+            lambda mask: flashtile.attention_weights(q, q, lse, mask_mod=mask),
+            lambda mask: masks.create_block_mask(mask, None, None, 35, 35),
+        ):
+            with pytest.raises(ValueError, match="must have at most 25 tokens, got 35 queries and 35 keys"):
+                use(mask)
+    flashtile.attention(q, q, q, mask_mod=masks.natten(5, 5, 3) | CAUSAL)
+    flashtile.attention(q, q, q, mask_mod=masks.natten(5, 7, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64])
+def test_dtypes_that_torch_does_not_compute_with_are_not_captured(dtype: torch.dtype) -> None:
+    table = torch.ones(2).to(dtype)
+    with pytest.raises(TypeError, match="a captured tensor must be of floats, bool, uint8 or signed ints"):
+        masks.mask_mod(lambda b, h, q_idx, kv_idx: table[h] == 1)
+
+
+def test_kinds_of_tensors_that_are_not_captured() -> None:
+    for tensor in WRONG_VALUES:
+        if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_quantized):
+            words = "must be of floats, bool" if tensor.is_quantized else "must be a dense"
+            for kind in (masks.mask_mod, masks.score_mod):
+                with pytest.raises(TypeError, match=f"a captured tensor {words}"):
+                    kind(lambda *arguments, tensor=tensor: tensor[(arguments[-1],) * tensor.dim()])
+
+
+@pytest.mark.parametrize("options", [torch.ones(2), False, [], "a"])
+def test_kernel_options_are_a_dict(options) -> None:
+    with pytest.raises(TypeError, match="kernel_options must be a dict or None"):
+        flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), kernel_options=options)
+
+
+def listing(name: str, *places_and_values: tuple[tuple[int, ...], int]) -> BlockMask:
+    """A causal mask of 4 blocks, some of whose lists' entries are others."""
+    block_mask = masks.create_block_mask(CAUSAL, None, None, 64, 64, BLOCK_SIZE=16)
+    changed = getattr(block_mask, name).clone()
+    for place, value in places_and_values:
+        changed[place] = value
+    return replace(block_mask, **{name: changed})
+
+
+LISTS = {
+    "negative count": (
+        listing("kv_num_blocks", ((0, 0, 1), -2)),
+        "kv_num_blocks must be from 0 to 4 .* got -2",
+    ),
+    "large count": (
+        listing("full_q_num_blocks", ((0, 0, 1), 5)),
+        "full_q_num_blocks must be from 0 to 4 .* 5",
+    ),
+    "block": (listing("kv_indices", ((0, 0, 2, 0), 4)), "kv_indices must be from 0 to 3 .* got 4"),
+    "negative block": (
+        listing("full_q_indices", ((0, 0, 0, 0), -1)),
+        "full_q_indices must be from 0 to 3 .* -1",
+    ),
+    "twice": (listing("full_kv_indices", ((0, 0, 3, 1), 0)), "name each block once, got block 0 twice"),
+    "partial and full": (listing("full_kv_indices", ((0, 0, 3, 1), 3)), "block 3 twice"),
+    "other blocks": (listing("q_indices", ((0, 0, 3, 0), 0)), "must name the blocks that kv_indices"),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_that_contradict_each_other_are_refused(name: str) -> None:
+    block_mask, words = LISTS[name]
+    q = torch.randn(1, 64, 2, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=f"block_mask.*{words}"):
+        flashtile.attention(q, q, q, block_mask=block_mask)
+    with pytest.raises(ValueError, match=f"block_mask.*{words}"):
+        flashtile.attention_weights(q, q, torch.zeros(1, 2, 64), block_mask=block_mask)
+
+
+def test_entries_behind_the_count_may_be_anything() -> None:
+    block_mask = listing("kv_indices", ((0, 0, 0, 3), 99), ((0, 0, 1, 1), -7))
+    q = torch.randn(1, 64, 2, 8)
+    out = flashtile.attention(q, q, q, block_mask=block_mask)
+    torch.testing.assert_close(out, flashtile.attention(q, q, q, causal=True))
+
+
+def test_block_masks_of_other_lengths_in_as_many_blocks_are_refused() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q = torch.randn(1, 60, 2, 8)
+    for make in (masks.create_block_mask, partial(create_block_mask, device="cpu")):
+        block_mask = make(CAUSAL, None, None, 52, 52, BLOCK_SIZE=16)
+        for call in (
+            flashtile.attention,
+            lambda q, k, v, **mask: flashtile.attention_weights(q, k, v, **mask),
+        ):
+            with pytest.raises(
+                ValueError, match="block_mask was made for 52 queries and 52 keys, but q has 60"
+            ):
+                call(q, q, q if call is flashtile.attention else torch.zeros(1, 2, 60), block_mask=block_mask)
+
+
+def test_fields_of_block_masks_are_checked() -> None:
+    block_mask = masks.create_block_mask(CAUSAL, None, None, 64, 64, BLOCK_SIZE=16)
+    q = torch.randn(1, 64, 2, 8)
+    for fields, words in (
+        ({"BLOCK_SIZE": (0, 16)}, "BLOCK_SIZE must be two ints of at least 1"),
+        ({"seq_lengths": (64,)}, "seq_lengths must be two ints of at least 0"),
+        ({"q_indices": 3}, "q_indices must be a torch.Tensor"),
+        ({"kv_num_blocks": block_mask.kv_num_blocks[0]}, "kv_num_blocks must have 3 dimensions"),
+        ({"kv_indices": block_mask.kv_indices.mT.contiguous().mT}, "kv_indices must be contiguous"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            flashtile.attention(q, q, q, block_mask=replace(block_mask, **fields))
 
 
 def test_there_is_no_transform_without_tangents() -> None:

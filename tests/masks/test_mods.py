@@ -3,6 +3,8 @@ once."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -11,8 +13,9 @@ from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 
 import flashtile
 from cases import Case
-from flashtile import masks, reference, testing
+from flashtile import masks, testing
 from flashtile.masks.mods import traced
+from flashtile.reference import attention as reference
 from targets import Target
 
 CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, heads_kv=2, head_dim=24)
@@ -122,6 +125,62 @@ def test_poison_in_empty_blocks_is_not_read(target: Target) -> None:
     torch.testing.assert_close(out, clean, rtol=5e-3, atol=2e-3)
     (dk,) = torch.autograd.grad(out.sum(), k)
     assert dk[:, 64:].eq(0).all()
+
+
+def _opposite_of_everything():
+    return ~masks.window(-1, -1)
+
+
+PICKLED = {
+    "causal": lambda: masks.causal(1),
+    "everything": lambda: masks.window(-1, -1),
+    "nothing": _opposite_of_everything,
+    "not nothing": lambda: ~_opposite_of_everything(),
+    "joined": lambda: masks.causal() & masks.prefix_lm(torch.tensor([2])) | ~masks.dilated(1, 2, offset=1),
+    "document": lambda: masks.document(torch.tensor([0, 1, 1, 2]), ids_kv=torch.tensor([[0, 0, 1, 1]])),
+    "natten": lambda: masks.natten(2, 2, 1),
+    "decorated": lambda: every_other,
+    "alibi": lambda: masks.alibi(torch.tensor([0.5])),
+    "relative": lambda: masks.relative_position(torch.arange(3.0)[None]),
+    "softcap": lambda: masks.softcap(cap=2.0),
+}
+
+
+@masks.mask_mod
+def every_other(batch, head, q_idx, kv_idx):
+    return (q_idx - kv_idx) % 2 == 0
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_masks_and_block_masks_pickle(name: str) -> None:
+    made = PICKLED[name]()
+    again = pickle.loads(pickle.dumps(made))
+    assert repr(again) == repr(made)
+    q = torch.randn(1, 4, 1, 8)
+    expected = flashtile.attention(q, q, q, **{made.kind: made})
+    assert torch.equal(flashtile.attention(q, q, q, **{made.kind: again}), expected)
+    assert torch.equal(flashtile.attention(q, q, q, **{made.kind: copy.deepcopy(made)}), expected)
+    if made.kind == "mask_mod":
+        blocks = pickle.loads(pickle.dumps(masks.create_block_mask(made, None, None, 4, 4)))
+        torch.testing.assert_close(flashtile.attention(q, q, q, block_mask=blocks), expected)
+
+
+def test_the_opposite_of_everything_is_nothing() -> None:
+    q = torch.randn(1, 4, 1, 8)
+    assert not flashtile.attention(q, q, q, mask_mod=~masks.window(-1, -1)).any()
+    everything = masks.mask_mod(lambda b, h, q_idx, kv_idx: True)
+    assert (~everything)(0, 0, 0, 0) is False
+    torch.testing.assert_close(
+        flashtile.attention(q, q, q, mask_mod=~~everything), flashtile.attention(q, q, q)
+    )
+
+
+def test_a_block_mask_of_no_sequences() -> None:
+    block_mask = masks.create_block_mask(masks.causal(), 0, None, 20, 20, BLOCK_SIZE=16)
+    q = torch.randn(0, 20, 2, 8, requires_grad=True)
+    out = flashtile.attention(q, q, q, block_mask=block_mask)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == (0, 20, 2, 8)
 
 
 def test_flex_attention_and_its_block_mask() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch.nn.attention import flex_attention
 
 import flashtile
 from flashtile import masks
-from flashtile.attn.problem import NO_EXTRAS, Options
-from flashtile.masks import functional, operators
+from flashtile.api import masks as functional
 from flashtile.masks.block_mask import of_flex_attention
+from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
-from flashtile.masks.program import derivatives, parse
+from flashtile.operators import masked_attention as operators
+from flashtile.problems.attention import NO_EXTRAS, Options
+from flashtile.problems.mask_operations import OPERATIONS
+from flashtile.problems.mask_program import derivatives, parse
 
 FACTOR = 2.0
 
@@ -227,10 +231,73 @@ def test_explained() -> None:
 def test_generated_functions_are_one_for_each_text() -> None:
     pytest.importorskip("triton")
     from flashtile.backends.portable.mods.functions import mask_function
-    from flashtile.masks.problem import Mods
+    from flashtile.problems.masks import Mods
 
     text = str(traced("mask_mod", masks.window(3, -1)).program)
     again = str(traced("mask_mod", masks.window(3, -1)).program)
     other = str(traced("mask_mod", masks.window(3, 2)).program)
     assert mask_function(Mods(mask_mod=text)) is mask_function(Mods(mask_mod=again))
     assert mask_function(Mods(mask_mod=text)).__name__ != mask_function(Mods(mask_mod=other)).__name__
+
+
+@pytest.mark.parametrize("name", [name for name, found in OPERATIONS.items() if found.simplify is not None])
+def test_what_is_simplified_is_what_the_operation_gives(name) -> None:
+    """With an operand that is known only later, and with numbers alone."""
+    operation = OPERATIONS[name]
+    logical = name in ("and", "or", "xor", "not", "bool")
+    values = (False, True) if logical else (0, 1, 2, 3)
+    count = {"where": 3, "not": 1, "neg": 1, "abs": 1, "float": 1, "int": 1, "bool": 1}.get(name, 2)
+    later, told = object(), 0
+    for operands in itertools.product((*values, later), repeat=count):
+        found = operation.simplify(*operands)
+        if later not in operands:
+            assert found is not None
+        for value in values if found is not None else ():
+            known = [torch.tensor(value if operand is later else operand) for operand in operands]
+            if name == "where":
+                known[0] = known[0].bool()
+            expected = operation.evaluate(*known)
+            assert torch.equal(torch.as_tensor(value if found is later else found).to(expected), expected)
+            told += 1
+    assert told
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, -1), (-1, 0), (1, 2), (-1, -1)])
+def test_a_window_counts_from_its_own_key(left, right) -> None:
+    distance = torch.arange(5) - torch.arange(5)[:, None]
+    seen = torch.ones(5, 5, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    found = masks.window(left, right)(0, 0, torch.arange(5)[:, None], torch.arange(5))
+    assert torch.equal(torch.as_tensor(found).expand(5, 5), seen)
+
+
+WRITTEN = {
+    "to int": lambda s, b, h, q, kv: s.int() * 0.5,
+    "to bool": lambda s, b, h, q, kv: s + (kv - 2).bool() * 3.0,
+    "to float": lambda s, b, h, q, kv: s + kv.float() ** -1.0,
+    "dtype": lambda s, b, h, q, kv: s.to(torch.int64) + s.to(dtype=torch.float32),
+    "logical": lambda s, b, h, q, kv: torch.where(torch.logical_and(q, kv), s, -s),
+    "logical not": lambda s, b, h, q, kv: s * torch.logical_not(kv),
+    "reversed": lambda s, b, h, q, kv: (7 - s) + 2 / (kv + 1) + 9 % (q + 1),
+    "shifts": lambda s, b, h, q, kv: s + ((kv << 2) >> 1) + (q ^ kv) + (q | 1) + (kv & 2),
+    "whole": lambda s, b, h, q, kv: s + kv // 2 - (q + 5) % 3 + torch.floor(s),
+    "powers": lambda s, b, h, q, kv: s**3 + (s * s) ** 0.5 + s**4 - s**2,
+    "clamp": lambda s, b, h, q, kv: s.clamp(-0.5, 0.75) + s.clamp(max=0.1) + s.clamp(min=0.2),
+    "signs": lambda s, b, h, q, kv: s.abs() * s.sign() - (-s) + torch.relu(s),
+}
+"""Functions that mean the same on tensors."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_program_computes_what_its_function_does_on_tensors(name) -> None:
+    generator = torch.Generator().manual_seed(1)
+    score = torch.randn(5, 6, generator=generator) * 2
+    q, kv = torch.arange(5)[:, None], torch.arange(6)
+    b = h = torch.zeros((), dtype=torch.int64)
+    program = traced("score_mod", WRITTEN[name]).program
+    inputs = {"score": score, "b": b, "h": h, "q": q, "kv": kv}
+    (found,) = evaluate(program, inputs, [], kind="score_mod")
+    torch.testing.assert_close(found, WRITTEN[name](score, b, h, q, kv).float())

@@ -8,11 +8,11 @@ import torch
 import flashtile
 from cases import BF16
 from flashtile import fp8
-from flashtile.attn.operators import FORWARD
-from flashtile.attn.problem import Extras, Options
-from flashtile.decode.operators import COMBINE, DECODE
-from flashtile.decode.problem import CacheTensors, CombineOptions, DecodeOptions, NoTensors
-from flashtile.fp8.operators import ATTEND, QUANTIZE
+from flashtile.operators.attention import FORWARD
+from flashtile.operators.decode import COMBINE, DECODE
+from flashtile.operators.fp8 import ATTEND, QUANTIZE
+from flashtile.problems.attention import Extras, Options
+from flashtile.problems.decode import CacheTensors, CombineOptions, DecodeOptions, NoTensors
 
 
 def randn(*shape: int) -> torch.Tensor:

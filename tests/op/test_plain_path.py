@@ -7,10 +7,10 @@ import torch
 from torch.nn import Parameter
 
 import flashtile
-from flashtile.attn.operators import FORWARD
-from flashtile.attn.problem import Options
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import Operation, signatures
+from flashtile.operators.attention import FORWARD
+from flashtile.problems.attention import Options
 
 
 def rand(*shape):

@@ -8,7 +8,7 @@ import torch
 import flashtile
 from cases import BF16, FP32
 from decode_cases import CASES, build
-from flashtile.decode.problem import CacheTensors, DecodeOptions
+from flashtile.problems.decode import CacheTensors, DecodeOptions
 from targets import TARGETS
 
 BY_NAME = {case.name: case for case in CASES}

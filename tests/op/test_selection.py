@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.attn.operators import BACKWARD, FORWARD
-from flashtile.attn.problem import Options, Problem
 from flashtile.caches import BoundedCache
-from flashtile.decode.problem import find_obstacle_in_cache
 from flashtile.io_model import find_card
 from flashtile.op import operation, selection
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.op.selection import Selection
-from flashtile.problem import PREFERENCE
+from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.problems.attention import Options, Problem
+from flashtile.problems.common import PREFERENCE
+from flashtile.problems.decode import find_obstacle_in_cache
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flashtile
-from flashtile import parallel, reference
+from flashtile import parallel
+from flashtile.reference import attention as reference
 
 
 def compare(

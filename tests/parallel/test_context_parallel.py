@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import parallel_tasks
 import pytest
 import torch
@@ -46,6 +47,21 @@ CASES = {
     "ulysses documents": {
         "ranks": 2, "method": "ulysses", "causal": True, "documents": ([13, 30, 7], [13, 30, 7]),
     },
+    "ulysses window, other keys": {
+        "ranks": 2, "method": "ulysses", "window_size": (6, 4), "tokens": (20, 50), "sink": True,
+    },
+    "ulysses, documents without queries": {
+        "ranks": 2, "method": "ulysses", "causal": True, "tokens": (20, 44), "documents": ([0, 20], [7, 37]),
+    },
+    "ring window, other keys": {
+        "ranks": 3, "method": "ring", "window_size": (6, 4), "tokens": (20, 50), "layout": "striped",
+    },
+    "allgather window, fewer keys": {
+        "ranks": 2, "method": "allgather", "window_size": (3, 2), "tokens": (50, 20),
+    },
+    "two dimensions, other keys": {
+        "ranks": 8, "mesh": (4, 2), "window_size": (9, 4), "tokens": (30, 67),
+    },
     "allgather": {"ranks": 4, "method": "allgather", "causal": True, "sink": True},
     "allgather window": {"ranks": 3, "method": "allgather", "window_size": (7, 0), "tokens": (31, 31)},
     "allgather striped": {"ranks": 2, "method": "allgather", "layout": "striped", "causal": True},
@@ -64,6 +80,7 @@ MASKS = {
     "causal": {"causal": True},
     "left": {"window_size": (11, -1)},
     "window": {"window_size": (6, 4), "softcap": 5.0, "sink": True},
+    "window, more keys": {"window_size": (6, 4), "tokens": (25, 41)},
     "documents": {"causal": True, "documents": ([7, 0, 21, 1, 12], [7, 0, 21, 1, 12])},
 }
 
@@ -81,6 +98,68 @@ def test_it_is_exact(ranks, name):
     for rank, errors in enumerate(ranks.run(parallel_tasks.compare, count, **case)):
         assert isinstance(errors, dict), f"rank {rank}: {errors!r}"
         assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", [
+    {"window_size": (3, -1), "tokens": (5, 12)},
+    {"window_size": (6, 4), "tokens": (21, 60)},
+    {"causal": True, "tokens": (5, 12), "documents": ([0, 5], [4, 8])},
+])  # fmt: skip
+@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather", "auto"])
+def test_keys_that_no_query_sees_on_one_rank(one_rank, method, case):
+    """They are cut off, and what is left is counted from its own start."""
+    errors = parallel_tasks.compare(None, method=method, **case)
+    assert all(error < 1e-9 for error in errors.values()), errors
+
+
+WRONG = [
+    ({"mesh": 3}, TypeError, "mesh must be a torch.distributed DeviceMesh, got int"),
+    ({"group": "x"}, TypeError, "group must be a torch.distributed process group, got str"),
+    ({"layout": np.array(["zigzag", "ring"])}, ValueError, "layout must be one of"),
+    ({"layout": None}, ValueError, "layout must be one of"),
+    ({"method": np.array(["ring", "ring"])}, ValueError, "method must be one of"),
+    ({"method": torch.ones(2)}, ValueError, "method must be one of"),
+    ({"timeout": "x"}, TypeError, "timeout must be a number of seconds, got str 'x'"),
+    ({"timeout": True}, TypeError, "timeout must be a number of seconds"),
+    ({"timeout": 0}, ValueError, "timeout must be above 0"),
+    ({"timeout": float("nan")}, ValueError, "timeout must be above 0"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "says"), WRONG)
+def test_wrong_arguments_are_named(one_rank, changed, error, says):
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.raises(error, match=says):
+        parallel.context_parallel_attention(q, q, q, **changed)
+    x, name = torch.ones(4), next(iter(changed))
+    if name != "method":
+        with pytest.raises(error, match=says):
+            parallel.unshard(x, 0, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"lengths": [3]}, TypeError, "lengths must be a torch.Tensor, got list"),
+        ({"lengths": torch.ones(2)}, TypeError, "lengths must be of integers, got torch.float32"),
+        ({"rank": 7}, ValueError, "rank must be from 0 to 1, got 7"),
+        ({"rank": -1}, ValueError, "rank must be from 0 to 1, got -1"),
+        ({"rank": "a"}, TypeError, "rank must be an int"),
+        ({"size": 0}, ValueError, "size must be from 1"),
+        ({"interleave": 0}, ValueError, "interleave must be from 1"),
+        ({"interleave": 1.5}, TypeError, "interleave must be an int"),
+    ],
+)
+def test_own_tokens_names_what_is_wrong(changed, error, says):
+    with pytest.raises(error, match=says):
+        parallel.own_tokens(**{"lengths": torch.tensor([10]), "rank": 0, "size": 2, **changed})
 
 
 @pytest.mark.exhaustive

@@ -115,3 +115,22 @@ def test_the_choice_follows_what_travels():
     assert all(method in text for method in ("ulysses", "allgather"))
     with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
         explain(windowed, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"heads_kv": 3}, ValueError, "heads_q must be a multiple of heads_kv = 3, got 32"),
+        ({"heads_kv": 0}, ValueError, "heads_kv must be from 1"),
+        ({"seqlen": 1.5}, TypeError, "seqlen must be an int"),
+        ({"dtype": "abc"}, ValueError, "dtype must be one of"),
+        ({"layout": 3}, ValueError, "layout must be one of"),
+        ({"ranks": "a"}, TypeError, "ranks must be an int"),
+        ({"card": "h100"}, TypeError, "card must be a Card, got str"),
+    ],
+)
+def test_what_is_to_be_explained_is_checked(changed, error, says):
+    given = {"batch": 1, "seqlen": 64, "heads_q": 32, "heads_kv": 8, "head_dim": 8, "head_dim_v": 8} | changed
+    named = {name: given.pop(name) for name in ("ranks", "card") if name in given}
+    with pytest.raises(error, match=says):
+        explain(Sharing(**given), **{"ranks": 2, **named})

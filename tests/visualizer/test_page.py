@@ -11,7 +11,7 @@ import pytest
 from visits import SETTINGS, Visit, address
 
 from flashtile.algorithms.trace import Event
-from flashtile.io_model.cards import CARDS
+from flashtile.hardware.cards import CARDS
 from flashtile.visualizer.recording import RUNNERS, Recording
 from flashtile.visualizer.settings import Setting
 

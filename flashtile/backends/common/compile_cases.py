@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.preprocess import NUM_WARPS, preprocess_kernel, variant_of
-from flashtile.compile_report import CompileCase
+from flashtile.problems.attention import Problem
 
 
 def preprocess_case(

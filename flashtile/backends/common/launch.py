@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
+from flashtile.problems.attention import Problem
 
 RAGGED_ROWS = 2**30
 """Rows of a ragged descriptor (``tma.ragged_view``), and the most that a tensor may have."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common.linear_ends import PLAIN, ROTARY, SWIGLU, EndPointers, EndSizes, EndVariant
-from flashtile.linear import problem as kinds
-from flashtile.linear.problem import LinearProblem
+from flashtile.problems import linear as kinds
+from flashtile.problems.linear import LinearProblem
 
 ENDS = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: ROTARY.value}
 

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, sequence
+from flashtile.problems.attention import Extras, Problem
 
 ROW_PAD = 128
 """Rows of ``neg_lse`` and ``neg_delta`` come in blocks of this many; no backward BLOCK_M is larger."""

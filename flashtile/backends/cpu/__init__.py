@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.cpu import fused, mods, padded, sink, tiled, varlen
 from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
+from flashtile.problems.attention import Extras, Problem
 
 __all__ = [
     "NAME",

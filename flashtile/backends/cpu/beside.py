@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.dropout import keep_share, kept
+from flashtile.problems.attention import Extras, Problem
 
 
 class Dropout(NamedTuple):
@@ -18,13 +18,17 @@ class Dropout(NamedTuple):
     heads_q: int
     first_sequence: int = 0
 
-    def factors(self, batch: slice, heads: slice, rows: range, keys: range) -> Tensor:
-        """(batch, heads, rows, keys) in float64: 0 or 1 / (1 - p)."""
+    def kept(self, batch: slice, heads: slice, rows: range, keys: range) -> Tensor:
+        """Return (batch, heads, rows, keys) bool: the probabilities that are kept."""
         first = self.first_sequence
         sequences = range(first + batch.start, first + batch.stop)
         heads_range = range(heads.start, heads.stop)
-        mask = kept(self.rng_state, self.p, self.heads_q, sequences, heads_range, rows, keys)
-        return mask.double() / keep_share(self.p)
+        return kept(self.rng_state, self.p, self.heads_q, sequences, heads_range, rows, keys)
+
+    @property
+    def keep_share(self) -> float:
+        """The share of probabilities that is kept, by which the others are divided."""
+        return keep_share(self.p)
 
 
 class Beside(NamedTuple):

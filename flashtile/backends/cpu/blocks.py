@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
 
 
 def split(extent: range, size: int) -> Iterator[range]:

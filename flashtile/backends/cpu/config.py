@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.cpu import padded
-from flashtile.decode.problem import FP8, DecodeProblem
+from flashtile.problems.attention import Problem
+from flashtile.problems.decode import FP8, DecodeProblem
 
 TILE_ELEMENTS = 512 * 1024
 """Scores of one tile of ``Tiled``, 2 MiB in float32; from 128K to 1M equally fast (Zen 4, head_dim 64)."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.cpu import banded
 from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.flash import attend, differentiate
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 
 def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tuple[Tensor, Tensor]]:

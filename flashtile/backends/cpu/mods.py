@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.cpu.blocks import split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
 from flashtile.masks.evaluate import evaluate
-from flashtile.masks.problem import MAX_CAPTURED
-from flashtile.masks.program import Load, Program, derivatives
+from flashtile.problems.attention import Problem
+from flashtile.problems.mask_program import Load, Program, derivatives
+from flashtile.problems.masks import MAX_CAPTURED
 
 
 class Tile(NamedTuple):
@@ -101,8 +101,8 @@ def backward(
             dv[keys] += call.times_rows(p, dout_rows)
             ds = p * (call.times_keys(dout_rows, call.keys_of(v, tile).mT) + minus_delta)
             for load, partial, indices in modified.by_load:
-                call.add_gradient(load, ds * partial, indices)
-            ds = ds * modified.factor * problem.softmax_scale
+                call.add_gradient(load, _finite(ds * partial, p), indices)
+            ds = _finite(ds * modified.factor, p) * problem.softmax_scale
             dq_rows += call.times_keys(ds, call.keys_of(k, tile))
             dk[keys] += call.times_rows(ds, q_rows)
         dq[b, rows.start : rows.stop, heads.start : heads.stop] = dq_rows.transpose(0, 1).to(dq.dtype)
@@ -152,7 +152,7 @@ class Call:
     def parts(self) -> Iterator[tuple[int, range, range]]:
         """(sequence, query heads, rows) of each part that has an accumulator of its own."""
         heads = range(self.problem.num_heads_q)
-        together = self.lists is None or len(self.lists[0]) == 1
+        together = self.lists is None or self.mods.list_heads == 1
         groups = [heads] if together else list(split(heads, 1))
         all_rows = visible_rows(self.seqlen_q, self.seqlen_k, *self.window)
         for b in range(self.problem.batch):
@@ -265,6 +265,11 @@ class Call:
             return
         where = torch.broadcast_tensors(*map(torch.as_tensor, indices))
         gradient.index_put_(where, ds.sum_to_size(where[0].shape), accumulate=True)
+
+
+def _finite(gradient: Tensor, p: Tensor) -> Tensor:
+    """``gradient``, 0 where a score is hidden: there a function's derivative may be inf or NaN."""
+    return gradient.masked_fill(p == 0, 0.0)
 
 
 def _spread(result: Any, like: Tensor) -> Tensor:

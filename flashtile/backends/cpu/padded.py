@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.cpu.beside import Beside
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.common import UNLIMITED
 
 Dense = Callable[..., Any]
 

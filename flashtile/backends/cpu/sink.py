@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras
+from flashtile.problems.attention import Extras
 
 
 def join(out: Tensor, lse: Tensor, extras: Extras) -> None:

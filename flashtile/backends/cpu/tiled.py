@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.blocks import chunks_of, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
+from flashtile.problems.attention import Problem
 
 
 def forward(
@@ -88,15 +88,15 @@ def _forward_rows(chunk: Chunk, rows: range) -> tuple[Tensor, Tensor]:
         p = scores.sub_(new_max).exp_()
         correction = row_max.sub_(new_max).exp_()
         row_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
-        factors = chunk.factors(rows, keys)
-        if factors is not None:
-            p.mul_(factors)
+        kept = chunk.kept(rows, keys)
+        if kept is not None:
+            p.mul_(kept)
         acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
         row_max = new_max
     lse = row_max.add_(row_sum.log())
     if chunk.may_hide_rows:
         row_sum.masked_fill_(row_sum == 0, 1.0)
-    return acc.div_(row_sum), lse.squeeze(-1)
+    return acc.div_(row_sum.mul_(chunk.keep_share)), lse.squeeze(-1)
 
 
 def _backward_rows(
@@ -117,15 +117,17 @@ def _backward_rows(
         if seen is not None and not seen.any():
             continue
         p = chunk.scores(q, rows, keys, minus_lse, seen).exp_()
-        factors = chunk.factors(rows, keys)
-        dropped = p if factors is None else p * factors
-        dv[:, block] += torch.bmm(dropped.mT, dout)
         ds = chunk.tile("dscores", q.shape[1], len(keys))
-        if factors is None:
+        kept = chunk.kept(rows, keys)
+        if kept is None:
+            dv[:, block] += torch.bmm(p.mT, dout)
             torch.baddbmm(minus_delta, dout, chunk.v[:, block].mT, out=ds)
         else:
+            scale = 1 / chunk.keep_share
+            torch.mul(p, kept, out=ds)
+            dv[:, block].add_(torch.bmm(ds.mT, dout), alpha=scale)
             torch.bmm(dout, chunk.v[:, block].mT, out=ds)
-            ds.mul_(factors).add_(minus_delta)
+            torch.addcmul(minus_delta, ds, kept, value=scale, out=ds)
         ds.mul_(p)
         if chunk.beside.dbias is not None:
             dbias = chunk.cells(chunk.beside.dbias, rows, keys)
@@ -187,6 +189,7 @@ class Chunk:
         if beside.alibi_slopes is not None:
             slopes = beside.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
+        self.keep_share = 1.0 if beside.dropout is None else beside.dropout.keep_share
         self.buffers: dict[str, Tensor] = {}
 
     def row_blocks(self) -> Iterator[range]:
@@ -253,12 +256,12 @@ class Chunk:
             parts.append(own[:, None] == torch.arange(keys.start, keys.stop) // self.attention_chunk)
         return functools.reduce(torch.logical_and, parts) if parts else None
 
-    def factors(self, rows: range, keys: range) -> Tensor | None:
-        """(pairs, group * rows, keys): of probabilities by dropout, 0 or 1 / (1 - p); None without it."""
+    def kept(self, rows: range, keys: range) -> Tensor | None:
+        """Return (pairs, group * rows, keys): 1 where dropout keeps, else 0; None without it."""
         if self.beside.dropout is None:
             return None
-        factors = self.beside.dropout.factors(self.batch, self.heads_q, rows, keys).to(self.dtype)
-        return factors.reshape(self.k.shape[0], -1, len(keys))
+        kept = self.beside.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)
+        return kept.reshape(self.k.shape[0], -1, len(keys))
 
     def scores(
         self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None

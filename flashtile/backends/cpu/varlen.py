@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.cpu.beside import Beside
+from flashtile.problems.attention import Extras, Problem
 
 
 def forward(

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import WeightsProblem
 from flashtile.backends.cpu import mods, reason_against, tiled
 from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Tiled, tiled_config
 from flashtile.backends.cpu.varlen import sequences, with_batch
+from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
 

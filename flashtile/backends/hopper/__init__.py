@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import capability, is_nvidia
 from flashtile.backends.common.launch import RAGGED_ROWS
-from flashtile.decode.problem import DecodeProblem
+from flashtile.problems.attention import Problem
+from flashtile.problems.decode import DecodeProblem
 
 NAME = "hopper"
 LARGEST_HEAD_DIM = 256

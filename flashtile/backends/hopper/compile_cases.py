@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.tile_table import CHUNK, tile_table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.compile_report import CompileCase
-from flashtile.fp8.problem import Fp8Problem
+from flashtile.problems.attention import Problem
+from flashtile.problems.fp8 import Fp8Problem
 
 HOPPER = "sm_90a"
 PLAIN = Problem(

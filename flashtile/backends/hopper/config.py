@@ -34,6 +34,9 @@ class WithoutFunctions:
     HAS_CUTS: ClassVar[bool] = False
     """A mask hides keys by other than their distance to the row."""
     SCORE_MOD: ClassVar[Any] = None
+    GUARD_SCORES: ClassVar[bool] = False
+    """SCORE_MOD may give NaN where no score is seen; GUARD_FACTORS: so may its derivative."""
+    GUARD_FACTORS: ClassVar[bool] = False
     MASK_MOD: ClassVar[Any] = None
     LISTED: ClassVar[bool] = False
     """A block mask lists the blocks to compute."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import Target, multiprocessors
-from flashtile.decode.problem import DecodeProblem
-from flashtile.problem import LOG2_E
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import LOG2_E
+from flashtile.problems.decode import DecodeProblem
 
 
 def num_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:

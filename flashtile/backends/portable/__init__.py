@@ -7,8 +7,8 @@ import os
 
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import Target, capability, is_nvidia
+from flashtile.problems.attention import Problem
 
 NAME = "portable"
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
@@ -27,6 +27,11 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
         reason = _reason_of_width(problem)
     if reason is None and problem.mods is not None and problem.mods.learned and problem.deterministic:
         return "it adds to the gradients of captured tensors in any order, not deterministically"
+    size = None if problem.mods is None else problem.mods.block_size
+    if reason is None and size is not None and (size[0] % 16 or size[1] % 16):
+        return (
+            f"blocks of block_mask must be multiples of 16 queries and keys, they are {size[0]} by {size[1]}"
+        )
     return reason
 
 
@@ -44,9 +49,7 @@ def _reason_of_width(problem: Problem) -> str | None:
     return f"heads of {width} in {problem.dtype} need more shared memory than this GPU has for a block"
 
 
-def reason_of_device(
-    device: torch.device | Target, computed: set[torch.dtype], explicit: bool
-) -> str | None:
+def reason_of_device(device: torch.device | Target, computed: set[torch.dtype], explicit: bool) -> str | None:
     """Why kernels that compute in these dtypes do not run on the device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"

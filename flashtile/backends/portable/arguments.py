@@ -55,6 +55,9 @@ class Variant:
     gradients of the tensors that the first reads."""
     MASK_MOD: Any = None
     ADD_GRADIENTS: Any = None
+    GUARD_SCORES: bool = False
+    """SCORE_MOD may give NaN where no score is seen; GUARD_FACTORS: so may its derivative."""
+    GUARD_FACTORS: bool = False
     OWN: int = 0
     """Own rows or keys to a block of a block mask; 0 without one."""
     PARTS: int = 1

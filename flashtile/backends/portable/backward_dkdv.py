@@ -94,6 +94,8 @@ def dkdv_blocks(
         if WINDOWED:
             seen = seen_cells(cells, block, lengths, mods, C)
             p = tl.where(seen, p, 0.0)
+        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+            p = tl.where(neg_lse_rows[None, :] == -float("inf"), 0.0, p)
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
         kept_p = p
         if C.HAS_DROPOUT:
@@ -109,6 +111,8 @@ def dkdv_blocks(
         ds = p * (dp + neg_delta_rows[None, :])
         if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
             ds = ds * score_grad
+        if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden
+            ds = tl.where(p == 0.0, 0.0, ds)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk, dv
 

@@ -85,6 +85,8 @@ def dq_blocks(
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
+        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+            p = tl.where(neg_lse[:, None] == -float("inf"), 0.0, p)
         if C.HAS_DROPOUT:
             kept = kept_cells(block, block.start, start, lengths, mods, False, C)
             dp = tl.where(kept, dp * numbers.keep_scale, 0.0)
@@ -93,6 +95,8 @@ def dq_blocks(
             add_gradients(ds, products, cells, block, numbers, C)
         if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
             ds = ds * score_grad
+        if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden
+            ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_D]
     return dq
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common import dependent_launch
 from flashtile.backends.common.compile_cases import preprocess_case
+from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable import (
@@ -26,7 +26,7 @@ from flashtile.backends.portable import (
 from flashtile.backends.portable.arguments import Numbers
 from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row_for
 from flashtile.backends.portable.launch import variant_of
-from flashtile.compile_report import CompileCase, architecture
+from flashtile.problems.attention import Problem
 
 PLAIN = Problem(
     batch=2,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.device import Target, capability
 from flashtile.backends.common.launch import padded
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 
 @dataclass(frozen=True)

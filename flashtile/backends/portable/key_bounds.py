@@ -4,9 +4,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
+from flashtile.problems.attention import Problem
 
 BLOCK = 1024
 

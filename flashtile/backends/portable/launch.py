@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import allocator, has_score_mod, outer_stride, padded
@@ -23,7 +22,8 @@ from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.forward import forward_kernel
 from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.dropout import is_fine, keep_share, threshold
-from flashtile.problem import LOG2_E, UNLIMITED
+from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.common import LOG2_E, UNLIMITED
 
 _SINK = Extras._fields.index("sink")
 """Which the kernels of the backward pass do not take."""

@@ -38,11 +38,12 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """(scores [BLOCK] float32, -inf for what is dropped; their keys, uint32 in the same order)."""
+    """(scores [BLOCK] float32, -inf for what is dropped, which NaN never is; their keys, uint32 in the same
+    order)."""
     column = first + tl.arange(0, C.BLOCK)
     logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
     scores = logits.to(tl.float32) / row.temperature
-    scores = tl.where(scores >= row.least, scores, -float("inf"))
+    scores = tl.where(scores < row.least, -float("inf"), scores)
     bits = scores.to(tl.uint32, bitcast=True)
     keys = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return scores, keys
@@ -153,6 +154,7 @@ def sample_kernel(
         scores, keys = load_scores(row, first, C)
         noisy = scores + tl.where(greedy, 0.0, gumbel(column, key))
         noisy = tl.where(keys >= lowest, noisy, -float("inf"))
+        noisy = tl.where(scores == scores, noisy, float("inf"))  # NaN wins, so that the host sees it
         better = noisy > best
         best = tl.where(better, noisy, best)
         token = tl.where(better, column, token)

@@ -1,6 +1,6 @@
 """FlashAttention-2's package, of this version's interface."""
 
-from flashtile.attn.functional import (
+from flashtile.api.attention import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -8,7 +8,7 @@ from flashtile.attn.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.api.decode import flash_attn_with_kvcache
 
 __version__ = "2.8.4"
 

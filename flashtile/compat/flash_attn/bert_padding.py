@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.padding import pad, unpad
+from flashtile.api.padding import pad, unpad
 
 __all__ = [
     "index_first_axis",

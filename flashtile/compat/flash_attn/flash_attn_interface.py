@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import make_options
-from flashtile.attn.functional import (
+from flashtile.api.attention import (
     attention,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -21,12 +20,13 @@ from flashtile.attn.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flashtile.attn.gradients import attention_backward
-from flashtile.attn.probabilities import signed_probabilities
-from flashtile.attn.problem import Extras
+from flashtile.api.decode import flash_attn_with_kvcache
+from flashtile.api.probabilities import signed_probabilities
 from flashtile.checks.arguments import check_dense
-from flashtile.decode.functional import flash_attn_with_kvcache
+from flashtile.checks.conversions import as_offset_pair, make_options
 from flashtile.dropout import draw_state
+from flashtile.operators.gradients import attention_backward
+from flashtile.problems.attention import Extras
 
 __all__ = [
     "flash_attn_func",
@@ -116,7 +116,8 @@ def _flash_attn_varlen_forward(
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, None, dropout_p
     )
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, rng_state=rng_state)
+    offsets = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    extras = Extras(*offsets, seqused_k, alibi_slopes, rng_state=rng_state)
     return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
 
 

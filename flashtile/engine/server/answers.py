@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from flashtile.engine.server.errors import ApiError
+from flashtile.engine.server.errors import ApiError, error_event, internal_error, to_json
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import Call
 from flashtile.engine.server.service import Ready, Service
@@ -22,6 +22,8 @@ SLOW_READER = 5.0
 
 LEAST_LOGPROB = -9999.0
 """Instead of minus infinity, which JSON does not have."""
+
+logger = logging.getLogger("flashtile.server")
 
 Chunks = Callable[[int, RequestOutput, CompletionOutput], list[dict[str, Any]]]
 """(prompt, output, one of its answers) -> the ``choices`` of the events that say it."""
@@ -57,10 +59,6 @@ def new_name(prefix: str, request_id: str | None) -> str:
 def head(name: str, kind: str, service: Service) -> dict[str, Any]:
     """What every answer and event begins with."""
     return {"id": name, "object": kind, "created": int(time.time()), "model": service.model_name}
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 async def stream_events(
@@ -110,8 +108,13 @@ async def stream_events(
             if call.include_usage:
                 last = f'data: {opening},"choices":[],"usage":{to_json(usage.body())}}}\n\n'
                 await response.write(last.encode())
-        except ApiError as error:
-            await response.write(f"data: {to_json(error.body())}\n\n".encode())
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("%r failed in its answer", job.name)
+                error = internal_error()
+            await response.write(error_event(error))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
     finally:

@@ -17,10 +17,12 @@ from flashtile.engine.server.answers import (
     spelt,
     stream_events,
 )
+from flashtile.engine.server.errors import json_response
 from flashtile.engine.server.fields import Body
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import CompletionCall, read_completion
 from flashtile.engine.server.service import Service
+from flashtile.engine.tokenizer import Tokenizer
 
 
 async def completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
@@ -44,7 +46,7 @@ async def completions(request: web.Request, service: Service, body: Body) -> web
         for answer in output.outputs
         for choice in writer.chunks(prompt, output, answer)
     ]
-    return web.json_response({**beginning, "choices": choices, "usage": usage.body()})
+    return json_response({**beginning, "choices": choices, "usage": usage.body()})
 
 
 class _Writer:
@@ -52,28 +54,33 @@ class _Writer:
 
     def __init__(self, service: Service, call: CompletionCall):
         self.service, self.call = service, call
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
 
     def chunks(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[dict[str, Any]]:
         """What is new of an answer."""
         call = self.call
         width = getattr(call.params, "n", None) or len(output.outputs)
         index = prompt * width + answer.index
-        first = index not in self._offsets
-        offset = self._offsets.setdefault(index, 0)
+        first, tokenizer = index not in self._places, self.service.engine.tokenizer
         text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
         entries: list[TokenLogprobs | None] = list(answer.logprobs or [])
         if call.echo_only:  # the engine has made one token, which nobody asked for
             text, tokens, entries = "", [], []
             reason, stop = ("length", None) if reason is not None else (None, None)
+        echoed = self._prompt_text(output) if call.echo and first else ""
+        if first:
+            skip = getattr(call.params, "skip_special_tokens", True)
+            self._places[index] = _Place(tokenizer, len(echoed), output.prompt_token_ids, skip)
+        offsets = self._places[index].read(tokens) if call.logprobs is not None else []
         if call.echo and first:
-            text = self._prompt_text(output) + text
+            text = echoed + text
             tokens = output.prompt_token_ids + tokens
             entries = (output.prompt_logprobs or [None]) + entries
+            beginning = _Place(tokenizer, 0, [], output.prompt is not None)
+            offsets = (beginning.read(output.prompt_token_ids) if call.logprobs is not None else []) + offsets
         logprobs = None
         if call.logprobs is not None:
-            logprobs = logprobs_body(tokens, entries, call.logprobs, offset, self.service)
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+            logprobs = logprobs_body(tokens, entries, call.logprobs, offsets, self.service)
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop
         }  # fmt: skip
@@ -91,30 +98,55 @@ class _Writer:
         return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, False)
 
 
+class _Place:
+    """How far tokens have come in a text, which has characters of several tokens, and tokens without any.
+
+    Args:
+        at: where the text goes on.
+        before: the tokens before it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, at: int, before: Sequence[int], skip_special_tokens: bool
+    ):
+        self.at = at
+        self._stream = None if tokenizer is None else tokenizer.stream(before, skip_special_tokens)
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """Where each of them begins."""
+        found = []
+        for token in tokens:
+            found.append(self.at)
+            self.at += 0 if self._stream is None else len(self._stream.step(token))
+        return found
+
+
 def logprobs_body(
-    tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], count: int, offset: int, service: Service
+    tokens: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    count: int,
+    offsets: list[int],
+    service: Service,
 ) -> dict[str, list[Any]]:
     """OpenAI's form: lists by position; the first token of a prompt has no probability.
 
     Args:
         count: so many of the likeliest tokens stand beside the chosen one.
-        offset: of the first token in the text.
+        offsets: where each token begins in the text.
     """
-    body: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    body: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, entry in zip(tokens, entries, strict=True):
         top: dict[str, float] | None = None
         if entry is None:
             tokenizer = service.engine.tokenizer
-            text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], False)
+            text = f"token_id:{token}" if tokenizer is None else tokenizer.spell(token)
             probability = None
         else:
             text, probability, top = spelt(token, entry[token]), clamped(entry[token]), {}
             for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):
                 if other == token or one.rank <= count:
                     top.setdefault(spelt(other, one), clamped(one))
-        body["text_offset"].append(offset)
         body["token_logprobs"].append(probability)
         body["tokens"].append(text)
         body["top_logprobs"].append(top)
-        offset += len(text)
-    return body
+    return {"text_offset": offsets, **body}

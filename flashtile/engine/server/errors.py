@@ -1,10 +1,13 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, and JSON as it is sent."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from typing import Any
+
+from aiohttp import web
 
 
 class ApiError(Exception):
@@ -38,3 +41,26 @@ def refused(error: Exception, fields: Collection[str], param: str | None = None)
     named = next((word for word in re.findall(r"\w+", message) if word in fields), param)
     code = "unsupported_value" if isinstance(error, NotImplementedError) else "invalid_value"
     return ApiError(message, named, code=code)
+
+
+def internal_error() -> ApiError:
+    """Instead of an error of ours, which the log shows."""
+    return ApiError("the server failed; its log says why", status=500, code="internal_error")
+
+
+def shutting_down() -> ApiError:
+    return ApiError("the server is being shut down", status=503, code="shutting_down")
+
+
+def to_json(value: Any) -> str:
+    """JSON, and nothing that is not: ValueError for NaN and infinities."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    return web.json_response(value, status=status, dumps=to_json)
+
+
+def error_event(error: ApiError) -> bytes:
+    """What a stream whose status is sent has instead."""
+    return f"data: {to_json(error.body())}\n\n".encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 METADATA = ("user",)
 """Fields that by their meaning change no answer."""
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 class Body:
@@ -72,11 +77,16 @@ class Body:
             if name not in UNSUPPORTED:
                 raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
             if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
-                raise ApiError(f"{name} is not supported, got {value!r:.60}", name, code="unsupported_field")
+                raise ApiError(f"{name} is not supported, got {shown(value)}", name, code="unsupported_field")
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, however long it is."""
+    return f"{_short.repr(value):.60}"
 
 
 def wrong(name: str, allowed: str, value: Any) -> ApiError:
-    return ApiError(f"{name} must be {allowed}, got {value!r:.60}", name, code="invalid_value")
+    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code="invalid_value")
 
 
 def parse(raw: bytes) -> Body:

@@ -7,14 +7,10 @@ import logging
 import signal
 from collections.abc import Callable
 
-from aiohttp import web
-
 from flashtile.engine.llm import LLM
 from flashtile.engine.server.app import make_app
+from flashtile.engine.server.door import LAST_WORDS, Door
 from flashtile.engine.server.service import Limits, Service
-
-LAST_WORDS = 5.0
-"""Seconds for answers, and errors in their place, to reach their clients after the engine has ended."""
 
 logger = logging.getLogger("flashtile.server")
 
@@ -29,30 +25,25 @@ class Server:
     def __init__(self, llm: LLM, model_name: str, limits: Limits, host: str = "127.0.0.1", port: int = 8000):
         self.service = Service(llm, model_name, limits)
         self.host, self.port = host, port
-        self._runner = web.AppRunner(
-            make_app(self.service), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS
-        )
-        self._site: web.TCPSite | None = None
+        self._door = Door(limits)
         self._patience = 0.0
 
     async def start(self) -> None:
         """Listen. OSError if the address cannot be had."""
-        await self._runner.setup()
-        self._site = web.TCPSite(self._runner, self.host, self.port)
-        await self._site.start()
-        self.port = self._runner.addresses[0][1]
+        self.service.max_calls = self._door.max_calls
+        await self._door.open(make_app(self.service, self._door), self.host, self.port)
+        self.port = self._door.port
 
     async def stop(self, timeout: float) -> None:
         """Take no more calls. Those that there are finish within ``timeout`` seconds, or get an error."""
         self._patience = timeout
         self.service.draining = True
-        if self._site is not None:
-            await self._site.stop()
+        await self._door.close()
         await self._wait_for_calls()
         await self.service.asynchronous.shutdown(0)
         self._patience = LAST_WORDS
         await self._wait_for_calls()
-        await self._runner.cleanup()
+        await self._door.end()
 
     def hurry(self) -> None:
         """Wait no longer for calls to finish."""

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
-from flashtile.engine.server.errors import ApiError, refused
+from flashtile.engine.server.errors import ApiError, refused, shutting_down
 from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.protocol import Call, ChatCall, CompletionCall, Conversation
 from flashtile.engine.tokenizer import Tokenizer
+
+TRUNCATED = 4
+"""A text of which ``truncate_prompt_tokens`` keeps the end may be so many times as long as others."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Limits:
         max_logprobs: log-probabilities at a position.
         max_body_bytes: of a call.
         body_timeout, request_timeout: seconds for a body to come, and for an answer to end.
+        idle_timeout: seconds that a connection may be without a call, its headers not whole.
+        max_connections: at a time; the one that has waited longest without a call makes room for another.
+        max_priority: calls may set ``priority`` from minus this to this.
+        access_log: a line in the log for each call.
 
     Raises:
         ValueError: naming the limit.
@@ -41,17 +48,23 @@ class Limits:
     max_body_bytes: int = 2**24
     body_timeout: float = 60.0
     request_timeout: float = 600.0
+    idle_timeout: float = 75.0
+    max_connections: int = 4096
+    max_priority: int = 0
+    access_log: bool = True
 
     def __post_init__(self) -> None:
         for name in (
             "max_concurrent_requests", "max_prompts", "max_prompt_tokens", "max_body_bytes", "body_timeout",
-            "request_timeout",
+            "request_timeout", "idle_timeout", "max_connections",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be above 0 and finite, got {value}")
         if self.max_logprobs < 0:
             raise ValueError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
+        if not 0 <= self.max_priority < 2**31:
+            raise ValueError(f"max_priority must be from 0 to {2**31 - 1}, got {self.max_priority}")
         if not all(self.api_keys) or not all(key.isascii() for key in self.api_keys):
             raise ValueError("api_key must be ASCII and not empty")
 
@@ -73,6 +86,7 @@ class Service:
 
     Attributes:
         in_flight: calls that are not answered yet.
+        max_calls: how many there may be.
         draining: the server is being shut down.
         on_death: called once when the engine has ended by an error.
     """
@@ -84,7 +98,7 @@ class Service:
         self.engine: Engine = llm.engine
         self._counted = llm.engine.last_schedule
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
-        self.in_flight = 0
+        self.in_flight, self.max_calls = 0, limits.max_concurrent_requests
         self.draining = False
         self.on_death: Callable[[], None] = lambda: None
 
@@ -93,6 +107,11 @@ class Service:
         if self.engine.tokenizer is None:
             raise ApiError("there is no tokenizer: prompts must be tokens", code="no_tokenizer")
         return self.engine.tokenizer
+
+    def check_open(self) -> None:
+        """ApiError where the server is being shut down."""
+        if self.draining:
+            raise shutting_down()
 
     def check_model(self, name: object) -> None:
         """A call may leave the model out."""
@@ -104,6 +123,7 @@ class Service:
 
     async def prepare(self, call: CompletionCall | ChatCall) -> list[Ready]:
         """The tokens of a call's prompts, in a thread where texts have to be read."""
+        self._check_priority(call.priority)
         if isinstance(call, ChatCall):
             return [await asyncio.to_thread(self._prepare_chat, call)]
         count, most = len(call.prompts), self.limits.max_prompts
@@ -116,6 +136,10 @@ class Service:
 
     def render(self, conversation: Conversation) -> str:
         """The prompt that a conversation is."""
+        count, most = len(conversation.messages), self.engine.max_model_len
+        if count > most:  # of which none takes less than a token
+            message = f"messages must be at most {most} messages, got {count}"
+            raise ApiError(message, "messages", code="context_length_exceeded")
         try:
             return self.tokenizer.apply_chat_template(
                 conversation.messages, None, conversation.add_generation_prompt,
@@ -145,22 +169,43 @@ class Service:
 
     def _prepare_chat(self, call: ChatCall) -> Ready:
         text = self.render(call.conversation)
-        return self._ready(call, "messages", text, self.tokenizer.encode(text, call.add_special_tokens))
+        return self._ready(call, "messages", text, self._encode(call, "messages", text))
 
     def _prepare_completion(self, call: CompletionCall) -> list[Ready]:
         return [
-            self._ready(call, "prompt", prompt, self.tokenizer.encode(prompt, call.add_special_tokens))
+            self._ready(call, "prompt", prompt, self._encode(call, "prompt", prompt))
             if isinstance(prompt, str)
             else self._ready(call, "prompt", None, prompt)
             for prompt in call.prompts
         ]
 
+    def _check_priority(self, priority: int) -> None:
+        most = self.limits.max_priority
+        if abs(priority) > most:
+            allowed = f"from {-most} to {most}" if most else "0, because this server sets no priorities"
+            raise ApiError(f"priority must be {allowed}, got {priority}", "priority", code="invalid_value")
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        longest = self.engine.max_model_len
+        return min(longest - 1, self.limits.max_prompt_tokens or longest)
+
+    def check_length(self, param: str, text: str, most: int) -> None:
+        """Refuse a text that has certainly more than ``most`` tokens, before all of it is read."""
+        if self.tokenizer.is_longer(text, most):
+            message = f"{param} must be at most {most} tokens, got many more in {len(text)} characters"
+            raise ApiError(message, param, code="context_length_exceeded")
+
+    def _encode(self, call: Call, param: str, text: str) -> list[int]:
+        truncated = call.truncate_prompt_tokens is not None
+        self.check_length(param, text, self.max_prompt_tokens * (TRUNCATED if truncated else 1))
+        return self.tokenizer.encode(text, call.add_special_tokens)
+
     def _ready(self, call: Call, param: str, text: str | None, tokens: list[int]) -> Ready:
         if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
             text, tokens = None, tokens[-call.truncate_prompt_tokens :]
-        most = min(self.engine.max_model_len - 1, self.limits.max_prompt_tokens or self.engine.max_model_len)
-        if len(tokens) > most:
-            message = f"{param} must be at most {most} tokens, got {len(tokens)}"
+        if len(tokens) > self.max_prompt_tokens:
+            message = f"{param} must be at most {self.max_prompt_tokens} tokens, got {len(tokens)}"
             raise ApiError(message, param, code="context_length_exceeded")
         return Ready(text, tokens)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import flashtile.linear.table
+import flashtile.hardware.linear_table
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.model import Model, StepInput
-from flashtile.linear.table import FLAT, LIBRARY, Row, read_table
+from flashtile.hardware.linear_table import FLAT, LIBRARY, Row, read_table
 from pictures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, Say, box, heading, line, svg, text
 
 LLAMA_2_7B = ModelConfig(
@@ -25,7 +25,7 @@ LLAMA_2_7B = ModelConfig(
     num_kv_heads=32, head_dim=128, norm_eps=1e-5, max_position_embeddings=4096, windows=(-1,),
     softmax_scale=128**-0.5,
 )  # fmt: skip
-TABLE = Path(flashtile.linear.table.__file__).with_name("tables") / "nvidia_h200.json"
+TABLE = Path(flashtile.hardware.linear_table.__file__).with_name("tables") / "nvidia_h200.json"
 PROMPT, BATCH = 512, 4
 COLUMN, WIDTH, HEIGHT, STEP = 350, 310, 56, 76
 

@@ -69,20 +69,28 @@ def test_a_server_from_start_to_end(process):
     [
         (["/no/such/folder"], "config.json"),
         ([], "model"),
-        (["MODEL", "--dtype", "int8"], "dtype must be"),
+        (["MODEL", "--dtype", "int8"], "--dtype must be"),
         (["MODEL", "--port", "70000"], "port"),
-        (["MODEL", "--request-timeout", "0"], "request_timeout must be above 0"),
-        (["MODEL", "--max-body-bytes", "-1"], "max_body_bytes must be above 0"),
-        (["MODEL", "--shutdown-timeout", "-1"], "shutdown_timeout must be"),
-        (["MODEL", "--api-key", ""], "api_key must be"),
+        (["MODEL", "--request-timeout", "0"], "--request-timeout must be above 0"),
+        (["MODEL", "--max-body-bytes", "-1"], "--max-body-bytes must be above 0"),
+        (["MODEL", "--shutdown-timeout", "-1"], "--shutdown-timeout must be"),
+        (["MODEL", "--api-key", ""], "--api-key must be"),
+        (["MODEL", "--max-priority", "-1"], "--max-priority must be from 0"),
+        (["MODEL", "--idle-timeout", "0"], "--idle-timeout must be above 0"),
         (["MODEL", "--device", "tpu"], "tpu"),
-        (["MODEL", "--max-num-seqs", "0"], "max_num_seqs must be"),
-        (["MODEL", "--swap-space", "inf"], "swap_space must be"),
-        (["MODEL", "--tensor-parallel-size", "3"], "tensor_parallel_size must divide"),
+        (["UNTOLD"], "has no tokenizer.json (give --tokenizer, or --skip-tokenizer-init)"),
+        (["UNTOLD", "--skip-tokenizer-init", "--dtype", "int8"], "--dtype must be"),
+        (["MODEL", "--max-num-seqs", "0"], "--max-num-seqs must be"),
+        (["MODEL", "--swap-space", "inf"], "--swap-space must be"),
+        (["MODEL", "--tensor-parallel-size", "3"], "--tensor-parallel-size must divide"),
     ],
 )
-def test_bad_options_are_errors_of_the_command_line(model, options, said):
-    options = [str(model) if option == "MODEL" else option for option in options]
+def test_bad_options_are_errors_of_the_command_line(model, tmp_path, options, said):
+    """Which name the options, and not the arguments of Python's that they become."""
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(model / file)
+    folders = {"MODEL": str(model), "UNTOLD": str(tmp_path)}
+    options = [folders.get(option, option) for option in options]
     result = CliRunner().invoke(application(), ["serve", *options])
     assert result.exit_code == 2, result.output
     assert said in " ".join(re.sub(r"[│╭╰─╮╯]", " ", result.output).split()).lower().replace(" _", "_")

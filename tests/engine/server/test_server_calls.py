@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 
@@ -13,6 +14,7 @@ from flashtile.engine.server.completions import logprobs_body
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
 KEY = {"Authorization": "Bearer sesame"}
 
 
@@ -141,8 +143,22 @@ def test_the_form_of_lm_eval(server):
 def test_of_two_tokens_with_one_text_the_likelier_is_shown(server):
     """Or lm-eval would take the answer for the greedy one."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-2.0, 2, "x"), 7: Logprob(-1.0, 1, "x")}
-    body = logprobs_body([5], [entry], 2, 0, server.service)
+    body = logprobs_body([5], [entry], 2, [0], server.service)
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"x": -1.0}])
+
+
+def test_parts_of_characters_are_told_by_their_bytes(server, llm):
+    """Each of a snowman's three bytes had the replacement character's, and moved what follows by one."""
+    answer = server.complete(prompt="a☃b", echo=True, logprobs=3, max_tokens=2)["choices"][0]
+    scores = answer["logprobs"]
+    assert scores["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b", "c", "d"]
+    assert (answer["text"], scores["text_offset"]) == ("a☃bcd", [0, 1, 1, 1, 2, 3, 4])
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True}
+    _, chat = server.ask(CHAT, {**fields, "logit_bias": {"226": 100}})
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["bytes"]) for one in content] == [("bytes:\\xe2", [226])] * 2
+    (output,) = llm.generate("a", SamplingParams(logprobs=256, max_tokens=1))
+    assert len({one.decoded_token for one in output.outputs[0].logprobs[0].values()}) == 256
 
 
 def test_log_probabilities_are_the_engines_own(server, llm):
@@ -374,11 +390,73 @@ def test_long_texts_do_not_keep_the_others_waiting(server, monkeypatch):
     assert server.thread not in threads
 
 
-def test_a_form_or_a_text_is_no_call(server):
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/reset_prefix_cache"])
+def test_a_form_or_a_text_is_no_call(server, path):
     """Nor can a page of another origin send one: what is not JSON needs no leave of the browser."""
-    for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        status, body = server.ask(COMPLETIONS, {"prompt": "a"}, {"Content-Type": kind})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        status, body = server.ask(path, {"prompt": "a"}, {"Content-Type": kind})
         assert (status, body["error"]["code"]) == (415, "unsupported_media_type")
+
+
+def test_priorities_are_the_servers_to_allow(server, model):
+    status, body = server.ask(COMPLETIONS, {"prompt": "a", "priority": -1})
+    assert (status, body["error"]["param"]) == (400, "priority")
+    assert server.ask(COMPLETIONS, {"prompt": "a", "priority": 0})[0] == 200
+    with running(model, Limits(max_priority=2)) as allowing:
+        assert allowing.ask(COMPLETIONS, {"prompt": "a", "priority": -2})[0] == 200
+        for path in (COMPLETIONS, CHAT):
+            fields = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a"}
+            status, body = allowing.ask(path, {**fields, "priority": -3})
+            assert (status, body["error"]["message"]) == (400, "priority must be from -2 to 2, got -3")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{"prompt": "a", "logprobs": 1}, {"messages": HELLO, "logprobs": True}])
+def test_numbers_that_json_does_not_have_end_a_call_with_an_error(model, monkeypatch, caplog, fields, stream):
+    """A model whose logits are NaN gives no answer, and no body that is no JSON."""
+    with running(model) as server:
+        network = server.llm.engine.runner.model
+        logits = network.logits
+        monkeypatch.setattr(network, "logits", lambda hidden: logits(hidden) * math.nan)
+        path = CHAT if "messages" in fields else COMPLETIONS
+        response = server.send(path, {**fields, "stream": stream, "max_tokens": 2})
+        text = response.read().decode()
+        assert response.status == (200 if stream else 500)
+        if stream:
+            *_, text, done, _ = text.split("\n\n")
+            assert done == "data: [DONE]"
+        error = json.loads(text.removeprefix("data: "), parse_constant=pytest.fail)["error"]
+        assert (error["type"], error["code"] in ("engine_error", "internal_error")) == ("server_error", True)
+        monkeypatch.undo()
+        assert server.complete(prompt="a", max_tokens=1)["choices"][0]["text"] == "b"
+
+
+@pytest.mark.parametrize("more", [{}, {"truncate_prompt_tokens": 5}])
+def test_overlong_texts_are_refused_before_all_of_them_is_read(model, monkeypatch, more):
+    with running(model, Limits(max_body_bytes=2**24)) as server:
+        read, encode = [], server.service.tokenizer.encode
+        monkeypatch.setattr(
+            server.service.tokenizer,
+            "encode",
+            lambda text, *flags, **named: read.append(len(text)) or encode(text),
+        )
+        long, start = "a" * 2**20, {**more, "max_tokens": 1}
+        for path, fields, param in (
+            (COMPLETIONS, {"prompt": long, **start}, "prompt"),
+            (COMPLETIONS, {"prompt": ["a", long], **start}, "prompt"),
+            (CHAT, {"messages": [{"role": "user", "content": long}], **start}, "messages"),
+            ("/tokenize", {"prompt": long}, "prompt"),
+            (CHAT, {"messages": HELLO * MAX_MODEL_LEN + HELLO, **start}, "messages"),
+            ("/detokenize", {"tokens": [97] * MAX_MODEL_LEN + [97]}, "tokens"),
+        ):
+            read.clear()
+            status, body = server.ask(path, fields)
+            assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+            assert body["error"]["param"] == param
+            assert sum(read) < 16 * MAX_MODEL_LEN
+        # What may be cut to its end may be somewhat longer than what may not.
+        status, _ = server.ask(COMPLETIONS, {"prompt": "a" * 3 * MAX_MODEL_LEN, **start})
+        assert status == (200 if more else 400)
 
 
 def test_without_its_key_nobody_gets_an_answer(model):

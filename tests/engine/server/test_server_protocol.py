@@ -67,6 +67,16 @@ def test_what_is_not_served_is_refused_by_name_unless_it_asks_for_nothing(field)
 
 
 @pytest.mark.parametrize(
+    ("field", "default"),
+    [("spaces_between_special_tokens", True), ("store", False), ("return_tokens_as_token_ids", False)],
+)
+def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default):
+    """By vLLM's and OpenAI's defaults."""
+    read_completion(Body({"prompt": "a", field: default}), 20)
+    assert refusal(read_completion, Body({"prompt": "a", field: not default}), 20)["param"] == field
+
+
+@pytest.mark.parametrize(
     ("param", "body"),
     [
         ("messages", {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,12 +16,12 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 import typer
-from aiohttp import web
 from typer.testing import CliRunner
 
 from flashtile.cli import application
 from flashtile.commands.options import as_arguments
 from flashtile.commands.serve import environments_of
+from flashtile.engine.server.replicas import front as front_module
 from flashtile.engine.server.replicas import process
 from flashtile.engine.server.replicas.front import Front, serve_replicas
 from flashtile.engine.server.replicas.process import Replica
@@ -28,10 +29,14 @@ from flashtile.engine.server.replicas.routing import PIECE, SLACK, Routing, prom
 from flashtile.engine.server.service import Limits
 
 SERVER = """
-import json, os, sys
+import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 NUMBER = os.environ["NUMBER"]
+
+def hang():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)  # this thread may get here before all of the process is stopped
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self, text, kind="application/json", status=200):
@@ -42,24 +47,30 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/metrics":
             self.answer("# TYPE a counter\\na{m=\\"x\\"} 1\\n", "text/plain")
-        elif self.headers.get("Authorization") == "wrong":
-            self.answer("{}", status=401)
         else:
             self.answer(json.dumps({"server_load": 2, "path": self.path}))
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if "Transfer-Encoding" in self.headers:
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size + 2)[:-2]
         prompt = json.loads(body or "{}").get("prompt", "")
+        if prompt == "hang at " + NUMBER:
+            hang()
         if prompt == "die at " + NUMBER:
             os._exit(3)
-        if prompt == "die in a stream":
+        if prompt in ("die in a stream", "hang in a stream"):
             self.protocol_version = "HTTP/1.1"
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             self.wfile.write(b"a\\r\\ndata: {}\\n\\n\\r\\n")
+            self.wfile.flush()
+            if prompt == "hang in a stream":
+                hang()
             os._exit(3)
-        self.answer(json.dumps({"replica": int(NUMBER), "blocks": 5}))
+        self.answer(json.dumps({"replica": int(NUMBER), "blocks": 5, "size": len(body)}))
     def log_message(self, *args):
         pass
 
@@ -71,12 +82,12 @@ server.serve_forever()
 
 def test_calls_go_where_their_beginning_was_and_others_to_the_idlest():
     one, two, down = (SimpleNamespace(in_flight=0, is_up=up) for up in (True, True, False))
-    routing, story = Routing(), "once upon a time " * 100
+    routing, story = Routing(), b"once upon a time " * 100
     assert routing.choose([down], story) is None
     assert routing.choose([down, one, two], story) is one
     one.in_flight = SLACK
-    assert routing.choose([one, two], "else") is two
-    assert routing.choose([one, two], story[: 3 * PIECE] + "x" * PIECE) is one
+    assert routing.choose([one, two], b"else") is two
+    assert routing.choose([one, two], story[: 3 * PIECE] + b"x" * PIECE) is one
     one.in_flight = SLACK + 1
     assert routing.choose([one, two], story) is two  # and from now on it is at home there
     one.in_flight = 0
@@ -84,71 +95,102 @@ def test_calls_go_where_their_beginning_was_and_others_to_the_idlest():
     assert routing.choose([one], story) is one
 
 
+@pytest.mark.parametrize("place", [0, 1, PIECE - 1])
+def test_a_beginning_is_another_one_whichever_character_differs(place):
+    one, two = (SimpleNamespace(in_flight=0, is_up=True) for _ in range(2))
+    routing, story = Routing(), "a" * PIECE
+    assert routing.choose([one, two], story) is one
+    one.in_flight = 1
+    assert routing.choose([one, two], story) is one
+    assert routing.choose([one, two], f"{story[:place]}b{story[place + 1 :]}") is two
+
+
 def test_the_prompt_of_a_call():
-    assert prompt_of(b'{"prompt": [1, 2]}') != prompt_of(b'{"prompt": [1, 2], "cache_salt": "a"}')
-    assert prompt_of(b'{"messages": [{"content": "a"}]}') == '[null, [{"content": "a"}]]'
-    assert prompt_of(b"[1]") == prompt_of(b"\xff") == prompt_of(b"") == ""
+    """Its first bytes, as the client writes them, though the body is cut off or no JSON at all."""
+    assert prompt_of(b'{"model": "m", "prompt": "once upon') == b'"prompt": "once upon'
+    assert (
+        prompt_of(b'{"messages": [{"content": "a \\"prompt\\""')
+        == b'"messages": [{"content": "a \\"prompt\\""'
+    )
+    assert prompt_of(b"[1]") == prompt_of(b"\xff") == prompt_of(b"") == b""
+
+
+@contextlib.asynccontextmanager
+async def serving(limits=None):
+    """(the front, its replicas, a client of it) of two fakes."""
+    replicas = [
+        Replica(i, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": str(i)}) for i in range(2)
+    ]
+    for one in replicas:
+        one.start()
+    assert all([await one.wait_until_up() for one in replicas])
+    front = Front(replicas, limits or Limits())
+    await front.door.open(front.app(), "127.0.0.1", 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{front.door.port}") as client:
+        yield front, replicas, client
+    for one in replicas:
+        one.signal(signal.SIGKILL)
+        await one.wait()
+    await front.door.close()
+    await front.door.end()
+
+
+async def post(client, prompt, **headers):
+    """(status, text)."""
+    async with client.post("/v1/completions", json={"prompt": prompt}, headers=headers) as found:
+        return found.status, await found.text()
+
+
+async def get(client, path, **headers):
+    async with client.get(path, headers=headers) as found:
+        return found.status, await found.text()
 
 
 def test_a_replica_that_dies_is_replaced(monkeypatch):
     monkeypatch.setattr(process, "FIRST_PAUSE", 0.01)
 
     async def run() -> None:
-        replicas = [
-            Replica(i, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": str(i)}) for i in range(2)
-        ]
-        for one in replicas:
-            one.start()
-        assert all([await one.wait_until_up() for one in replicas])
-        runner = web.AppRunner(Front(replicas, Limits()).app())
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving() as (front, replicas, client):
 
-        async def restarted(number: int, times: int) -> None:
-            while replicas[number].restarts < times:
-                await asyncio.sleep(0.01)
-            assert await replicas[number].wait_until_up()
+            async def restarted(number: int, times: int) -> None:
+                while replicas[number].restarts < times:
+                    await asyncio.sleep(0.01)
+                assert await replicas[number].wait_until_up()
 
-        async with aiohttp.ClientSession(url) as client:
-
-            async def get(path: str, **headers: str) -> tuple[int, str]:
-                async with client.get(path, headers=headers) as found:
-                    return found.status, await found.text()
-
-            async def complete(prompt: str) -> tuple[int, str]:
-                async with client.post("/v1/completions", json={"prompt": prompt}) as found:
-                    return found.status, await found.text()
-
-            assert json.loads((await get("/health"))[1]) == {"status": "ok", "replicas": [True, True]}
-            assert json.loads((await get("/load"))[1]) == {"server_load": 4, "replicas": [2, 2]}
-            assert (await get("/load", Authorization="wrong"))[0] == 401
-            assert json.loads((await get("/v1/models?a=b%20c"))[1])["path"] == "/v1/models?a=b%20c"
-            lines = (await get("/metrics"))[1].splitlines()
-            assert lines == ["# TYPE a counter", 'a{replica="0",m="x"} 1', 'a{replica="1",m="x"} 1']
-            async with client.post("/reset_prefix_cache") as found:
+            assert json.loads((await get(client, "/health"))[1]) == {"status": "ok", "replicas": [True, True]}
+            assert json.loads((await get(client, "/load"))[1]) == {"server_load": 4, "replicas": [2, 2]}
+            path = "/v1/models?a=b%20c"
+            assert json.loads((await get(client, path))[1])["path"] == path
+            lines = (await get(client, "/metrics"))[1].splitlines()
+            assert lines[:3] == ["# TYPE a counter", 'a{replica="0",m="x"} 1', 'a{replica="1",m="x"} 1']
+            assert lines[-2:] == [f'flashtile:replica_up{{replica="{i}"}} 1' for i in range(2)]
+            async with client.post("/reset_prefix_cache", json={}) as found:
                 assert await found.json() == {"blocks": 10}
+            async with client.post("/reset_prefix_cache", data="a=b") as found:
+                assert found.status == 415
 
             # Nothing of the answer was sent: the other one gives it.
-            status, text = await complete("die at 0")
+            status, text = await post(client, "die at 0")
             assert (status, json.loads(text)["replica"]) == (200, 1)
             await restarted(0, 1)
             # A stream that has begun ends with an error.
-            status, text = await complete("die in a stream")
+            status, text = await post(client, "die in a stream")
             assert status == 200
             events = text.split("\n\n")
             assert events[0] == "data: {}"
             assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "engine_dead"
             assert events[2] == "data: [DONE]"
             await restarted(0, 2)
+            front.draining = True
+            for path in ("/health", "/v1/models", "/metrics"):
+                status, text = await get(client, path)
+                assert (status, json.loads(text)["error"]["code"]) == (503, "shutting_down")
+            front.draining = False
             for one in replicas:
                 one.signal(signal.SIGTERM)
-            status, text = await complete("hello")
+            status, text = await post(client, "hello")
             assert (status, json.loads(text)["error"]["code"]) == (503, "engine_dead")
-            assert (await get("/health"))[0] == 503
-            for one in replicas:
-                await one.wait()
-        await runner.cleanup()
+            assert (await get(client, "/health"))[0] == 503
         for code, restarts in ((5, process.MOST_FAILURES - 1), (process.BAD_ARGUMENTS, 0)):
             broken = Replica(0, [sys.executable, "-c", f"raise SystemExit({code})"], os.environ)
             broken.start()
@@ -159,9 +201,82 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_wrong_arguments_of_replicas_end_the_command():
-    replicas = [Replica(i, [sys.executable, "-c", "raise SystemExit(2)"], os.environ) for i in range(2)]
-    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, lambda port: None) == 2
+def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
+    """Its process is there, its port is open, and nothing comes."""
+    monkeypatch.setattr(front_module, "CHECK_EVERY", 0.02)
+    monkeypatch.setattr(front_module, "ANSWERS_IN", 0.5)
+
+    async def run() -> None:
+        async with serving() as (_, replicas, client):
+
+            async def is_up(number: int, up: bool) -> None:
+                while replicas[number].is_up is not up:
+                    await asyncio.sleep(0.01)
+
+            status, text = await post(client, "hang at 0")
+            assert (status, json.loads(text)["replica"]) == (200, 1)
+            assert json.loads((await get(client, "/health"))[1])["replicas"] == [False, True]
+            assert 'flashtile:replica_up{replica="0"} 0' in (await get(client, "/metrics"))[1]
+            assert json.loads((await get(client, "/load"))[1]) == {"server_load": 2, "replicas": [None, 2]}
+            replicas[0]._process.send_signal(signal.SIGCONT)
+            await is_up(0, True)
+            status, text = await post(client, "hang in a stream")
+            assert (status, '"code":"engine_dead"' in text) == (200, True)
+            assert text.endswith("data: [DONE]\n\n")
+            # A signal that ends it reaches it all the same.
+            stopped = next(one for one in replicas if one.hangs)
+            stopped.signal(signal.SIGTERM)
+            await stopped.wait()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch):
+    monkeypatch.setattr(front_module, "KEPT", 2**17)
+    largest = 2**20
+
+    async def run() -> None:
+        async with serving(Limits(api_keys=("sesame",), max_body_bytes=largest)) as (front, _, client):
+            key = {"Authorization": "Bearer sesame"}
+            for path in ("/v1/completions", "/load", "/metrics", "/nothing"):
+                assert (await get(client, path))[0] == 401
+            for size in (10, 2**16, 2**17, largest - 14):
+                status, text = await post(client, "x" * size, **key)
+                assert (status, json.loads(text)["size"]) == (200, size + 14)
+            status, text = await post(client, "x" * largest, **key)
+            assert (status, json.loads(text)["error"]["code"]) == (413, "body_too_large")
+
+            async def pieces():
+                for _ in range(20):
+                    yield b"x" * 2**16
+
+            async with client.post("/v1/completions", data=pieces(), headers=key) as found:
+                assert (found.status, (await found.json())["error"]["code"]) == (413, "body_too_large")
+
+            # Nothing of a body is read before the key: the answer comes though the body does not.
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.door.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+            assert b" 401 " in await reader.readline()
+            writer.close()
+            # A target may be absolute, or lead nowhere.
+            for target, status in (
+                (b"http://x.test/v1/models?a=%20", b" 200 "),
+                (b"*", b" 4"),
+                (b"@x", b" 400 "),
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", front.door.port)
+                writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n\r\n" % target)
+                assert status in await reader.readline(), target
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_wrong_arguments_of_replicas_end_the_command_and_are_said_once(capfd):
+    program = "import sys; print('such is wrong\\n\\nsuch is wrong', file=sys.stderr); raise SystemExit(2)"
+    replicas = [Replica(i, [sys.executable, "-c", program], os.environ) for i in range(3)]
+    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 1.0, lambda port: None) == 2
+    assert capfd.readouterr().err == "such is wrong\n\nsuch is wrong\n"
 
 
 def test_a_client_that_is_gone_gets_no_second_answer(monkeypatch):
@@ -172,11 +287,13 @@ def test_a_client_that_is_gone_gets_no_second_answer(monkeypatch):
         raise aiohttp.ClientConnectionResetError
 
     async def read():
-        return b"{}"
+        return b""
 
     front = Front([SimpleNamespace(in_flight=0, is_up=True, number=i) for i in range(2)], Limits())
     monkeypatch.setattr(front, "_ask", ask)
-    request = SimpleNamespace(read=read, transport=SimpleNamespace(is_closing=lambda: True))
+    transport = SimpleNamespace(is_closing=lambda: True, abort=None)
+    content = SimpleNamespace(readany=read)
+    request = SimpleNamespace(content=content, content_length=None, transport=transport)
     with pytest.raises(ConnectionError):
         asyncio.run(front._pass_on(request))
     assert len(asked) == 1
@@ -227,4 +344,4 @@ def test_a_replica_gets_the_options_and_gpus_that_are_its_own(monkeypatch):
 def test_bad_json_is_an_error_of_the_command_line(model):
     result = CliRunner().invoke(application(), ["serve", str(model), "--speculative-config", "{"])
     assert result.exit_code == 2
-    assert "speculative_config must be JSON" in " ".join(result.output.replace("│", " ").split())
+    assert "--speculative-config must be JSON" in " ".join(result.output.replace("│", " ").split())

@@ -11,7 +11,7 @@ from flashtile.backends.cpu.decode import one_query
 from flashtile.backends.cpu.decode.attend import attend
 from flashtile.backends.cpu.decode.cache import append, copy_blocks
 from flashtile.backends.cpu.decode.combine import combine
-from flashtile.decode.problem import AppendProblem, CombineProblem, CopyProblem, DecodeProblem
+from flashtile.problems.decode import AppendProblem, CombineProblem, CopyProblem, DecodeProblem
 
 __all__ = [
     "configure_decode",

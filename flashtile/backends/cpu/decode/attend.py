@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split, visible_keys
 from flashtile.backends.cpu.decode.tokens import lengths_of, pages_of, tokens_of_pages, tokens_of_row
-from flashtile.decode.problem import CacheTensors, DecodeProblem
+from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 BLOCK_ROWS = 256
 TILE_ELEMENTS = 1 << 18

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.decode.addresses import descales_of, destinations, new_tokens
-from flashtile.decode.problem import FP8, FP8_MAX, AppendProblem, AppendTensors, CopyTensors
-from flashtile.decode.rotary import rotate_appended
+from flashtile.problems.addresses import descales_of, destinations, new_tokens
+from flashtile.problems.decode import FP8, FP8_MAX, AppendProblem, AppendTensors, CopyTensors
+from flashtile.reference.rotary import rotate_appended
 
 
 @torch.inference_mode()  # so that caches made under it can be written outside of it, too

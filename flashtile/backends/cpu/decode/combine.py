@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.decode.problem import CombineProblem, DecodeProblem
+from flashtile.problems.decode import CombineProblem, DecodeProblem
 
 
 def combine(

@@ -21,7 +21,7 @@ from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.decode.combine import combine
 from flashtile.backends.cpu.decode.tokens import lengths_of, pages_of, tokens_of_pages, tokens_of_row
 from flashtile.backends.cpu.flash import attend_by_heads
-from flashtile.decode.problem import CacheTensors, DecodeProblem
+from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 PIECE_ELEMENTS = 256 * 1024
 """Of keys over all heads, and as many of values: gathered ones stay in the second-level cache."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.decode.addresses import sequence_lengths
-from flashtile.decode.problem import CacheTensors, DecodeProblem
+from flashtile.problems.addresses import sequence_lengths
+from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 
 def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from flashtile.backends.cpu.fp8.attend import attend
-from flashtile.fp8 import emulation
-from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
+from flashtile.problems.fp8 import Fp8Problem, QuantizeProblem
+from flashtile.reference import fp8_emulation as emulation
 
 
 def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str | None:

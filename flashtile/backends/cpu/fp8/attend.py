@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
-from flashtile.fp8.layout import (
+from flashtile.problems.attention import Extras
+from flashtile.problems.common import LOG2_E
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
+from flashtile.problems.fp8_layout import (
     E4M3,
     KEY_BLOCK,
     LARGEST_RATIO,
@@ -25,8 +27,6 @@ from flashtile.fp8.layout import (
     key_order,
     num_blocks,
 )
-from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales
-from flashtile.problem import LOG2_E
 
 BLOCK_M = 512
 LN_2 = math.log(2)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.linear.problem import LinearProblem, QkvTensors
-from flashtile.linear.reference import before_norm, end, product, slots_of, turn
+from flashtile.problems.linear import LinearProblem, QkvTensors
+from flashtile.reference.linear import before_norm, end, product, slots_of, turn
 
 
 def reason_against(problem: LinearProblem, explicit: bool) -> str | None:

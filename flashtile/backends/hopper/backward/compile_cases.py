@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.compile_cases import preprocess_case
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.backward import launch, wide_launch
 from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, choose
@@ -20,7 +20,7 @@ from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
-from flashtile.compile_report import CompileCase
+from flashtile.problems.attention import Problem
 
 _FULL = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q)
 _CAUSAL = replace(_FULL, window_right=0)

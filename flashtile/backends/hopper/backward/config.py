@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward.splits import choose_splits
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
+from flashtile.problems.attention import Problem
 
 POSTPROCESS_WARPS = 2
 """Warps that make dQ of ``dq_accum``, beside the producer and the warp that adds to it."""

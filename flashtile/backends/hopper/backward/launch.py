@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, outer_stride
 from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_between_sequences
@@ -36,7 +35,8 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
 from flashtile.backends.hopper.tile_table import TileTable
-from flashtile.problem import LOG2_E, UNLIMITED
+from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.common import LOG2_E, UNLIMITED
 
 SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 """Of the L2 cache's 50 MB, for what the heads that are interleaved read and add to; programs are at work on

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import allocator
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+from flashtile.problems.attention import Extras, Problem
 
 LINE = 32
 """Floats of a line of the L2 cache; each part of the workspace begins with a line."""

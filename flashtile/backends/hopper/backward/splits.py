@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import multiprocessors
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 ROW_SPLITS = (1, 2, 4, 8, 16)
 MOST_PARTS = 32

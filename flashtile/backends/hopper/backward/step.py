@@ -99,7 +99,10 @@ def step(
         scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout, mods)
         if C.HAS_BIAS:
             scores = scores + bias_tiles.in_log2(added)
-        p = gl.exp2(scores + row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
+        neg_lse = row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout)
+        p = gl.exp2(scores + neg_lse)
+        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+            p = gl.where(neg_lse == float("-inf"), 0.0, p)
     elif C.HAS_BIAS:
         p = gl.exp2(scores * numbers.scale_log2 + bias_tiles.in_log2(added))
     else:
@@ -108,7 +111,10 @@ def step(
         p = bias_tiles.hide_rows(C, p, m, work, s_layout)
     if CUT:
         p = mask(C, W, p, m, work, schedule, s_layout, mods)
-    weights = to_16_bit(p * softcap_grad, dtype)  # dS / dP: P, times the soft-cap's derivative
+    weights = p * softcap_grad  # dS / dP: P, times the derivative of soft-cap or SCORE_MOD
+    if C.GUARD_FACTORS:  # which need not be finite where a score is hidden
+        weights = gl.where(p == 0.0, 0.0, weights)
+    weights = to_16_bit(weights, dtype)
     p = to_16_bit(p, dtype)
     if C.HAS_DROPOUT:
         p = drop(p, words, mods, True)

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
+from flashtile.problems.attention import Problem
 
 BLOCK = 1024
 """Elements of a gradient that a program makes: few, since its loads are many."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, dense_view, ragged_view
@@ -29,7 +28,8 @@ from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
 from flashtile.backends.hopper.launch import arguments_of, num_programs
 from flashtile.backends.hopper.tile_table import TileTable
-from flashtile.problem import LOG2_E
+from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.common import LOG2_E
 
 
 @dataclass(frozen=True)

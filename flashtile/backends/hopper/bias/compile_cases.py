@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.hopper.backward.config import choose as choose_backward
 from flashtile.backends.hopper.backward.launch import views as backward_views
 from flashtile.backends.hopper.bias.backward import backward_kernel
@@ -25,7 +25,7 @@ from flashtile.backends.hopper.bias.launch import (
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward.launch import views
-from flashtile.compile_report import CompileCase
+from flashtile.problems.attention import Problem
 
 _FULL = replace(PLAIN, bias=True)
 _VARIANTS = {

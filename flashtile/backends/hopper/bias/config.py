@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward.config import BackwardVariant
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
+from flashtile.problems.attention import Problem
 
 MOST_COLUMNS = 128
 """Of a head."""

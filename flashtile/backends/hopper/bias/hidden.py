@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 BLOCK = 128
 """Rows and keys that are hidden together: no block of the backward is larger."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, cells_view, dense_view
@@ -42,7 +41,8 @@ from flashtile.backends.hopper.forward.config import ForwardVariant
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
 from flashtile.backends.portable import configure_backward
 from flashtile.backends.portable.launch import dbias_kernel_of, without_sink
-from flashtile.problem import LOG2_E, UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import LOG2_E, UNLIMITED
 
 
 def variant_of(problem: Problem, config: BiasForwardConfig, shared: bool = True) -> BiasForwardVariant:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from flashtile.backends import hopper
-from flashtile.decode.problem import FP8, DecodeProblem
+from flashtile.problems.decode import FP8, DecodeProblem
 
 PORTABLE_ROWS = 16
 """As many rows as the portable kernel's smallest tile has, which reads a cache as fast as memory allows."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.kept_kernel import NUM_WARPS
 from flashtile.backends.hopper.compile_cases import HOPPER, words
@@ -24,8 +25,7 @@ from flashtile.backends.hopper.decode.launch import (
 )
 from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.compile_report import CompileCase
-from flashtile.decode.problem import FP8, DecodeProblem
+from flashtile.problems.decode import FP8, DecodeProblem
 
 _PAGED = DecodeProblem(
     batch=8,

@@ -13,7 +13,7 @@ from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, p
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
-from flashtile.decode.problem import FP8, DecodeProblem
+from flashtile.problems.decode import FP8, DecodeProblem
 
 COPY_ROWS = 16
 """The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of

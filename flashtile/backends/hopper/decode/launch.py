@@ -51,8 +51,8 @@ from flashtile.backends.portable.decode.launch import (
 from flashtile.backends.portable.decode.launch import is_balanced as shares_blocks
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
-from flashtile.decode.problem import FP8, CacheTensors, DecodeProblem
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
+from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
 FAR = 2**30

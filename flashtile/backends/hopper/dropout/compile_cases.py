@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.hopper.backward.launch import views as backward_views
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
@@ -13,7 +13,7 @@ from flashtile.backends.hopper.dropout.config import choose_backward, choose_for
 from flashtile.backends.hopper.dropout.kernels import backward_kernel, forward_kernel
 from flashtile.backends.hopper.dropout.launch import backward_variant_of, variant_of
 from flashtile.backends.hopper.forward.launch import views
-from flashtile.compile_report import CompileCase
+from flashtile.problems.attention import Problem
 
 _FULL = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q, dropout_p=0.1)
 _VARIANTS = {

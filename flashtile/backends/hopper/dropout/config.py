@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward.config import BackwardConfig, BackwardVariant, with_splits
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 MOST_COLUMNS = 128
 """Of a head."""

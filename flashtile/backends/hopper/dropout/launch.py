@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.hopper.backward import launch as plain_backward
 from flashtile.backends.hopper.backward.config import BackwardConfig
 from flashtile.backends.hopper.dropout.config import (
@@ -23,6 +22,7 @@ from flashtile.backends.hopper.dropout.kernels import (
 from flashtile.backends.hopper.forward import launch as plain_forward
 from flashtile.backends.hopper.launch import score_numbers
 from flashtile.dropout import is_fine, keep_share, threshold
+from flashtile.problems.attention import Problem
 
 
 def variant_of(problem: Problem, config: DropoutForwardConfig) -> DropoutForwardVariant:

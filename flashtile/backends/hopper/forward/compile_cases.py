@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors, words
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant, choose, every_row
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import launch_registers, variant_of, views
-from flashtile.compile_report import CompileCase
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 _CAUSAL = replace(PLAIN, window_right=0)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

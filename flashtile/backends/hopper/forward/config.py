@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.compat import VIEWS_SPAN_TILES
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 O_PART = 64
 """Columns of an output in 16 bits that leave together with ``O_IN_PARTS``; of one in float32 half as many."""

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.attn.problem import Extras, Problem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import (
     allocator,
@@ -41,7 +40,8 @@ from flashtile.backends.hopper.forward.schedule import Numbers, Schedule, tiles_
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.common import UNLIMITED
 
 SWIZZLE_HEADS = 8
 """Heads that are interleaved where work tiles are pairs or come from the work queue."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.backends import hopper
-from flashtile.fp8.problem import Fp8Problem
+from flashtile.problems.fp8 import Fp8Problem
 
 
 def reason_against(problem: Fp8Problem, explicit: bool) -> str | None:

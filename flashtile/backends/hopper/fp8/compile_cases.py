@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.hopper import compile_cases as shared
 from flashtile.backends.hopper.compile_cases import HOPPER, attention_case, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
 from flashtile.backends.hopper.fp8.kernel import forward_kernel
 from flashtile.backends.hopper.fp8.launch import variant_of, views
-from flashtile.compile_report import CompileCase
-from flashtile.fp8.layout import KEY_BLOCK, num_blocks, num_blocks_varlen
-from flashtile.fp8.problem import Fp8Problem, Scales
+from flashtile.problems.fp8 import Fp8Problem, Scales
+from flashtile.problems.fp8_layout import KEY_BLOCK, num_blocks, num_blocks_varlen
 
 PLAIN = Fp8Problem(
     **vars(shared.PLAIN) | {"dtype": torch.float8_e4m3fn}, v_transposed=True, block_scales=True

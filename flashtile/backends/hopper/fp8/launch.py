@@ -16,7 +16,7 @@ from flashtile.backends.hopper.fp8.kernel import forward_kernel
 from flashtile.backends.hopper.fp8.scales import ScaleStrides
 from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.fp8.problem import AttendTensors, Fp8Problem, Scales
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 
 class ForwardLaunch:

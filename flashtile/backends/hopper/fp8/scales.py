@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
 from flashtile.backends.hopper.fp8.softmax import LEAST, log2
-from flashtile.fp8 import layout
+from flashtile.problems import fp8_layout as layout
 
 QUERY_BLOCK = gl.constexpr(layout.QUERY_BLOCK)
 KEY_BLOCK = gl.constexpr(layout.KEY_BLOCK)

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.compat import reinterpret
-from flashtile.fp8 import layout
+from flashtile.problems import fp8_layout as layout
 
 GROUP = gl.constexpr(layout.KEY_GROUP)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashtile.backends import hopper
-from flashtile.linear.problem import LinearProblem
+from flashtile.problems.linear import LinearProblem
 
 NAME = "hopper"
 

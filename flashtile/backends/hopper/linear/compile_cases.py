@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.linear_launch import end_variant
 from flashtile.backends.hopper.compile_cases import HOPPER
 from flashtile.backends.hopper.linear.config import DEFAULT, MOST_ROWS, TILES, FlatConfig, make
 from flashtile.backends.hopper.linear.kernel import flat_kernel
 from flashtile.backends.hopper.linear.launch import variant_of
 from flashtile.backends.portable.linear.compile_cases import absent, everything, plain_problem, types_of
-from flashtile.compile_report import CompileCase
-from flashtile.linear.problem import LinearProblem
+from flashtile.problems.linear import LinearProblem
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:

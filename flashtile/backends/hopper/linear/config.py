@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashtile.linear.problem import E4M3, LinearProblem
-from flashtile.linear.table import FLAT
+from flashtile.hardware.linear_table import FLAT
+from flashtile.problems.linear import E4M3, LinearProblem
 
 MOST_ROWS = 16
 

@@ -18,7 +18,7 @@ from flashtile.backends.common.linear_launch import (
 )
 from flashtile.backends.hopper.linear.config import FlatConfig
 from flashtile.backends.hopper.linear.kernel import Variant, flat_kernel
-from flashtile.linear.problem import E4M3, LinearProblem
+from flashtile.problems.linear import E4M3, LinearProblem
 
 
 def variant_of(problem: LinearProblem, config: FlatConfig) -> Variant:

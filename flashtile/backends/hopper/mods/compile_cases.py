@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.hopper.backward.launch import views as backward_views
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
@@ -16,7 +16,7 @@ from flashtile.backends.hopper.mods.forward import LISTS, forward_kernel
 from flashtile.backends.hopper.mods.launch import backward_variant_of, variant_of
 from flashtile.backends.portable.mods.arguments import CAPTURED
 from flashtile.backends.portable.mods.compile_cases import WITH_MODS
-from flashtile.compile_report import CompileCase
+from flashtile.problems.attention import Problem
 
 _MODS = WITH_MODS.mods
 assert _MODS is not None

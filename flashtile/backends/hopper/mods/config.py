@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.preprocess import ROW_PAD
 from flashtile.backends.hopper.backward.config import BackwardConfig, BackwardVariant, with_splits
 from flashtile.backends.hopper.backward.config import choose as choose_plain_backward
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
-from flashtile.problem import UNLIMITED
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 
 MOST_COLUMNS = 128
 """Of a head."""
@@ -38,6 +38,8 @@ class WithFunctions:
     SCORE_MOD: Any
     """``@triton.jit`` functions, or None; so is MASK_MOD."""
     MASK_MOD: Any
+    GUARD_SCORES: bool
+    GUARD_FACTORS: bool
     LISTED: bool
     OWN: int
     """Of a block of the block mask: query rows in the forward, keys in the backward."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.hopper.backward import launch as plain_backward
@@ -23,8 +22,9 @@ from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.mods import functions
 from flashtile.backends.portable.mods.arguments import SIZES
 from flashtile.backends.portable.mods.launch import captured_of, kv_lists_of, q_lists_of
-from flashtile.masks.problem import MAX_CAPTURED, Mods
-from flashtile.problem import LOG2_E
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import LOG2_E
+from flashtile.problems.masks import MAX_CAPTURED, Mods
 
 
 def function_fields(mods: Mods, fixed: bool) -> dict[str, Any]:
@@ -35,6 +35,7 @@ def function_fields(mods: Mods, fixed: bool) -> dict[str, Any]:
         "SCORE_MOD": functions.score_function(mods, True, fixed=True),
         "MASK_MOD": mask,
         "LISTED": listed,
+        **functions.guards(mods),
     }
 
 

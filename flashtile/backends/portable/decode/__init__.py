@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.backends import portable
-from flashtile.decode.problem import FP8, AppendProblem, CombineProblem, CopyProblem, DecodeProblem
+from flashtile.problems.decode import FP8, AppendProblem, CombineProblem, CopyProblem, DecodeProblem
 
 
 def reason_against(

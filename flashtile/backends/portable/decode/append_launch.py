@@ -12,7 +12,7 @@ from flashtile.backends.portable.decode import copy_blocks
 from flashtile.backends.portable.decode.append import Lengths, Strides, Variant, append_kernel
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
 from flashtile.backends.portable.decode.launch import converts_e4m3, row_strides
-from flashtile.decode.problem import FP8, AppendProblem, AppendTensors, CopyProblem, CopyTensors
+from flashtile.problems.decode import FP8, AppendProblem, AppendTensors, CopyProblem, CopyTensors
 
 APPEND_ROWS = 16
 COPY_TILE = 8192

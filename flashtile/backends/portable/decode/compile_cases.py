@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.common.kept_kernel import NUM_WARPS
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import append, combine, config, copy_blocks, launch
@@ -19,8 +20,7 @@ from flashtile.backends.portable.decode.combine import combine_given_kernel, com
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.copy_blocks import copy_kernel
 from flashtile.backends.portable.exchange import exchange_kernel, variant_of
-from flashtile.compile_report import CompileCase, architecture
-from flashtile.decode.problem import FP8, DecodeProblem
+from flashtile.problems.decode import FP8, DecodeProblem
 
 _PAGED = DecodeProblem(
     batch=8,

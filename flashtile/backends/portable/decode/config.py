@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.config import family, precision_of
-from flashtile.decode.problem import DecodeProblem
+from flashtile.problems.decode import DecodeProblem
 
 NARROW, WIDE, TALL = 16, 64, 128
 """Row blocks: the least that tensor cores take, one for groups of more rows than that, and one for so many

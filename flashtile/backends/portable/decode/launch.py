@@ -35,8 +35,8 @@ from flashtile.backends.portable.decode.config import (
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import Lengths
 from flashtile.backends.portable.decode.steps import Strides, Variant
-from flashtile.decode.problem import FP8, CacheTensors, CombineProblem, DecodeProblem
-from flashtile.problem import LOG2_E, UNLIMITED
+from flashtile.problems.common import LOG2_E, UNLIMITED
+from flashtile.problems.decode import FP8, CacheTensors, CombineProblem, DecodeProblem
 
 MAX_SCAN_BLOCK = 1024
 MAX_HEADS_PER_TEAM = 8

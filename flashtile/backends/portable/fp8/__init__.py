@@ -8,7 +8,7 @@ import torch
 
 from flashtile.backends import portable
 from flashtile.backends.common.device import Target, capability
-from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
+from flashtile.problems.fp8 import Fp8Problem, QuantizeProblem
 
 NATIVE_CAPABILITY = (8, 9)
 """From Ada on GPUs convert to e4m3 and multiply it."""

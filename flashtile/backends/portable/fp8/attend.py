@@ -295,7 +295,7 @@ def attend_kernel(
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
     when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v_stride_s] ([heads_kv, ...] when
-    VARLEN). Scales are those of ``flashtile.fp8.problem.Scales``; those of blocks have a stride of 1.
+    VARLEN). Scales are those of ``flashtile.problems.fp8.Scales``; those of blocks have a stride of 1.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV

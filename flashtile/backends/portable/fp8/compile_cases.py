@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
 from flashtile.backends.portable.fp8 import config as configurations
 from flashtile.backends.portable.fp8.attend import attend_kernel
@@ -15,9 +16,8 @@ from flashtile.backends.portable.fp8.launch import variant_of as attend_variant
 from flashtile.backends.portable.fp8.quantize import LARGEST_GIVEN, LARGEST_ONLY, ONE_PASS, quantize_kernel
 from flashtile.backends.portable.fp8.quantize_launch import compile_options, spill_budget
 from flashtile.backends.portable.fp8.quantize_launch import variant_of as quantize_variant
-from flashtile.compile_report import CompileCase, architecture
-from flashtile.fp8.layout import E4M3
-from flashtile.fp8.problem import Fp8Problem, QuantizeProblem
+from flashtile.problems.fp8 import Fp8Problem, QuantizeProblem
+from flashtile.problems.fp8_layout import E4M3
 
 _QUERIES = QuantizeProblem(
     role="q",

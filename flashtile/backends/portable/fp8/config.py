@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.backends.common.config import KernelConfig
-from flashtile.fp8.problem import Fp8Problem
+from flashtile.problems.fp8 import Fp8Problem
 
 K = KernelConfig
 

@@ -10,8 +10,8 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import outer_stride
 from flashtile.backends.portable.fp8.attend import Lengths, Numbers, Strides, Variant, attend_kernel
 from flashtile.backends.portable.fp8.config import AttendConfig, padded
-from flashtile.fp8.problem import AttendTensors, Fp8Problem
-from flashtile.problem import UNLIMITED
+from flashtile.problems.common import UNLIMITED
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem
 
 
 def variant_of(problem: Fp8Problem, config: AttendConfig) -> Variant:

@@ -5,7 +5,7 @@ FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for 
 spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
 
 One program owns one block of one head. Every sum of the transform has one order and nothing is fused, so that
-the result is the same to the bit as that of :mod:`flashtile.fp8.emulation`.
+the result is the same to the bit as that of :mod:`flashtile.reference.fp8_emulation`.
 """
 
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def key_of_column(column):
-    """Which key lies in ``column`` of a stored V^T (``flashtile.fp8.layout.key_order``)."""
+    """Which key lies in ``column`` of a stored V^T (``flashtile.problems.fp8_layout.key_order``)."""
     within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
     return (column & -32) | within
 

@@ -20,9 +20,9 @@ from flashtile.backends.portable.fp8.quantize import (
     Variant,
     quantize_kernel,
 )
-from flashtile.fp8.hadamard import normalizer
-from flashtile.fp8.layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
-from flashtile.fp8.problem import QuantizeProblem, QuantizeTensors
+from flashtile.problems.fp8 import QuantizeProblem, QuantizeTensors
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
+from flashtile.problems.hadamard import normalizer
 
 ELEMENTS_PER_THREAD = 32
 """Of a tile, held in registers."""

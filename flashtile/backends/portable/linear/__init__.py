@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.backends import portable
-from flashtile.linear.problem import LinearProblem
+from flashtile.problems.linear import LinearProblem
 
 
 def reason_against(problem: LinearProblem, explicit: bool) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.linear_launch import end_variant
@@ -21,9 +22,8 @@ from flashtile.backends.portable.linear.config import (
 )
 from flashtile.backends.portable.linear.kernel import end_kernel, product_kernel
 from flashtile.backends.portable.linear.launch import END_PLACES, END_ROWS, variant_of
-from flashtile.compile_report import CompileCase, architecture
-from flashtile.linear.problem import E4M3, QKV, SWIGLU, Heads, LinearProblem
-from flashtile.linear.table import FLAT, GEMV
+from flashtile.hardware.linear_table import FLAT, GEMV
+from flashtile.problems.linear import E4M3, QKV, SWIGLU, Heads, LinearProblem
 
 _HEADS = Heads(32, 8, 128, 128, False, 4096, 16, 1024, 0)
 FLOATS = (

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.backends.common.device import Target, multiprocessors
-from flashtile.linear import table
-from flashtile.linear.problem import PLAIN, LinearProblem
-from flashtile.linear.table import FLAT, GEMV, LIBRARY
+from flashtile.hardware import linear_table as table
+from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY
+from flashtile.problems.linear import PLAIN, LinearProblem
 
 MOST_GEMV_ROWS = 4
 GEMV_INSTEAD_ROWS = 2
@@ -66,7 +66,7 @@ def padded_rows(rows: int, kind: str) -> int:
 def device_name(device: torch.device | Target) -> str:
     """As the tables call it; "" for what is no GPU."""
     if isinstance(device, Target):
-        from flashtile.io_model.cards import CARDS
+        from flashtile.hardware.cards import CARDS
 
         return next((card.device_name for card in CARDS.values() if card.name == device.name), device.name)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

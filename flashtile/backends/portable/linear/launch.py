@@ -24,9 +24,9 @@ from flashtile.backends.common.linear_launch import (
 from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
 from flashtile.backends.portable.linear.kernel import Variant, end_kernel, product_kernel
-from flashtile.linear.problem import E4M3, LinearProblem
-from flashtile.linear.reference import before_norm, scaled_weight
-from flashtile.linear.table import GEMV, LIBRARY
+from flashtile.hardware.linear_table import GEMV, LIBRARY
+from flashtile.problems.linear import E4M3, LinearProblem
+from flashtile.reference.linear import before_norm, scaled_weight
 
 END_PLACES, END_ROWS = 128, 8
 """Of a program of the end behind the library's product."""

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from flashtile.masks.problem import MAX_CAPTURED, MAX_SIZES
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 GRADIENTS = tuple(f"gradient_{i}" for i in range(MAX_CAPTURED))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from flashtile.attn.problem import Problem
+from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.portable.compile_cases import PLAIN
 from flashtile.backends.portable.config import Config, family_of_capability
@@ -14,8 +14,8 @@ from flashtile.backends.portable.mods import functions, kernels
 from flashtile.backends.portable.mods.arguments import CAPTURED, GRADIENTS, LISTS
 from flashtile.backends.portable.mods.config import of_row
 from flashtile.backends.portable.mods.launch import variants_of
-from flashtile.compile_report import CompileCase, architecture
-from flashtile.masks.problem import Mods
+from flashtile.problems.attention import Problem
+from flashtile.problems.masks import Mods
 
 _SCORE = """\
 t0: int = sub kv q
@@ -76,6 +76,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 _BUDGETS: dict[tuple[str, str, int, str], int] = {
     ("hopper", "bf16", 64, "dkdv"): 12,
+    ("hopper", "bf16", 64, "dq"): 4,
     ("hopper", "bf16", 128, "dkdv"): 164,
     ("hopper", "fp32", 64, "dkdv"): 16,
     ("hopper", "fp32", 64, "dq"): 16,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.config import Config, family, row
+from flashtile.problems.attention import Problem
 
 K = KernelConfig
 

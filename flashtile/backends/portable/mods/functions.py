@@ -23,8 +23,18 @@ import triton.language as tl
 
 from flashtile.backends.portable.mods import steps
 from flashtile.caches import BoundedCache
-from flashtile.masks.problem import MAX_SIZES, Mods
-from flashtile.masks.program import LOAD, Line, Name, Program, depends_on, derivatives, is_variable
+from flashtile.problems.mask_program import (
+    LOAD,
+    Line,
+    Name,
+    Program,
+    depends_on,
+    derivatives,
+    is_finite,
+    is_variable,
+)
+from flashtile.problems.mask_ranges import wide_lines
+from flashtile.problems.masks import MAX_SIZES, Mods
 
 _STEPS = {
     name: getattr(steps, name)
@@ -63,6 +73,20 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
 
 
+def guards(mods: Mods) -> dict[str, Any]:
+    """What the backward pass has to expect of ``score_mod``, as fields of a variant. A function that stays
+    finite needs no guard, which would cost registers."""
+    program = mods.score_program
+    if program is None:
+        return {"GUARD_SCORES": False, "GUARD_FACTORS": False}
+    both, _ = derivatives(program)
+    score, factor = both.results
+    return {
+        "GUARD_SCORES": not is_finite(both, score, loads_are=True),
+        "GUARD_FACTORS": not is_finite(both, factor, loads_are=False),
+    }
+
+
 def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``, in a shape that broadcasts to the tile's,
     for Gluon perhaps a scalar."""
@@ -95,6 +119,8 @@ def gradient_function(mods: Mods) -> Any:
         results = results[1 + load.indices :]
         of: frozenset[str] = frozenset().union(*(depends[i] for i in indices if isinstance(i, Name)))
         value = f"ds * ({writer.operand(partial)})"
+        if not is_finite(both, partial, loads_are=False):  # ds is 0 where a score is hidden
+            value = f"tl.where(ds == 0.0, 0.0, {value})"
         if "score" in of or {"q", "kv"} <= of:  # one element for each score
             pass
         elif "q" in of:
@@ -116,6 +142,7 @@ class _Writer:
         self.gluon = gluon
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.numbers = () if fixed else mods.numbers
+        self.wide = wide_lines(program, mods.positions)
         self.body: list[str] = []
 
     def write(self, text: str) -> None:
@@ -142,10 +169,27 @@ class _Writer:
 
     def _call(self, line: Line) -> str:
         operation = line.operation
+        if line.name in self.wide:
+            return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
-        operands = [self._number(line, operand) or self.operand(operand) for operand in line.operands]
+        return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
+
+    def _wide_call(self, line: Line) -> str:
+        """On ints of 64 bits."""
+        operands = []
+        for operand in line.operands:
+            text = self.operand(operand)
+            if isinstance(operand, Name) and self.program.kinds[operand] == "int":
+                text = f"{text}.to(tl.int64)"
+            elif line.operation == "where" and type(operand) is int:  # alone it may be taken for unsigned
+                text = f"({self.operand(line.operands[0])}.to(tl.int64) * 0 + {text})"
+            operands.append(text)
+        return self._text(line, operands)
+
+    def _text(self, line: Line, operands: list[str]) -> str:
+        operation = line.operation
         if operation in _INFIX:
             return f" {_INFIX[operation]} ".join(operands)
         if operation in _CALLS:

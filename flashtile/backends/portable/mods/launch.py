@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.attn.problem import Problem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import outer_stride
@@ -21,7 +20,8 @@ from flashtile.backends.portable.launch import is_aligned, variant_of
 from flashtile.backends.portable.mods import functions
 from flashtile.backends.portable.mods.arguments import CAPTURED
 from flashtile.backends.portable.mods.kernels import dkdv_kernel, dq_kernel, forward_kernel
-from flashtile.problem import LOG2_E
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import LOG2_E
 
 kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 q_lists_of = operator.attrgetter("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -41,6 +41,7 @@ def variants_of(
         SCORE_MOD=score,
         MASK_MOD=functions.mask_function(mods),
         HAS_SCORE_MOD=plain.HAS_SCORE_MOD or score is not None,
+        **functions.guards(mods),
     )
     if mods.block_size is not None:
         size_q, size_kv = mods.block_size

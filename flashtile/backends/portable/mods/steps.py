@@ -49,7 +49,12 @@ def floor_mod_by_positive(a, b):
 
 @triton.jit
 def power(a, b):
-    return tl.exp2(tl.log2(a) * b)
+    """``a ** b`` of floats, with torch's results for negative bases (whole exponents) and for 0 ** 0."""
+    size = tl.exp2(tl.log2(tl.abs(a)) * b)
+    is_whole = b == tl.floor(b)
+    is_odd = is_whole & (b * 0.5 != tl.floor(b * 0.5))
+    signed = tl.where(is_odd, -size, tl.where(is_whole, size, float("nan")))
+    return tl.where(b == 0, 1.0, tl.where(a < 0, signed, size))
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flashtile.attn.problem import WeightsProblem
 from flashtile.backends import portable
 from flashtile.backends.common.launch import padded
+from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from flashtile.attn.problem import Problem, WeightsProblem
+from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.portable.arguments import Numbers, Variant
 from flashtile.backends.portable.compile_cases import PLAIN, STRIDES
 from flashtile.backends.portable.config import family_of_capability, for_cells, row_for
@@ -19,7 +19,7 @@ from flashtile.backends.portable.weights.config import of_forward
 from flashtile.backends.portable.weights.kernel import Pointers, weights_kernel
 from flashtile.backends.portable.weights.launch import constants_of
 from flashtile.backends.portable.weights.modified import modified_weights_kernel
-from flashtile.compile_report import CompileCase, architecture
+from flashtile.problems.attention import Problem, WeightsProblem
 
 _FORMS = (("full", 0), ("columns", 0), ("top", 8), ("top", 128))
 _FEATURES: dict[str, Any] = {

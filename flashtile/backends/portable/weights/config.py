@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashtile.attn.problem import WeightsProblem
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable import configure_forward
 from flashtile.backends.portable.config import Config
+from flashtile.problems.attention import WeightsProblem
 
 KEYS_A_THREAD = 16
 """Of a tile from which the top of each row is taken: each is a number of 64 bits, which sorting moves."""

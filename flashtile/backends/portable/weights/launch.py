@@ -8,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.attn.problem import WeightsProblem
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.launch import attention_kernel
@@ -16,6 +15,7 @@ from flashtile.backends.portable.mods.launch import Arguments, captured_of, kv_l
 from flashtile.backends.portable.weights.config import WeightsConfig
 from flashtile.backends.portable.weights.kernel import weights_kernel
 from flashtile.backends.portable.weights.modified import modified_weights_kernel
+from flashtile.problems.attention import WeightsProblem
 
 
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:

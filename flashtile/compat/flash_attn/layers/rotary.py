@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.decode.rotary import turn
+from flashtile.checks.arguments import check_dense, check_device, check_dtype
+from flashtile.checks.conversions import check_flag
+from flashtile.reference.rotary import turn
 
 __all__ = [
     "RotaryEmbedding",
@@ -42,9 +44,25 @@ def apply_rotary_emb(
         max_seqlen: the longest sequence with ``cu_seqlens``; it is not needed here.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: cos and sin differ in shape, are too wide, or have too few rows for an int offset.
     """
-    rows, half = cos.shape[-2:]
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        check_dense(name, tensor)
+        check_dtype(name, tensor)
+        check_device(name, tensor, x)
+    check_flag("interleaved", interleaved)
+    check_flag("inplace", inplace)
+    rank = 4 if cu_seqlens is None else 3
+    if x.dim() != rank:
+        raise ValueError(f"x must have {rank} dimensions, got shape {tuple(x.shape)}")
+    for name, numbers in (("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets)):
+        if numbers is not None and not isinstance(numbers, int):
+            check_dense(name, numbers)
+            check_dtype(name, numbers, (torch.int32, torch.int64))
+            check_device(name, numbers, x)
+    half = cos.shape[-1] if cos.dim() else 0
+    rows = cos.shape[0] if cos.dim() else 0
     if cos.dim() != 2 or sin.shape != cos.shape or 2 * half > x.shape[-1]:
         raise ValueError(
             f"cos and sin must have shape (positions, rotary_dim / 2), rotary_dim at most {x.shape[-1]}, "

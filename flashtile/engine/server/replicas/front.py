@@ -1,7 +1,7 @@
 """The address before the replicas: each call goes to one of them, and its answer comes back as it is made.
 
-A call whose replica dies before anything of the answer was sent is given to another one. A stream that has
-begun ends with an error, as it does where the engine fails.
+A call whose replica dies or hangs before anything of the answer was sent is given to another one. A stream
+that has begun ends with an error, as it does where the engine fails.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
-from flashtile.engine.server.app import answer_errors
-from flashtile.engine.server.errors import ApiError
+from flashtile.engine.server.answers import SLOW_READER
+from flashtile.engine.server.door import LAST_WORDS, Door
+from flashtile.engine.server.errors import ApiError, error_event, json_response, shutting_down
+from flashtile.engine.server.metrics import CONTENT_TYPE
+from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, prompt_of
-from flashtile.engine.server.run import LAST_WORDS
 from flashtile.engine.server.service import Limits
 
 HOP = (
@@ -30,24 +33,121 @@ HOP = (
 )  # fmt: skip
 """Headers that are between two ends of one connection alone, or that each end writes itself."""
 
+HEAD = 2**16
+"""Bytes of a body that its replica is chosen by."""
+KEPT = 2**20
+"""Bytes of a body that are kept until its answer begins, so that another replica can be asked."""
+
+ANSWERS_IN = 3.0
+"""Seconds in which a replica answers what takes no time, such as ``/health``."""
+CHECK_EVERY, HANGS_AFTER = 1.0, 3
+"""Seconds between two checks of a replica; one that has not answered so many of them hangs."""
+
 Gone = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
 
 logger = logging.getLogger("flashtile.server")
+
+
+class Incoming:
+    """The body of a call, on its way to a replica: never more of it in memory than ``KEPT``.
+
+    Args:
+        request: whose body is read.
+        limits: of its size and time.
+
+    Attributes:
+        error: why it could not be read to its end.
+    """
+
+    def __init__(self, request: web.Request, limits: Limits):
+        self.request, self.limits = request, limits
+        self.error: ApiError | None = None
+        self._kept: list[bytes] = []
+        self._size = 0
+        self._ended = self._forgotten = False
+        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
+        length = request.content_length
+        if length is not None and length > limits.max_body_bytes:
+            raise self._too_large()
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether it is still there from its beginning."""
+        return not self._forgotten and self.error is None
+
+    def to_send(self) -> tuple[bytes | AsyncIterator[bytes] | None, dict[str, str]]:
+        """(what a client sends, headers about it)."""
+        if self._ended:
+            return b"".join(self._kept) or None, {}
+        length = self.request.headers.get("Content-Length")
+        is_coded = "Content-Encoding" in self.request.headers  # what is read here is not, and longer
+        return self._chunks(), {} if length is None or is_coded else {"Content-Length": length}
+
+    async def head(self) -> bytes:
+        """Its first bytes."""
+        while self._size < HEAD and not self._ended:
+            await self._read()
+        return b"".join(self._kept)[:HEAD]
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        """All of it; what cannot be read ends it, and is ``error`` then."""
+        sent = 0
+        while True:
+            while sent < len(self._kept):
+                sent += 1
+                yield self._kept[sent - 1]
+            if self._ended:
+                return
+            if self._size > KEPT:
+                self._forgotten, self._kept, sent = True, [], 0
+            try:
+                await self._read()
+            except ApiError as error:
+                self.error = error
+                raise
+
+    async def _read(self) -> None:
+        left = self._deadline - asyncio.get_running_loop().time()
+        try:
+            chunk = await asyncio.wait_for(self.request.content.readany(), left)
+        except asyncio.TimeoutError:
+            text = f"the body took longer than {self.limits.body_timeout:g} s"
+            raise ApiError(text, status=408, code="timeout") from None
+        except web.RequestPayloadError as error:
+            raise ApiError(f"the body cannot be read: {error}", code="invalid_json") from None
+        self._ended = not chunk
+        self._size += len(chunk)
+        if self._size > self.limits.max_body_bytes:
+            raise self._too_large()
+        if chunk:
+            self._kept.append(chunk)
+
+    def _too_large(self) -> ApiError:
+        text = f"the body is too large: at most {self.limits.max_body_bytes} bytes are taken"
+        return ApiError(text, status=413, code="body_too_large")
 
 
 class Front:
     """Answers with the replicas' answers.
 
     Args:
-        limits: whose body size and time hold here; all others hold in each replica.
+        limits: of connections, bodies, keys and times, which hold here; all others hold in each replica.
+
+    Attributes:
+        draining: the replicas are being shut down.
     """
 
     def __init__(self, replicas: Sequence[Replica], limits: Limits):
         self.replicas, self.limits, self.routing = replicas, limits, Routing()
+        self.door = Door(limits, files_each=2)
+        self.draining = False
+        self._in_flight = 0
         self._session: aiohttp.ClientSession | None = None
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self.limits.max_body_bytes, middlewares=[answer_errors])
+        limits = self.limits
+        before = [logged(self.door, limits.access_log), answer_errors, authorised(limits.api_keys)]
+        app = web.Application(client_max_size=limits.max_body_bytes, middlewares=before)
         add = app.router.add_route
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)
@@ -58,113 +158,184 @@ class Front:
         return app
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERS_IN)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False
         ) as self._session:
+            checks = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
             yield
+            for check in checks:
+                check.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
+
+    async def _watch(self, replica: Replica) -> None:
+        """Ask whether it is well, again and again: a process may be there and not answer."""
+        unanswered = 0
+        while True:
+            await asyncio.sleep(CHECK_EVERY)
+            url = replica.url
+            if url is None:
+                continue
+            try:
+                well = (await self._get(url, "/health"))[0] == 200
+            except Gone:
+                well = False
+            unanswered = 0 if well or replica.url != url else unanswered + 1
+            if unanswered == HANGS_AFTER:
+                logger.error(
+                    "replica %d does not answer: its calls go to others until it does", replica.number
+                )
+                replica.set_hanging(True)
+            elif replica.hangs and well:
+                logger.warning("replica %d answers again", replica.number)
+                replica.set_hanging(False)
+
+    async def _get(
+        self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """(status, body) of what takes a replica no time; one of ``Gone`` if it takes more."""
+        assert self._session is not None
+        async with self._session.request(
+            method, url + path, headers=headers, timeout=aiohttp.ClientTimeout(ANSWERS_IN)
+        ) as found:
+            return found.status, await found.read()
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise shutting_down()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        self._check_open()
+        if self._in_flight >= self.door.max_calls:
+            text = f"the server answers {self.door.max_calls} calls at a time, try again later"
+            raise ApiError(text, status=429, code="rate_limit_exceeded")
+        patience = self.limits.body_timeout + self.limits.request_timeout + 2 * SLOW_READER
+        assert request.transport is not None
+        hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
+        self._in_flight += 1
         try:
-            body = await asyncio.wait_for(request.read(), self.limits.body_timeout)
-        except asyncio.TimeoutError:
-            seconds = self.limits.body_timeout
-            raise ApiError(f"the body took longer than {seconds:g} s", status=408, code="timeout") from None
-        prompt = prompt_of(body)
+            return await self._pass_on_to_one(request)
+        finally:
+            self._in_flight -= 1
+            hang_up.cancel()
+
+    async def _pass_on_to_one(self, request: web.Request) -> web.StreamResponse:
+        body = Incoming(request, self.limits)
+        prompt = prompt_of(await body.head())
         tried: list[Replica] = []
         while True:
             untried = [one for one in self.replicas if one not in tried]
-            replica = self.routing.choose(untried, prompt)
-            if replica is None and tried:
-                raise ApiError("the replica has died", status=503, code="engine_dead")
+            replica = self.routing.choose(untried, prompt) if body.can_be_sent else None
             if replica is None:
-                raise ApiError("no replica serves at the moment", status=503, code="engine_dead")
+                self._check_open()
+                text = "the replica has died" if tried else "no replica serves at the moment"
+                raise ApiError(text, status=503, code="engine_dead")
             tried.append(replica)
             replica.in_flight += 1
             try:
                 return await self._ask(request, body, replica)
             except Gone as error:
+                if body.error is not None:
+                    raise body.error from None
                 if request.transport is None or request.transport.is_closing():
                     raise ConnectionResetError("the client is gone") from None
                 logger.warning("replica %d did not answer: %s", replica.number, error or type(error).__name__)
             finally:
                 replica.in_flight -= 1
 
-    async def _ask(self, request: web.Request, body: bytes, replica: Replica) -> web.StreamResponse:
-        """The replica's answer; one of ``Gone`` if it has died before anything was sent."""
+    async def _ask(self, request: web.Request, body: Incoming, replica: Replica) -> web.StreamResponse:
+        """The replica's answer; one of ``Gone`` if it has died or hangs before anything was sent."""
         assert self._session is not None
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP}
-        async with self._session.request(
-            request.method, f"{replica.url}{request.raw_path}", data=body or None, headers=headers,
-            allow_redirects=False,
-        ) as found:  # fmt: skip
-            kept = {name: value for name, value in found.headers.items() if name.lower() not in HOP}
+        assert replica.url is not None
+        # A target may be of any form; what goes on is its path.
+        url = URL(replica.url + request.rel_url.raw_path_qs, encoded=True)
+        data, headers = body.to_send()
+        with replica.while_it_answers():
+            found = await self._session.request(
+                request.method, url, data=data, headers={**_kept(request.headers), **headers},
+                allow_redirects=False,
+            )  # fmt: skip
+        async with found:
+            kept = _kept(found.headers)
             if found.content_type != "text/event-stream":
-                return web.Response(body=await found.read(), status=found.status, headers=kept)
+                with replica.while_it_answers():
+                    return web.Response(body=await found.read(), status=found.status, headers=kept)
             response = web.StreamResponse(status=found.status, headers=kept)
             # Without a first byte another replica can still answer.
-            chunk = await found.content.readany()
+            with replica.while_it_answers():
+                chunk = await found.content.readany()
             await response.prepare(request)
             try:
                 while chunk:
                     await response.write(chunk)
-                    chunk = await found.content.readany()
+                    with replica.while_it_answers():
+                        chunk = await found.content.readany()
             except Gone:
                 error = ApiError("the replica has died", status=503, code="engine_dead")
-                text = f"data: {json.dumps(error.body())}\n\ndata: [DONE]\n\n"
-                await response.write(text.encode())
+                await response.write(error_event(error) + b"data: [DONE]\n\n")
             await response.write_eof()
             return response
 
-    async def _ask_all(self, request: web.Request) -> tuple[list[tuple[Replica, bytes]], web.Response | None]:
-        """(the replicas with their answers, None), or ([], the first answer that is an error)."""
-        assert self._session is not None
-        answers: list[tuple[Replica, bytes]] = []
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP}
-        for replica in self.replicas:
-            if not replica.is_up:
-                continue
-            try:
-                async with self._session.request(
-                    request.method, f"{replica.url}{request.raw_path}", headers=headers
-                ) as found:
-                    answer = await found.read()
-                    if found.status != 200:
-                        kept = {n: v for n, v in found.headers.items() if n.lower() not in HOP}
-                        return [], web.Response(body=answer, status=found.status, headers=kept)
-                    answers.append((replica, answer))
-            except Gone:
-                continue
+    async def _ask_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
+        """The replicas that answer, with their answers.
+
+        Raises:
+            ApiError: none answers.
+        """
+        self._check_open()
+        up = [replica for replica in self.replicas if replica.is_up]
+        path, headers = request.path, _kept(request.headers)
+        found = await asyncio.gather(
+            *(self._get(str(replica.url), path, request.method, headers) for replica in up),
+            return_exceptions=True,
+        )
+        answers = []
+        for replica, answer in zip(up, found, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, Gone):
+                raise answer
+            if isinstance(answer, tuple) and answer[0] == 200:
+                answers.append((replica, answer[1]))
         if not answers:
             raise ApiError("no replica serves at the moment", status=503, code="engine_dead")
-        return answers, None
+        return answers
 
     async def _health(self, request: web.Request) -> web.Response:
+        self._check_open()
         up = [replica.is_up for replica in self.replicas]
         if not any(up):
             raise ApiError("no replica serves at the moment", status=503, code="engine_dead")
-        return web.json_response({"status": "ok", "replicas": up})
+        return json_response({"status": "ok", "replicas": up})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        answers, error = await self._ask_all(request)
-        if error is not None:
-            return error
-        text = joined([(replica.number, answer.decode()) for replica, answer in answers])
-        return web.Response(text=text, content_type="text/plain")
+        answers = await self._ask_all(request)
+        numbers = [replica.number for replica, _ in answers]
+        lines = [
+            joined([(replica.number, answer.decode()) for replica, answer in answers]),
+            "# HELP flashtile:replica_up Whether a replica answers.",
+            "# TYPE flashtile:replica_up gauge",
+        ]
+        for number in (replica.number for replica in self.replicas):
+            lines.append(f'flashtile:replica_up{{replica="{number}"}} {int(number in numbers)}')
+        text = "\n".join([*lines, ""])
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _load(self, request: web.Request) -> web.Response:
-        answers, error = await self._ask_all(request)
-        if error is not None:
-            return error
-        loads = [json.loads(answer)["server_load"] for _, answer in answers]
-        return web.json_response({"server_load": sum(loads), "replicas": loads})
+        loads = {
+            one.number: json.loads(answer)["server_load"] for one, answer in await self._ask_all(request)
+        }
+        each = [loads.get(replica.number) for replica in self.replicas]
+        return json_response({"server_load": sum(loads.values()), "replicas": each})
 
     async def _reset(self, request: web.Request) -> web.Response:
-        answers, error = await self._ask_all(request)
-        if error is not None:
-            return error
-        return web.json_response({"blocks": sum(json.loads(answer)["blocks"] for _, answer in answers)})
+        check_content_type(request)
+        answers = await self._ask_all(request)
+        return json_response({"blocks": sum(json.loads(answer)["blocks"] for _, answer in answers)})
+
+
+def _kept(headers: Any) -> dict[str, str]:
+    """Those that go on from one connection to the next."""
+    return {name: value for name, value in headers.items() if name.lower() not in HOP}
 
 
 def joined(texts: Sequence[tuple[int, str]]) -> str:
@@ -194,41 +365,46 @@ def serve_replicas(
     limits: Limits,
     host: str,
     port: int,
+    shutdown_timeout: float,
     on_start: Callable[[int], None],
 ) -> int:
     """Serve until SIGTERM or SIGINT, which the replicas get, too; a second one hurries them. The exit code: 1
     if the replicas could not be started, or have all been given up; 2 if their arguments are wrong.
 
     Args:
+        shutdown_timeout: seconds that replicas take for their calls after the signal; those that do not end
+            soon after are killed.
         on_start: called with the port when calls are taken.
     """
 
     async def run() -> int:
-        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+        loop, stopping, front = asyncio.get_running_loop(), asyncio.Event(), Front(replicas, limits)
 
         def stop() -> None:
+            if not stopping.is_set():
+                loop.call_later(shutdown_timeout + 3 * LAST_WORDS, signal_all, signal.SIGKILL)
             stopping.set()
+            front.draining = True
+            signal_all(signal.SIGTERM)
+
+        def signal_all(number: int) -> None:
             for replica in replicas:
-                replica.signal(signal.SIGTERM)
+                replica.signal(number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        runner = web.AppRunner(
-            Front(replicas, limits).app(), handler_cancellation=True, access_log=None,
-            shutdown_timeout=LAST_WORDS,
-        )  # fmt: skip
-        await runner.setup()
-        site = web.TCPSite(runner, host, port)
-        await site.start()  # before the models are loaded: the address may be taken
+        await front.door.open(front.app(), host, port)  # before models are loaded: the address may be taken
         ups = [asyncio.ensure_future(replica.wait_until_up()) for replica in replicas]
+        said: dict[str, int] = {}
         for replica in replicas:
+            replica.said = said
             replica.start()
         all_ended: asyncio.Future[Any] = asyncio.gather(*(replica.wait() for replica in replicas))
         started: asyncio.Future[Any] = asyncio.gather(*ups)
         await asyncio.wait([started, all_ended], return_when=asyncio.FIRST_COMPLETED)
         code = 1
         if started.done() and all(started.result()) and not stopping.is_set():
-            on_start(runner.addresses[0][1])
+            on_start(front.door.port)
         elif not stopping.is_set():
             stop()
         await all_ended
@@ -238,8 +414,8 @@ def serve_replicas(
             code = BAD_ARGUMENTS
         started.cancel()
         await asyncio.gather(started, return_exceptions=True)
-        await site.stop()
-        await runner.cleanup()
+        await front.door.close()
+        await front.door.end()
         return code
 
     return asyncio.run(run())

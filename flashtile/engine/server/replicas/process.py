@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
@@ -52,26 +52,31 @@ class Replica:
 
     Attributes:
         url: where it serves; None while it does not.
+        hangs: its process is there and does not answer.
         in_flight: calls that have been given to it.
         restarts: how often it was started again.
         given_up: it did not come up and is not tried any more.
         exit_code: of the last time that it has ended by itself.
+        said: lines that replicas have written before they served, and which one each: replicas that share it
+            say the same only once.
     """
 
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]):
         self.number, self.command, self.environment = number, list(command), dict(environment)
         self.url: str | None = None
         self.in_flight = self.restarts = self._failures = 0
-        self.given_up = False
+        self.given_up = self.hangs = False
         self.exit_code = 0
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self.said: dict[str, int] = {}
+        self._interrupts: set[Callable[[], None]] = set()
 
     @property
     def is_up(self) -> bool:
-        return self.url is not None and not self._stopping.is_set()
+        return self.url is not None and not self.hangs and not self._stopping.is_set()
 
     def start(self) -> None:
         """Start it and keep it running."""
@@ -90,6 +95,36 @@ class Replica:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
+                self._process.send_signal(signal.SIGCONT)  # one that is stopped would never see it
+
+    def set_hanging(self, hangs: bool) -> None:
+        """Say whether it answers. Where it does not, :meth:`while_it_answers` ends."""
+        self.hangs = hangs
+        for interrupt in list(self._interrupts) if hangs else ():
+            interrupt()
+
+    @contextlib.contextmanager
+    def while_it_answers(self) -> Iterator[None]:
+        """Wait for something of it inside: asyncio.TimeoutError if it hangs meanwhile."""
+        task, interrupted = asyncio.current_task(), False
+        assert task is not None
+
+        def interrupt() -> None:
+            nonlocal interrupted
+            interrupted = True
+            task.cancel()
+
+        self._interrupts.add(interrupt)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not interrupted:
+                raise
+            if sys.version_info >= (3, 11):
+                task.uncancel()
+            raise asyncio.TimeoutError("it has stopped answering") from None
+        finally:
+            self._interrupts.discard(interrupt)
 
     async def wait(self) -> None:
         """Until it has ended after :meth:`signal`, or was given up."""
@@ -103,7 +138,8 @@ class Replica:
             self.exit_code = code = await self._serve_once()
             if self._stopping.is_set():
                 return
-            logger.error("replica %d has ended with code %d", self.number, code)
+            if code != BAD_ARGUMENTS:  # which it has said itself
+                logger.error("replica %d has ended with code %d", self.number, code)
             if time.monotonic() - begun > LONGEST_PAUSE:
                 pause = FIRST_PAUSE
             if self._failures >= (1 if code == BAD_ARGUMENTS else MOST_FAILURES):
@@ -131,9 +167,10 @@ class Replica:
                 text = line.decode(errors="replace")
                 found = READY.search(text) if self.url is None else None
                 if found is None:
-                    sys.stderr.write(text)
+                    if self.url is not None or self.said.setdefault(text, self.number) == self.number:
+                        sys.stderr.write(text)
                     continue
-                self.url, self._failures = found[1], 0
+                self.url, self._failures, self.hangs = found[1], 0, False
                 self._changed.set()
             return await process.wait()
         finally:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 PIECE = 256
-"""Characters of a prompt that are looked up together."""
+"""Bytes of a prompt, as it is written, that are looked up together."""
 SLACK = 8
 """Calls that a replica may have more than the idlest one before others take what it has the beginning of."""
 REMEMBERED = 2**16
@@ -34,17 +33,17 @@ class Routing:
     Examples:
         >>> from types import SimpleNamespace
         >>> one, two = (SimpleNamespace(in_flight=0, is_up=True) for _ in "12")
-        >>> routing, story, other = Routing(), prompt_of(b'{"prompt": "..."}') * 100, "something else"
+        >>> routing, story, other = Routing(), prompt_of(b'{"prompt": "...') * 100, b"something else"
         >>> first = routing.choose([one, two], story)
         >>> first.in_flight += 1
-        >>> routing.choose([one, two], other) is first, routing.choose([one, two], story + "?") is first
+        >>> routing.choose([one, two], other) is first, routing.choose([one, two], story + b"?") is first
         (False, True)
     """
 
     def __init__(self) -> None:
         self._homes: OrderedDict[bytes, Any] = OrderedDict()
 
-    def choose(self, places: Sequence[AnyPlace], prompt: str) -> AnyPlace | None:
+    def choose(self, places: Sequence[AnyPlace], prompt: bytes) -> AnyPlace | None:
         """The replica for a prompt; None if none takes calls."""
         up = [place for place in places if place.is_up]
         if not up:
@@ -63,22 +62,20 @@ class Routing:
         return chosen
 
 
-def prompt_of(body: bytes) -> str:
-    """What the cache of a call depends on, "" where the body is not one; its replica says what is wrong."""
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return ""
-    if not isinstance(fields, dict):
-        return ""
-    prompt = fields.get("messages") or fields.get("prompt") or ""
-    return json.dumps([fields.get("cache_salt"), prompt], ensure_ascii=False)
+def prompt_of(head: bytes) -> bytes:
+    """What the prompt of a call begins with, from the first bytes of its body, which are not parsed.
+
+    A client writes the same prompt in the same way each time. Where a body begins otherwise than clients
+    write it, only the choice of a replica is worse.
+    """
+    starts = [start for name in (b'"messages"', b'"prompt"') if (start := head.find(name)) >= 0]
+    return head[min(starts) :] if starts else b""
 
 
-def _beginnings(prompt: str) -> list[bytes]:
+def _beginnings(prompt: bytes) -> list[bytes]:
     """A hash of each of the prompt's beginnings of whole pieces, the shortest first."""
     found, state = [], hashlib.blake2b(digest_size=16)
     for end in range(PIECE, len(prompt) + 1, PIECE):
-        state.update(prompt[end - PIECE : end].encode("utf-8", "surrogatepass"))
+        state.update(prompt[end - PIECE : end])
         found.append(state.digest())
     return found

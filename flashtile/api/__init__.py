@@ -1,0 +1,1 @@
+"""The public functions: normalise the arguments, check them, run the operation."""

@@ -1,0 +1,696 @@
+"""The front door: FlashAttention-2's functions by name, argument order and defaults, and :func:`attention`.
+
+Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever
+storing the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+
+Results are annotated ``Tensor | Any``: out alone is a Tensor, as a type checker then knows. Where more is
+asked for, the result is a tuple, which needs no cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashtile.api.latent import join_qv
+from flashtile.api.masks import attend as attend_modified
+from flashtile.api.masks import learns_slopes, takes_functions
+from flashtile.api.prefill import attention_over_pages
+from flashtile.api.probabilities import signed_probabilities
+from flashtile.api.weights import check_form, weights_of
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.conversions import (
+    apply_autocast,
+    as_offset_pair,
+    as_scores,
+    check_flag,
+    keys_of_scores,
+    make_options,
+    padding_of,
+    refuse_descales,
+    refuse_unknown,
+    with_unit_stride,
+)
+from flashtile.dropout import draw_state
+from flashtile.operators import attention as operators
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+
+# What the packed functions call these arguments, for their errors.
+_OF_KV = {"k": "kv", "v": "kv"}
+_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_OF_BOTH = {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    qv: Tensor | None = None,
+    return_lse: bool = False,
+    return_attn_weights: bool | Literal["full", "columns"] | int = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """Exact attention, differentiable in q, k, v, sink and bias (and through lse).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
+            float16, bfloat16, float32, or float64 (CPU only). Any strides; a last one that is not 1 is
+            copied.
+        k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
+            of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
+        v: as k, its head_dim may differ. Every head_dim is from 1 to 576; on GPUs above 512 in 16 bits only.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0;
+            int64 is cast, which costs a kernel. Tokens after the last offset belong to no sequence: their out
+            and gradients are 0, their lse -inf.
+            Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
+            synchronises.
+        max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
+        seqused_q: (batch,) int32 on the device of q: queries that each sequence uses. Out and gradients of
+            the others are 0, their lse is -inf, and masks are aligned to the used length.
+        seqused_k: (batch,) int32 on the device of q: keys that each sequence uses, of those it has in memory.
+            The others do not exist: they are not read, their gradients are 0, and masks are aligned to the
+            used length. Checked as the values of cu_seqlens are; the kernels clamp it.
+        dropout_p: from 0 to below 1: probabilities are dropped so often, and the others divided by
+            ``1 - dropout_p``. It is rounded first, to a multiple of 1/128 where that changes it by 2 % at
+            most, else of 2^-15. lse is that of all of them.
+        rng_state: (2,) int64 on the device of q, seed and offset: which probabilities are dropped
+            (:mod:`flashtile.dropout` says how). None draws one from torch's generator of q's device. It is
+            read beside dropout_p alone, and serves the backward pass, too.
+        softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
+        causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
+            ``i + seqlen_k - seqlen_q``.
+        window_size: (left, right) keys that a query sees beside its own position, inclusive; a negative
+            number is unlimited. ``causal`` makes right 0.
+        attention_chunk: if > 0, positions are cut into chunks of so many, and a query sees keys of its own
+            chunk alone (Llama 4's, as FlashAttention-3 has it); with causal the earlier ones of them.
+        softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
+            Learnable in calls that could have a score_mod, whose kernels then compute them.
+        sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
+            every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
+            arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
+        mask: bool, whatever broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any strides: True for a key
+            that takes part. It joins the masks above. What is 1 or expanded is never written out. Beside
+            cu_seqlens the lengths are max_seqlen_q and max_seqlen_k, from each sequence's first token on.
+        key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
+            query and head. Keys before the first and behind the last that takes part cost nothing. causal and
+            window_size count from the padded lengths. Not beside cu_seqlens.
+        bias: float32 or of q's dtype, learnable, broadcast as ``mask``: added to the scores after scale and
+            softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
+            along, in one order.
+        score_mod: FlexAttention's function of a score: ``score_mod(score, batch, head, q_idx, kv_idx)`` takes
+            its place, after softcap and alibi_slopes and before masks. Captured tensors get gradients.
+        mask_mod: FlexAttention's ``mask_mod(batch, head, q_idx, kv_idx)``, True for a key that takes part. It
+            joins causal and window_size. See :mod:`flashtile.masks` for both; positions count from 0.
+        block_mask: which blocks ``mask_mod`` leaves to do, from :func:`flashtile.masks.create_block_mask` or
+            FlexAttention's own, in place of ``mask_mod``: empty blocks cost nothing.
+        deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
+            with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
+            ``torch.use_deterministic_algorithms(True)`` asks for it, too.
+        q_descale, k_descale, v_descale: FlashAttention-3's, for q, k and v of float8_e4m3fn alone: (batch,
+            heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
+            1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).
+        qv: shaped as q, but with the head_dim of v; learnable. Scores are then ``q k^T + qv v^T``, as
+            multi-head latent attention has them with its projections absorbed (DeepSeek-V2, Liu et al. 2024,
+            arXiv:2405.04434, section 2.1). ``softmax_scale`` of None is ``(head_dim + head_dim_v) ** -0.5``,
+            and the two may add up to 576. q is copied together with qv, k with v: over a cache
+            :func:`flashtile.flash_attn_with_kvcache` takes it without a copy of keys.
+        return_lse: also return the log-sum-exp of the scores of each row.
+        return_attn_weights: also return the probabilities, before dropout, from a second pass over q and k:
+            True or "full" for all of them, "columns" for their sums over the rows of a head, an int from 1 to
+            128 for so many of each row. The last two never take memory of seqlen_q * seqlen_k. They have no
+            gradient. See :func:`flashtile.attention_weights`.
+        out, lse: memory for the results, of exactly their shape and dtype, with stride 1 in its last
+            dimension; no other argument may lie in it. It is what is returned. There are no gradients then.
+            Kernels of a GPU write into memory that is contiguous and starts at a multiple of 16 bytes; to any
+            other the result is copied. A given lse is written without ``return_lse``, too.
+        backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see
+            ``flashtile.explain``).
+
+    Returns:
+        out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_attn_weights``:
+        (out, weights), or (out, lse, weights) with ``return_lse``. With ``return_lse`` alone: (out, lse),
+        lse in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or
+        (heads_q, total_q), the sink included; -inf for a row that sees no key and has no sink.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Second derivatives (``create_graph=True``) and forward mode (``torch.func.jvp``) go by a slower path that
+    keeps scores in memory: :mod:`flashtile.operators.derivatives`.
+
+    Examples:
+        >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)  # (batch, seqlen, heads, head_dim)
+        >>> k, v = torch.randn(2, 2, 128, 2, 64).unbind()  # four query heads share a key/value head
+        >>> out, lse = flashtile.attention(q, k, v, causal=True, window_size=(64, 0), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
+        >>> out.sum().backward()
+        >>> q.grad.shape
+        torch.Size([2, 128, 8, 64])
+    """
+    if unknown:
+        refuse_unknown("attention", unknown)
+    if type(return_lse) is not bool:
+        check_flag("return_lse", return_lse)
+    form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p, attention_chunk,
+    )  # fmt: skip
+    extras = NO_EXTRAS
+    if not (
+        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
+        is seqused_q is None
+    ):
+        cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+        if mask is not None or bias is not None:
+            seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
+            mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
+        if (
+            mask is not None
+            and key_padding_mask is None
+            and score_mod is None
+            and mask_mod is None
+            and block_mask is None
+        ):
+            mask, key_padding_mask = padding_of(mask, q, k)
+        extras = Extras(
+            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias,
+            seqused_q=seqused_q,
+        )  # fmt: skip
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q, rng_state)
+    buffers = () if out is lse is None else (out, lse)
+    descales = (q_descale, k_descale, v_descale)
+    attend: Any = operators.forward
+    if qv is not None:
+        q, k = join_qv(q, k, v, qv, extras, options)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        _check_beside_functions(q, descales, buffers)
+        attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+    if form is not None and isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {form[0]!r}")
+    out, lse = _call(q, k, v, extras, options, descales, buffers, attend)
+    if form is not None:
+        weights = weights_of(q, k, lse, extras, options, form, score_mod, mask_mod, block_mask)
+        return (out, lse, weights) if return_lse else (out, weights)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    qv: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_func``: q (batch, seqlen_q, heads_q, head_dim), k and v
+    (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
+
+    Returns:
+        out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. The third is
+        FlashAttention-2's debugging output of dropout, None without it: (batch, heads_q, seqlen_q, seqlen_k)
+        probabilities before dropout, negative where they were dropped. It stores every score.
+
+    Raises:
+        NotImplementedError: as :func:`attention`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()  # each (batch, seqlen, heads, head_dim)
+        >>> flashtile.flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 128, 4, 64])
+        >>> out, lse = flashtile.flash_attn_func(q, k, v, softcap=30.0, return_lse=True)
+    """
+    if unknown:
+        refuse_unknown("flash_attn_func", unknown)
+    _check_own(return_attn_probs, return_lse)
+    options = make_options(
+        None, None, softmax_scale, causal, window_size, softcap, deterministic, backend, dropout_p
+    )
+    extras = NO_EXTRAS if alibi_slopes is sink is None else Extras(alibi_slopes=alibi_slopes, sink=sink)
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q)
+    if qv is not None:
+        q, k = join_qv(q, k, v, qv, extras, options)
+    buffers = () if out is lse is None else (out, lse)
+    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
+    if return_attn_probs and options.dropout_p != 0.0:
+        return out, lse, signed_probabilities(q, k, v, extras, options)
+    return _result(out, lse, return_attn_probs, return_lse)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_kvpacked_func``: k and v are one tensor, which is read in place.
+
+    The gradients of k and v are written into one tensor, too: nothing is copied or concatenated.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        kv: (batch, seqlen_k, 2, heads_kv, head_dim): keys, then values.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (batch, heads_q, seqlen_q).
+
+    Raises:
+        TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
+
+    Examples:
+        >>> q = torch.randn(2, 16, 8, 64)
+        >>> kv = torch.randn(2, 128, 2, 2, 64)  # (batch, seqlen_k, k and v, heads_kv, head_dim)
+        >>> flashtile.flash_attn_kvpacked_func(q, kv, causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
+    if unknown:
+        refuse_unknown("flash_attn_kvpacked_func", unknown)
+    k, v = _unpack("kv", kv, 5, 2, "(batch, seqlen_k, 2, heads_kv, head_dim)")
+    try:
+        return flash_attn_func(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_KV) from None
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_qkvpacked_func``: q, k and v are one tensor, which is read in place.
+
+    Their gradients are written into one tensor, too: nothing is copied or concatenated.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
+
+    Returns:
+        out, (batch, seqlen, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (batch, heads, seqlen).
+
+    Raises:
+        TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
+
+    Examples:
+        >>> qkv = torch.randn(2, 128, 3, 4, 64, requires_grad=True)
+        >>> flashtile.flash_attn_qkvpacked_func(qkv, causal=True).sum().backward()
+        >>> qkv.grad.shape
+        torch.Size([2, 128, 3, 4, 64])
+    """
+    if unknown:
+        refuse_unknown("flash_attn_qkvpacked_func", unknown)
+    q, k, v = _unpack("qkv", qkv, 5, 3, "(batch, seqlen, 3, heads, head_dim)")
+    try:
+        return flash_attn_func(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_QKV) from None
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    qv: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_varlen_func``: packed sequences of different lengths.
+
+    q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim); sequence b is rows
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those
+    of :func:`attention`; the results those of :func:`flash_attn_func`, lse (heads_q, total_q).
+
+    Args:
+        block_table: (batch, max_blocks) int32, for keys and values in pages: k and v are then
+            (num_blocks, page_size, heads_kv, head_dim), any page size from 1, and entry i of a row is the
+            page of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only
+            (``seqused_k`` takes its place where it is given); there is no backward pass.
+        q_descale, k_descale, v_descale: as for :func:`attention`; without ``block_table``.
+        qv: as for :func:`attention`. With ``block_table`` nothing of the pages is copied, head_dim and
+            head_dim_v may each be up to 512, and there is no backward pass.
+
+    Raises:
+        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; as :func:`attention`.
+
+    Examples:
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
+        >>> q, k, v = torch.randn(3, 12, 4, 64).unbind()  # each (total, heads, head_dim)
+        >>> out = flashtile.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 7, 7, causal=True)
+        >>> second = flashtile.attention(q[None, 5:], k[None, 5:], v[None, 5:], causal=True)[0]
+        >>> torch.testing.assert_close(out[5:], second)
+    """
+    if unknown:
+        refuse_unknown("flash_attn_varlen_func", unknown)
+    _check_own(return_attn_probs, return_lse)
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if options.dropout_p != 0.0:
+        extras = _with_state(extras, options, q)
+    buffers = () if out is lse is None else (out, lse)
+    if block_table is not None:
+        refuse_descales(q_descale, k_descale, v_descale, "without block_table")
+        q = with_unit_stride(q)
+        out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
+        return _result(out, lse, return_attn_probs, return_lse)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
+    if qv is not None:
+        q, k = join_qv(q, k, v, qv, extras, options)
+    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
+    if return_attn_probs and options.dropout_p != 0.0:
+        return out, lse, signed_probabilities(q, k, v, extras, options)
+    return _result(out, lse, return_attn_probs, return_lse)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_varlen_kvpacked_func``: packed sequences, k and v in one tensor.
+
+    k and v are read in place, and their gradients are written into one tensor.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        kv: (total_k, 2, heads_kv, head_dim): keys, then values.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
+        max_seqlen_q, max_seqlen_k: the longest sequence (or more).
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
+
+    Returns:
+        out, (total_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (heads_q, total_q).
+
+    Raises:
+        TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
+
+    Examples:
+        >>> cu_seqlens_q = torch.tensor([0, 2, 5], dtype=torch.int32)  # 2 and 3 queries
+        >>> cu_seqlens_k = torch.tensor([0, 10, 30], dtype=torch.int32)  # over 10 and 20 keys
+        >>> q, kv = torch.randn(5, 8, 64), torch.randn(30, 2, 2, 64)
+        >>> flashtile.flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 3, 20).shape
+        torch.Size([5, 8, 64])
+    """
+    if unknown:
+        refuse_unknown("flash_attn_varlen_kvpacked_func", unknown)
+    k, v = _unpack("kv", kv, 4, 2, "(total_k, 2, heads_kv, head_dim)")
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_KV) from None
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """FlashAttention-2's ``flash_attn_varlen_qkvpacked_func``: packed sequences, q, k and v in one tensor.
+
+    q, k and v are read in place, and their gradients are written into one tensor.
+
+    Args:
+        qkv: (total, 3, heads, head_dim): queries, keys, values.
+        cu_seqlens: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
+        max_seqlen: the longest sequence (or more).
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
+
+    Returns:
+        out, (total, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
+        ``return_attn_probs``. lse is (heads, total).
+
+    Raises:
+        TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
+        NotImplementedError: as :func:`attention`.
+
+    Examples:
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
+        >>> qkv = torch.randn(12, 3, 4, 64)
+        >>> flashtile.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 7, causal=True).shape
+        torch.Size([12, 4, 64])
+    """
+    if unknown:
+        refuse_unknown("flash_attn_varlen_qkvpacked_func", unknown)
+    q, k, v = _unpack("qkv", qkv, 4, 3, "(total, 3, heads, head_dim)")
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            sink=sink, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    except ERRORS as error:
+        raise renamed(error, _OF_QKV | _OF_BOTH) from None
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    options: Options,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    buffers: tuple,
+    attend: Callable[..., tuple[Tensor, Tensor]] = operators.forward,
+) -> tuple[Tensor, Tensor]:
+    """``attend`` is the operation where the results are new ones."""
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = apply_autocast(q, k, v)
+    others: Any = (extras, options, descales, buffers, attend)
+    if torch.compiler.is_dynamo_compiling():  # which traces no check of strides
+        return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
+    try:
+        return _attend(q, k, v, *others)
+    except ValueError:  # a call that is right does not pay for a look at strides
+        copied = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+        if copied[0] is q and copied[1] is k and copied[2] is v:
+            raise
+    return _attend(*copied, *others)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    options: Options,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    buffers: tuple,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        from flashtile.api.fp8 import attend_descaled
+
+        if buffers:
+            name = "lse" if buffers[0] is None else "out"
+            raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
+        return attend_descaled(q, k, v, *descales, extras, options)
+    refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
+    if buffers:
+        out, lse = operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)
+        assert out is not None
+        assert lse is not None
+        return out, lse
+    if attend is operators.forward and learns_slopes(extras) and takes_functions(extras, options):
+        return attend_modified(q, k, v, extras, options, None, None, None)
+    return attend(q, k, v, extras, options)
+
+
+def _check_beside_functions(
+    q: Tensor, descales: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple
+) -> None:
+    """What a call with functions of the user's cannot have, and only the front door knows of."""
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError(
+            f"q must be of 16 bits or more beside score_mod, mask_mod and block_mask, got {q.dtype}"
+        )
+    refuse_descales(*descales, "without score_mod, mask_mod and block_mask")
+    if buffers:
+        name = "lse" if buffers[0] is None else "out"
+        raise NotImplementedError(
+            f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor"
+        )
+
+
+def _with_state(extras: Extras, options: Options, q: Tensor, rng_state: Tensor | None = None) -> Extras:
+    """``extras`` with a state for dropout, a new one if none is given. A wrong dropout_p is refused later."""
+    if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
+        rng_state = draw_state(q)
+    return extras if rng_state is None else extras._replace(rng_state=rng_state)
+
+
+def _check_own(return_attn_probs: bool, return_lse: bool) -> None:
+    """Arguments that go no further than the front door."""
+    if type(return_attn_probs) is not bool or type(return_lse) is not bool:
+        check_flag("return_attn_probs", return_attn_probs)
+        check_flag("return_lse", return_lse)
+
+
+def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:
+    """Views of the parts of a packed tensor; their gradients are written into one tensor."""
+    check_dense(name, packed)
+    if packed.dim() != rank or packed.shape[-3] != parts:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _result(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool) -> Tensor | Any:
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out

@@ -1,0 +1,188 @@
+"""Decoding of sequences that share a prefix: the prefix is read once for all of them (cascade inference).
+
+All queries of a group attend together to the pages of its prefix, as if they were one sequence's; each
+sequence goes on with what follows, its softmax taking up where that of the prefix ended (cascade
+inference: FlashInfer, 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import ERRORS, check_dense, check_device, check_int, check_int32, renamed
+from flashtile.checks.conversions import as_int, cast_for_autocast, check_flag, make_options, split_arguments
+from flashtile.checks.decode import check_decode
+from flashtile.checks.values import check_prefix_values
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.operators.decode import DECODE, decode
+from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.decode import CacheTensors, DecodeOptions
+
+
+def flash_attn_with_shared_prefix(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    prefix_seqlens: int | Tensor,
+    cu_prefix_groups: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str | None = None,
+    debug_checks: bool = False,
+) -> Tensor | Any:
+    """:func:`flash_attn_with_kvcache` over a paged cache, for sequences whose first pages are the same.
+
+    The same result, but the shared pages are read once a group instead of once a sequence. New keys are
+    appended beforehand (:func:`append_kvcache`).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim).
+        block_table: (batch, max_blocks) int32, of whole sequences: their rows start with the same pages.
+        cache_seqlens: (batch,) int32 tokens of each whole sequence, prefix and queries included.
+        prefix_seqlens: tokens that the sequences of a group share, as an int or (num_groups,) int32. They
+            need not fill their last page. With ``causal`` every query must stand behind them.
+        cu_prefix_groups: (num_groups + 1,) int32: group g is sequences ``cu_prefix_groups[g]`` to
+            ``cu_prefix_groups[g + 1]``; every sequence is in a group. None: all are in one.
+        softmax_scale, causal, softcap, sink: as for :func:`flash_attn_with_kvcache`. Windows and ALiBi, for
+            which a prefix is not the same to all, are not offered.
+        k_descale, v_descale, num_splits, split_size: as there.
+        return_softmax_lse, out, lse, backend, debug_checks: as there.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim_v); with ``return_softmax_lse`` (out, lse), lse float32
+        (batch, heads_q, seqlen_q).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> k_pages, v_pages = torch.randn(2, 10, 16, 2, 64).unbind()  # ten pages of 16 tokens
+        >>> block_table = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)  # they share two pages
+        >>> cache_seqlens = torch.tensor([40, 35], dtype=torch.int32)
+        >>> q = torch.randn(2, 1, 8, 64)
+        >>> out = flashtile.flash_attn_with_shared_prefix(q, k_pages, v_pages, block_table, cache_seqlens, 32)
+        >>> alone = flashtile.flash_attn_with_kvcache(
+        ...     q, k_pages, v_pages, cache_seqlens=cache_seqlens, block_table=block_table
+        ... )
+        >>> torch.testing.assert_close(out, alone)
+    """
+    masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
+    check_flag("return_softmax_lse", return_softmax_lse)
+    check_flag("debug_checks", debug_checks)
+    num_splits, split_size = split_arguments(num_splits, split_size)
+    if torch._C._is_any_autocast_enabled():
+        (q,) = cast_for_autocast(k_cache, q)
+    _check(q, block_table, cache_seqlens)
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if isinstance(descale, Tensor) and descale.dim() == 3:
+            raise NotImplementedError(
+                f"{name} must be (heads_kv,) or of pages, which sequences share, got {tuple(descale.shape)}"
+            )
+    batch, seqlen_q, heads, head_dim = q.shape
+    of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
+    options = DecodeOptions(
+        softmax_scale=masking.softmax_scale,
+        causal=masking.causal,
+        softcap=masking.softcap,
+        num_splits=num_splits,
+        split_size=split_size,
+        return_lse=return_softmax_lse or lse is not None,
+        backend=backend,
+        debug_checks=debug_checks,
+    )
+    own = CacheTensors(
+        cache_seqlens=cache_seqlens, block_table=block_table, sink=sink, k_descale=k_descale,
+        v_descale=v_descale,
+    )  # fmt: skip
+    buffers = () if out is lse is None else (out, lse)
+    given = (q, block_table, cache_seqlens, of_groups, cu_prefix_groups)
+    if reads_values(q, debug_checks) and is_plain(given[:-1], given[-1:]):
+        check_decode(q, k_cache, v_cache, own, options)
+        check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
+
+    if batch > 0:
+        of_prefix = options._replace(causal=False, partial=True, return_lse=True)
+        if cu_prefix_groups is None:
+            rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
+        else:
+            rows = q.reshape(batch * seqlen_q, heads, head_dim)
+            first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts behind all rows
+            table, offsets = block_table[first], cu_prefix_groups * seqlen_q
+            of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
+        tensors = CacheTensors(
+            cache_seqlens=of_groups, block_table=table, cu_seqlens_q=offsets, k_descale=k_descale,
+            v_descale=v_descale,
+        )  # fmt: skip
+        try:
+            prefix_out, prefix_lse = DECODE((rows, k_cache, v_cache), tensors, of_prefix)
+        except ERRORS as error:
+            names = {"cache_seqlens": "prefix_seqlens", "cu_seqlens_q": "cu_prefix_groups"}
+            raise renamed(error, names) from None
+        if of_sequences is None:
+            assert cu_prefix_groups is not None
+            sequence = torch.arange(batch, dtype=torch.int32, device=q.device)
+            group = torch.searchsorted(cu_prefix_groups[1:].contiguous(), sequence, right=True)
+            of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
+        tokens = batch * seqlen_q
+        own = own._replace(
+            cache_leftpad=of_sequences,  # keys of the prefix do not exist here, others keep their positions
+            prior_out=prefix_out.view(tokens, heads, -1) if prefix_out.numel() else prefix_out.flatten(0, -3),
+            prior_lse=prefix_lse.view(heads, tokens),
+        )
+    out, lse = decode((q, k_cache, v_cache), own, options, buffers)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _check(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
+    check_dense("q", q)
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    check_dense("block_table", block_table)
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {q.shape[0]}, "
+            f"got {tuple(block_table.shape)}"
+        )
+    check_dense("cache_seqlens", cache_seqlens)
+
+
+def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tensor, Tensor | None]:
+    """Length of its prefix for each group, (num_groups,), and for each sequence, (batch,), if that is known
+    without looking at the groups; int32.
+    """
+    groups, batch = 1, q.shape[0]
+    if cu_prefix_groups is not None:
+        check_dense("cu_prefix_groups", cu_prefix_groups)
+        if cu_prefix_groups.dtype != torch.int32:
+            raise TypeError(f"cu_prefix_groups must be int32, got {cu_prefix_groups.dtype}")
+        if cu_prefix_groups.dim() != 1 or cu_prefix_groups.shape[0] < 2:
+            raise ValueError(
+                f"cu_prefix_groups must have shape (num_groups + 1,), got {tuple(cu_prefix_groups.shape)}"
+            )
+        check_device("cu_prefix_groups", cu_prefix_groups, q)
+        groups = cu_prefix_groups.shape[0] - 1
+    if not isinstance(prefix_seqlens, Tensor):
+        length = as_int("prefix_seqlens", prefix_seqlens)
+        check_int("prefix_seqlens", length, 0, MAX_LENGTH)
+        lengths = torch.full((max(groups, batch),), length, dtype=torch.int32, device=q.device)
+        return lengths[:groups], lengths[:batch]
+    check_int32("prefix_seqlens", prefix_seqlens, (groups,), "(num_groups,)", q)
+    if cu_prefix_groups is None:
+        return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
+    return prefix_seqlens, None

@@ -1,0 +1,388 @@
+"""Attention over a key/value cache: FlashAttention-2's ``flash_attn_with_kvcache`` and what belongs to it.
+
+Keys and values lie in a dense cache or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Where
+few queries read many keys, the keys are split over the device and the partial results combined
+(Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.conversions import (
+    as_int,
+    as_offset_pair,
+    as_offsets,
+    cast_for_autocast,
+    check_flag,
+    contiguous_qv,
+    dense_tree,
+    lengths_tensor,
+    make_options,
+    softmax_max_arguments,
+    split_arguments,
+    with_unit_stride,
+)
+from flashtile.checks.decode import check_combine, check_combined_into, check_copy
+from flashtile.checks.e4m3 import widen
+from flashtile.operators import decode as operators
+from flashtile.problems.decode import (
+    FP8,
+    AppendOptions,
+    AppendTensors,
+    CacheTensors,
+    CombineOptions,
+    CopyOptions,
+    CopyTensors,
+    DecodeOptions,
+    NoTensors,
+)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_k_new: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    sink: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    split_size: int | None = None,
+    softmax_max: float | Tensor | None = None,
+    qv: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str | None = None,
+    debug_checks: bool = False,
+) -> Tensor | Any:
+    """Attention of new queries over a key/value cache, into which new keys and values may go first.
+
+    The keys of sequence b are positions 0 to ``L[b]``, where ``L[b]`` is ``cache_seqlens[b]`` plus its new
+    tokens; query i stands at position ``i + L[b] - seqlen_q``. There is no backward pass.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
+            float16, bfloat16, float32 or (CPU) float64. Any number of queries; it is made for few. Over a
+            cache of float8_e4m3fn also float8_e4m3fn, computed as bfloat16, which the result is then.
+        k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or with ``block_table``
+            (num_blocks, page_size, heads_kv, head_dim), any page size from 1. The dtype of q, or
+            float8_e4m3fn. heads_q must be a multiple of heads_kv.
+        v_cache: as k_cache; its head_dim may differ. Every head_dim is from 1 to 512.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), or (total_new, heads_kv, head_dim) with
+            ``cu_seqlens_k_new``: written into the caches **in place** from position ``cache_seqlens`` on.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32, with k: rotary embedding
+            of the new keys, from position ``cache_seqlens`` on, and of the queries: from there on too if
+            causal or windowed, all at ``cache_seqlens`` otherwise. rotary_dim is even and at most head_dim;
+            the rest of a head stays as it is.
+        cache_seqlens: tokens in the cache before k, as an int or (batch,) int32; None: the whole capacity.
+        cache_batch_idx: (batch,) int32, which row of a dense cache each sequence has; None: its own number.
+        cache_leftpad: (batch,) int32, positions before it hold no key. Positions count from 0 all the same.
+        block_table: (batch, max_blocks) int32: entry i of a row is the page of the sequence's positions
+            from ``i * page_size`` on. Entries beyond the sequence's length are never read.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flashtile.attention`.
+        rotary_interleaved: whether rotary pairs are neighbours (GPT-J) or half a rotary_dim apart (Llama).
+        num_splits: how many parts the keys of a sequence are split into; 0 is chosen for speed, 1 and
+            ``split_size`` give results that do not depend on what else is in the batch, to the bit.
+        return_softmax_lse: also return the log-sum-exp of each row's scores.
+        cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries (int64 is cast), and
+            the most of them.
+        cu_seqlens_k_new, max_seqlen_k_new: likewise of k and v; the most may be left out.
+        rotary_seqlens: (batch,) int32, rotary positions start there instead of at ``cache_seqlens``.
+        sink: (heads_q,), float32 or the dtype of q: the logit of a virtual key without a value, which enters
+            the softmax alone.
+        q_descale: float32 factors of queries of float8_e4m3fn, (heads_kv,) or (batch, heads_kv): as
+            FlashAttention-3's. The latter not beside a ``k_descale`` of each page.
+        k_descale, v_descale: float32 factors of an FP8 cache, (heads_kv,); (k_cache.shape[0], heads_kv): one
+            for each head of each page (row of a dense cache); or (batch, 1, heads_kv): of each sequence. New
+            keys are divided by them and saturate; k and v of float8_e4m3fn are stored as they are.
+        tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding: query i
+            sees token j of the last seqlen_q where it is True, and every earlier key. Excludes ``causal``,
+            windows, ALiBi and rotary. With ``cu_seqlens_q`` its sides are max_seqlen_q.
+        split_size: keys of a part, instead of ``num_splits``.
+        softmax_max: a number near the scores of this model, or (heads_q,) float32, one a head. It is
+            subtracted from scores in place of each row's maximum, which is then not looked for
+            (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 3). The result is as good for any
+            scores: those that lie too far from it are computed again, by the same kernel, at up to twice the
+            cost. :func:`flashtile.profile_scores` finds it. Hopper's kernel for more than 16 query rows of a
+            key head leaves it out.
+        qv: shaped as q, but with the head_dim of v_cache; copied unless contiguous. Scores are then
+            ``q k^T + qv v^T``: multi-head latent attention with its projections absorbed (DeepSeek-V2, Liu
+            et al. 2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors, k_cache
+            their rotated part. ``softmax_scale`` of None is ``(head_dim + head_dim_v) ** -0.5``, as in
+            FlashAttention-3. Not over a cache of float8_e4m3fn.
+        out, lse: memory for the results, as for :func:`flashtile.attention`. A given lse is written without
+            ``return_softmax_lse``, too.
+        backend: a backend to insist on, as for :func:`flashtile.attention`.
+        debug_checks: check lengths, block table and writers on a GPU too, which synchronises (so does
+            ``FLASHTILE_DEBUG=1``). On the CPU they are always checked.
+
+    Returns:
+        out, shaped as q with the head_dim of v_cache. With ``return_softmax_lse``: (out, lse), natural log,
+        float32 (float64), (batch, heads_q, seqlen_q) or (heads_q, total_q). A row without a key is 0 and -inf
+        (and the sink, if there is one).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed,
+            before anything is written.
+
+    Examples:
+        >>> k_cache, v_cache = torch.zeros(2, 3, 512, 2, 64).unbind()  # (batch, capacity, heads_kv, head_dim)
+        >>> cache_seqlens = torch.tensor([0, 17, 250], dtype=torch.int32)  # tokens before this step
+        >>> q = torch.randn(3, 1, 8, 64)  # a new token of each sequence
+        >>> k, v = torch.randn(2, 3, 1, 2, 64).unbind()
+        >>> out = flashtile.flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True
+        ... )
+        >>> out.shape, torch.equal(k_cache[1, 17], k[1, 0])
+        (torch.Size([3, 1, 8, 64]), True)
+        >>> cache_seqlens += 1  # the call leaves the lengths to its caller
+    """
+    masking = make_options(max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend)
+    check_flag("rotary_interleaved", rotary_interleaved)
+    check_flag("debug_checks", debug_checks)
+    check_flag("return_softmax_lse", return_softmax_lse)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
+    if not (cu_seqlens_q is cu_seqlens_k_new is None):
+        cu_seqlens_q, cu_seqlens_k_new = as_offset_pair(cu_seqlens_q, cu_seqlens_k_new)
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    descales = new_descales = k_descale, v_descale
+    if q_descale is not None or getattr(q, "dtype", None) is FP8:
+        scaled = (q_descale, k_descale, v_descale)
+        q, k, v, descales, new_descales = widen(q, k_cache, v_cache, k, v, scaled, block_table, cu_seqlens_q)
+    num_splits, split_keys = split_arguments(num_splits, split_size)
+    if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
+        cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
+    phi = phi_by_head = None
+    if softmax_max is not None:
+        phi, phi_by_head = softmax_max_arguments(softmax_max)
+    tensors = CacheTensors(
+        cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
+        alibi_slopes, sink, *descales,
+        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, contiguous_qv(qv),
+    )  # fmt: skip
+    options = DecodeOptions(
+        masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
+        masking.window_right, masking.softcap, num_splits, split_keys, False,
+        return_softmax_lse or lse is not None, phi, backend, debug_checks,
+    )  # fmt: skip
+    buffers = () if out is lse is None else (out, lse)
+    if k is None and v is None:
+        if not (rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None):
+            _refuse_without_k(
+                rotary_cos=rotary_cos,
+                rotary_sin=rotary_sin,
+                rotary_seqlens=rotary_seqlens,
+                cu_seqlens_k_new=cu_seqlens_k_new,
+                max_seqlen_k_new=max_seqlen_k_new,
+            )
+        out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
+        return (out, lse) if return_softmax_lse else out
+
+    if k is None or v is None:
+        missing = "k" if k is None else "v"
+        raise ValueError(f"{missing} must be given beside {'v' if k is None else 'k'}, got None")
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens must say where k and v are appended, got None")
+    if max_seqlen_k_new is not None:
+        max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
+    if rotary_cos is not None and tree_mask is not None:
+        raise ValueError("rotary_cos must be None beside tree_mask: rotate by each node's depth beforehand")
+    by_token = masking.causal or masking.window_left >= 0 or masking.window_right >= 0
+    appended = AppendTensors(
+        cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
+        rotary_seqlens, *new_descales,
+    )  # fmt: skip
+    append_options = AppendOptions(
+        max_seqlen_k_new, masking.max_seqlen_q, rotary_interleaved, by_token, backend, debug_checks
+    )
+    if cu_seqlens_k_new is None and isinstance(k, Tensor) and k.dim() == 4:
+        options = options._replace(seqlen_new=k.shape[1])
+    out, lse = operators.append_and_decode(
+        q, k_cache, v_cache, k, v, appended, append_options, tensors, options, buffers
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def append_kvcache(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: int | Tensor | None = None,
+    *,
+    slot_mapping: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_k_new: int | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    rotary_seqlens: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    backend: str | None = None,
+    debug_checks: bool = False,
+) -> None:
+    """Write new keys and values into a cache in place, rotated and quantised on the way.
+
+    Where each token goes is said either by ``cache_seqlens`` (with ``block_table`` or ``cache_batch_idx``, as
+    for :func:`flash_attn_with_kvcache`, which describes the other arguments) or by ``slot_mapping``.
+
+    Args:
+        k, v: (batch, seqlen_new, heads_kv, head_dim); (total_new, heads_kv, head_dim) with
+            ``cu_seqlens_k_new`` or ``slot_mapping``.
+        slot_mapping: (total_new,) int64, ``block * page_size + offset`` of each token (dense:
+            ``row * seqlen_cache + position``); a negative slot leaves its token out. Excludes the rotary
+            arguments and those that say positions.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flash_attn_with_kvcache`, before anything is
+            written.
+
+    Examples:
+        >>> k_pages, v_pages = torch.zeros(2, 10, 16, 2, 64).unbind()  # ten pages of 16 tokens
+        >>> k, v = torch.randn(2, 3, 2, 64).unbind()  # three tokens
+        >>> slots = torch.tensor([16 * 7, 16 * 7 + 1, -1])  # two in page 7; the third is left out
+        >>> flashtile.append_kvcache(k_pages, v_pages, k, v, slot_mapping=slots)
+        >>> torch.equal(k_pages[7, :2], k[:2])
+        True
+    """
+    check_flag("rotary_interleaved", rotary_interleaved)
+    check_flag("debug_checks", debug_checks)
+    if torch._C._is_any_autocast_enabled():
+        k, v = cast_for_autocast(k_cache, k, v)
+    cu_seqlens_k_new = as_offsets(cu_seqlens_k_new)
+    if max_seqlen_k_new is not None:
+        max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
+    if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
+        cache_seqlens = lengths_tensor(cache_seqlens, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new)
+    tensors = AppendTensors(
+        cache_seqlens, slot_mapping, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
+        rotary_seqlens, k_descale, v_descale,
+    )  # fmt: skip
+    options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, False, backend, debug_checks)
+    operators.append(k_cache, v_cache, k, v, tensors, options)
+
+
+def copy_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_pairs: Tensor,
+    *,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    backend: str | None = None,
+    debug_checks: bool = False,
+) -> None:
+    """Copy blocks of a paged cache onto others, all pairs and all layers in one launch: copy-on-write.
+
+    Args:
+        k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim), or the same with num_layers in front.
+        block_pairs: (n, 2) int32 or int64, (source, destination), on the device of the caches. A pair with a
+            negative source is left out. No block may be a destination twice, or a destination and a source.
+        k_descale, v_descale: (num_blocks, heads_kv) float32, with num_layers in front where the caches have
+            it: copied along.
+        backend, debug_checks: as for :func:`flash_attn_with_kvcache`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> k_pages, v_pages = torch.randn(2, 10, 16, 2, 64).unbind()  # ten pages of 16 tokens
+        >>> flashtile.copy_blocks(k_pages, v_pages, torch.tensor([[3, 8], [4, 9]]))  # 3 onto 8, 4 onto 9
+        >>> torch.equal(k_pages[8], k_pages[3]) and torch.equal(v_pages[9], v_pages[4])
+        True
+    """
+    check_flag("debug_checks", debug_checks)
+    tensors, options = CopyTensors(k_descale, v_descale), CopyOptions(backend, debug_checks)
+    check_copy(k_cache, v_cache, block_pairs, tensors, options)
+    if k_cache.dim() == 4:
+        k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
+        tensors = CopyTensors(*(None if t is None else t.unsqueeze(0) for t in tensors))
+    operators.copy_blocks(k_cache, v_cache, block_pairs, tensors, options)
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-3's ``flash_attn_combine``: attention from partial results over disjoint sets of keys.
+
+    Args:
+        out_partial: (num_splits, batch, seqlen, heads, head_dim) or (num_splits, total, heads, head_dim).
+        lse_partial: (num_splits, batch, seqlen, heads) or (num_splits, total, heads), natural log, float32
+            (float64 beside float64), any strides. -inf (and FlashAttention-2's +inf) is a part without keys,
+            whose out is not looked at.
+        out: where the result goes, in its shape and dtype; None: new memory.
+        out_dtype: of the result; None: that of ``out``, or of out_partial.
+        backend: a backend to insist on.
+
+    Returns:
+        (out, lse): out as a part, lse as a part's.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()
+        >>> halves = [flashtile.attention(q, k[:, i::2], v[:, i::2], return_lse=True) for i in range(2)]
+        >>> out_partial = torch.stack([out for out, _ in halves])
+        >>> lse_partial = torch.stack([lse.mT for _, lse in halves])  # (splits, batch, seqlen, heads)
+        >>> out, lse = flashtile.flash_attn_combine(out_partial, lse_partial)
+        >>> torch.testing.assert_close(out, flashtile.attention(q, k, v))
+    """
+    dtype = out_dtype
+    if dtype is None:
+        dtype = out.dtype if isinstance(out, Tensor) else getattr(out_partial, "dtype", torch.float32)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype or None, got {type(dtype).__name__}")
+    options = CombineOptions(dtype, backend)
+    check_combine(out_partial, lse_partial, NoTensors(), options)
+    if out is not None:
+        check_combined_into(out_partial, out, dtype)
+    varlen = out_partial.dim() == 4
+    if varlen:
+        out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)
+    result, lse = operators.COMBINE((out_partial, lse_partial), operators.COMBINE.nothing, options)
+    lse = lse.transpose(-1, -2)
+    if varlen:
+        result, lse = result[0], lse[0]
+    return (result if out is None else out.copy_(result)), lse
+
+
+def _refuse_without_k(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None without k and v to append, got {type(value).__name__}")

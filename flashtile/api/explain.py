@@ -1,0 +1,111 @@
+"""What a call would get: backend, configuration, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from flashtile.api.attention import attention
+from flashtile.api.weights import WEIGHTS
+from flashtile.backends.common.device import Target
+from flashtile.op.operation import describing
+from flashtile.op.selection import Choice, choose
+from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.operators.masked_attention import FORWARD as MODIFIED
+
+if TYPE_CHECKING:
+    from flashtile.hardware.cards import Card
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What each operation of a call would get, in the order in which they run.
+
+    ``operations`` names them: "forward", "backward" and "weights" of attention, "append_kvcache" and
+    "decode" over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
+    ``reasons_against`` are those of ``main``, the operation that computes the result. ``str()`` gives a
+    readable text.
+    """
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return tuple(choice.operation for choice in self.choices)
+
+    @property
+    def main(self) -> Choice:
+        beside = BACKWARD.name, WEIGHTS.name
+        return next(c for c in reversed(self.choices) if c.operation not in beside)
+
+    @property
+    def backend(self) -> str | None:
+        return self.main.backend
+
+    @property
+    def config(self) -> Any:
+        return self.main.config
+
+    @property
+    def problem(self) -> Any:
+        return self.main.problem
+
+    @property
+    def reasons_against(self) -> dict[str, str]:
+        return self.main.reasons_against
+
+    def __getitem__(self, operation: str) -> Choice:
+        """The last choice for ``operation``."""
+        return next(choice for choice in reversed(self.choices) if choice.operation == operation)
+
+    def __str__(self) -> str:
+        if len(self.choices) == 1:
+            return str(self.choices[0])
+        return "\n\n".join(f"{choice.operation}\n{choice}" for choice in self.choices)
+
+
+def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
+    """Say which backend and configuration a call would get, and why not the others.
+
+    ``explain(q, k, v, causal=True)`` is about :func:`flashtile.attention`, forward and backward. For any
+    other function it comes first: ``explain(flash_attn_with_kvcache, q, k_cache, v_cache)``.
+    Nothing is launched and no data is read, so meta and fake tensors do as well.
+
+    Args:
+        arguments, keywords: those of the call, behind its function.
+        card: one of :data:`flashtile.io_model.CARDS`, to say what the call would get there instead of on the
+            device of its tensors, from memory that is laid out well.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the call, for arguments that no backend could take.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()
+        >>> explanation = flashtile.explain(q, k, v, causal=True)
+        >>> explanation.backend
+        'cpu'
+        >>> explanation.operations
+        ('forward', 'backward')
+        >>> explanation.reasons_against["portable"]
+        'its kernels run on GPUs, not on cpu (TRITON_INTERPRET=1 interprets them)'
+    """
+    function: Callable[..., Any] = attention
+    if arguments and callable(arguments[0]):
+        function, *arguments = arguments  # type: ignore[assignment]
+    with describing(arguments, keywords) as described:
+        function(*arguments, **keywords)
+    choices = []
+    for operation, problem, backend in described:
+        if card is not None:
+            problem = _on_card(problem, Target(card.name, card.capability, card.sm_count))
+        choices.append(choose(operation, problem, backend))
+        if operation in (FORWARD, MODIFIED):
+            choices.append(choose(BACKWARD, problem, backend))
+    return Explanation(tuple(choices))
+
+
+def _on_card(problem: Any, target: Target) -> Any:
+    """The same call on another device, from memory that its tensor memory accelerator can address."""
+    moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
+    return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)

@@ -1,0 +1,117 @@
+"""What a product would get: kernel, the measurement that decided, and how near it is to the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashtile.api.linear import linear
+from flashtile.hardware.linear_table import Found, find
+from flashtile.op.operation import describing
+from flashtile.op.selection import Choice, choose
+from flashtile.problems.linear import LinearProblem
+
+if TYPE_CHECKING:
+    from flashtile.hardware.cards import Card
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of :func:`flashtile.linear.linear` or ``linear_qkv`` would get.
+
+    Args:
+        choice: backend, configuration and each other backend's reason against.
+        found: the row of the table that decides, and why this one; None where no table has the dtypes.
+        measured_us: time of the chosen kind of product in that row, without fused ends; None without a row.
+        floor_us: reading that row's weight at the measured bandwidth of its card.
+    """
+
+    choice: Choice
+    found: Found | None
+    measured_us: float | None
+    floor_us: float | None
+
+    @property
+    def problem(self) -> LinearProblem:
+        return self.choice.problem
+
+    @property
+    def backend(self) -> str | None:
+        return self.choice.backend
+
+    @property
+    def config(self) -> Any:
+        return self.choice.config
+
+    @property
+    def floor_share(self) -> float | None:
+        """Of the measured time that the floor takes: 1 is as fast as the weight can be read."""
+        if self.measured_us is None or self.floor_us is None:
+            return None
+        return self.floor_us / self.measured_us
+
+    def __str__(self) -> str:
+        lines = [str(self.choice)]
+        if self.found is None:
+            lines.append("table: no row for these dtypes, so by rule")
+        else:
+            row = self.found.row
+            lines.append(
+                f"table: {row.card}, weight {row.N} x {row.K} {row.weight_dtype} ({self.found.how}): gemv "
+                f"below {row.gemv_below} rows, the library from {row.library_from}"
+            )
+        if self.measured_us is not None and self.floor_us is not None:
+            lines.append(
+                f"measured: {self.measured_us:.1f} us, {self.floor_share:.0%} of reading the weight in "
+                f"{self.floor_us:.1f} us"
+            )
+        return "\n".join(lines)
+
+
+def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
+    """Say which product a call would get, from which row of the table, and at what share of the floor.
+
+    ``explain(x, weight)`` is about :func:`flashtile.linear.linear`; another function comes first,
+    ``explain(flashtile.linear.linear_qkv, x, ...)``. Nothing is launched: meta and fake tensors do as well.
+
+    Args:
+        arguments, keywords: those of the call.
+        card: one of :data:`flashtile.io_model.CARDS`, to say what the call would get there.
+
+    Examples:
+        >>> x, weight = torch.empty(1, 4096).bfloat16(), torch.empty(4096, 4096).bfloat16()
+        >>> from flashtile.io_model import find_card
+        >>> explanation = flashtile.api.explain_linear(x, weight, card=find_card("h200"))
+        >>> explanation.found.row.card, explanation.found.how
+        ('NVIDIA H200', 'measured for this shape')
+        >>> explanation.floor_share > 0.5
+        True
+    """
+    from flashtile.backends.common.device import Target
+
+    function: Callable[..., Any] = linear
+    if arguments and callable(arguments[0]):
+        function, *arguments = arguments  # type: ignore[assignment]
+    with describing(arguments, keywords) as described:
+        function(*arguments, **keywords)
+    operation, problem, backend = described[-1]
+    name = ""
+    if card is not None:
+        from dataclasses import replace
+
+        name = card.device_name
+        problem = replace(problem, device=Target(card.name, card.capability, card.sm_count))
+    elif problem.device.type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(problem.device)
+    choice = choose(operation, problem, backend)
+    dtypes = (str(dtype).removeprefix("torch.") for dtype in (problem.dtype, problem.weight_dtype))
+    found = find(name, problem.N, problem.K, *dtypes)
+    kind = getattr(choice.config, "kind", None)
+    if found is None or kind is None:
+        return Explanation(choice, found, None, None)
+    measured = found.row.measured(problem.M, kind)
+    floor_us = found.row.weight_bytes / found.row.read_tbps / 1e6
+    return Explanation(choice, found, None if measured is None else measured["us"], floor_us)

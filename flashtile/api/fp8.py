@@ -1,0 +1,306 @@
+"""Quantisation and attention in FP8: the functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.conversions import (
+    apply_autocast,
+    as_int,
+    as_offset_pair,
+    as_offsets,
+    check_flag,
+    make_options,
+    refuse_beyond,
+)
+from flashtile.checks.fp8 import check_inputs, check_sequences
+from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
+from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
+from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
+from flashtile.problems.quantized import Quantized, sequences
+
+QUANTIZING = ("portable", "cpu")
+"""Backends that quantise."""
+
+
+def quantize(
+    x: Tensor,
+    role: str,
+    *,
+    method: str = "block",
+    hadamard: bool = True,
+    seed: int = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    seqused: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_offset: int | Tensor = 0,
+    rotary_interleaved: bool = False,
+    backend: str | None = None,
+) -> Quantized:
+    """One of q, k and v in e4m3, in one pass over memory where scales are of blocks and in two otherwise.
+
+    Keys and values quantised once serve any number of calls. FlashAttention-3 (Shah et al. 2024,
+    arXiv:2407.08608), section 3.3. There is no gradient.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; float16 or
+            bfloat16, any strides whose last is 1, head_dim from 1 to 256. An infinity becomes NaN, as e4m3
+            has none; what is not finite counts for no scale, and no finite number becomes NaN.
+        role: "q", "k" or "v". Values are stored transposed, in the order that the kernels want.
+        method: what shares a scale, which is its largest magnitude over 448: "block" is 64 rows of a head of
+            q, or 128 keys of a head; "head" a head of a sequence; "tensor" everything.
+        hadamard: multiply q and k by a random orthogonal matrix first, which spreads outliers over the
+            columns and leaves q k^T as it is. q and k of a call must agree in it. Values are left alone.
+        seed: of that matrix's signs, from 0 to 2**31 - 1: the same numbers on every device and run.
+        cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the longest (or more).
+        seqused: (batch,) int32: rows of each sequence that are in use; the others become 0, whatever they
+            hold.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), float16, bfloat16 or float32: rotary embedding of
+            q or k before all else, in float32. rotary_dim is even and at most head_dim.
+        rotary_offset: position of a sequence's first row, an int or (batch,) int32. Positions of a tensor's
+            are cut off at the ends of the tables.
+        rotary_interleaved: pairs are neighbours (GPT-J) instead of half a rotary_dim apart (Llama).
+        backend: "portable" or "cpu" to insist on one.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> k = torch.randn(1, 256, 2, 64, dtype=torch.bfloat16)
+        >>> keys = flashtile.fp8.quantize(k, "k", hadamard=False)
+        >>> keys.values.dtype, keys.scales.shape  # a scale for each block of 128 keys of a head
+        (torch.float8_e4m3fn, torch.Size([1, 2, 2]))
+        >>> bool((keys.dequantize() - k).abs().max() < 0.2)
+        True
+    """
+    check_flag("hadamard", hadamard)
+    check_flag("rotary_interleaved", rotary_interleaved)
+    if max_seqlen is not None:
+        max_seqlen = as_int("max_seqlen", max_seqlen)
+    used_seed = as_int("seed", seed) if hadamard and role != "v" else None
+    return _quantize(
+        x, role, method, used_seed, as_offsets(cu_seqlens), max_seqlen, seqused, rotary_cos, rotary_sin,
+        rotary_offset, rotary_interleaved, backend,
+    )  # fmt: skip
+
+
+def _quantize(
+    x: Tensor,
+    role: str,
+    method: str,
+    seed: int | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    seqused: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_offset: int | Tensor,
+    rotary_interleaved: bool,
+    backend: str | None,
+    names: dict[str, str] | None = None,
+) -> Quantized:
+    """``names``: what the caller knows these arguments as, where :func:`attention` quantises."""
+    offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
+    offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
+    tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets)
+    options = QuantizeOptions(role, method, seed, max_seqlen, offset, rotary_interleaved, backend)
+    try:
+        check_dense("x", x)
+        refuse_gradient("x", x)
+        values, scales = QUANTIZE((x,), tensors, options)
+    except ERRORS as error:
+        raise (renamed(error, names) if names else error) from None
+    return Quantized(
+        values, scales, role, method, seed, tuple(x.shape), x.dtype, cu_seqlens, max_seqlen, seqused
+    )
+
+
+def _names(role: str) -> dict[str, str]:
+    """Arguments of :func:`quantize` as callers of :func:`attention` know them."""
+    side = "q" if role == "q" else "k"
+    return {
+        "x": role,
+        "cu_seqlens": f"cu_seqlens_{side}",
+        "max_seqlen": f"max_seqlen_{side}",
+        "seqused": "seqused_k",
+    }
+
+
+def attention(
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    method: str | None = None,
+    hadamard: bool | None = None,
+    seed: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | Any:
+    """Attention whose products are of e4m3 numbers; forward only.
+
+    Scores and sums are float32; probabilities, at most 1, are rounded to e4m3 times 2**8. Near exact
+    attention, not equal to it: ``docs/guides/fp8.md`` says how near, and when not to use it.
+
+    Args:
+        q, k, v: as for :func:`flashtile.attention`, float16 or bfloat16, or what :func:`quantize` made.
+        method, hadamard, seed: how tensors are quantised, as for :func:`quantize`. None is what those that
+            are quantised already had, else "block", True and 0.
+        rotary_cos, rotary_sin, rotary_interleaved: rotary embedding of those of q and k that are not
+            quantised yet, as for :func:`quantize`: keys from position 0, queries aligned at the bottom right,
+            as masks are.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
+            :func:`flashtile.attention`; a quantised tensor brings its own.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, backend: as for
+            :func:`flashtile.attention`.
+        sink: (heads_q,), float16, bfloat16 or float32.
+
+    Returns:
+        out in the dtype of q, or (out, lse), as :func:`flashtile.attention`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed; a q,
+            k or v that needs a gradient is a NotImplementedError.
+
+    Examples:
+        >>> q = torch.randn(1, 256, 8, 64, dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 1, 256, 2, 64, dtype=torch.bfloat16).unbind()
+        >>> keys = flashtile.fp8.quantize(k, "k")  # once, for many calls
+        >>> values = flashtile.fp8.quantize(v, "v")
+        >>> out, lse = flashtile.fp8.attention(q, keys, values, causal=True, return_lse=True)
+        >>> out.shape, out.dtype
+        (torch.Size([1, 256, 8, 64]), torch.bfloat16)
+    """
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = apply_autocast(q, k, v)  # type: ignore[arg-type]
+    check_inputs(q, k, v)
+    check_flag("rotary_interleaved", rotary_interleaved)
+    method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
+    cu_seqlens_q, max_seqlen_q, _ = sequences((q,), cu_seqlens_q, max_seqlen_q, None)
+    cu_seqlens_k, max_seqlen_k, seqused_k = sequences((k, v), cu_seqlens_k, max_seqlen_k, seqused_k)
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    check_sequences(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    check_flag("return_lse", return_lse)
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
+    )
+    own_backend = backend if backend in QUANTIZING else None
+    if isinstance(q, Tensor):
+        offset: int | Tensor = 0
+        if rotary_cos is not None:
+            offset = _query_offset(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        q = _quantize(
+            q, "q", method, seed, cu_seqlens_q, options.max_seqlen_q, None, rotary_cos, rotary_sin, offset,
+            rotary_interleaved, own_backend, _names("q"),
+        )  # fmt: skip
+    if isinstance(k, Tensor):
+        k = _quantize(
+            k, "k", method, seed, cu_seqlens_k, options.max_seqlen_k, seqused_k, rotary_cos, rotary_sin, 0,
+            rotary_interleaved, own_backend, _names("k"),
+        )  # fmt: skip
+    if isinstance(v, Tensor):
+        v = _quantize(
+            v, "v", method, None, cu_seqlens_k, options.max_seqlen_k, seqused_k, None, None, 0, False,
+            own_backend, _names("v"),
+        )  # fmt: skip
+    tensors = AttendTensors(
+        scales_of(q), scales_of(k), scales_of(v), cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink
+    )
+    of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], q.dtype, q.shape[-1], True, method == "block")
+    stored = AttendOptions(*of_all)
+    try:
+        out, lse = ATTEND((q.values, k.values, v.values), tensors, stored)
+    except ERRORS as error:
+        raise renamed(error, {f"{name}_descale": f"{name}.scales" for name in "qkv"}) from None
+    return (out, lse) if return_lse else out
+
+
+def attend_descaled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    extras: Extras,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of e4m3 tensors in rows, with FlashAttention-3's scales (batch, heads_kv); out bfloat16."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
+        refuse_gradient(name, x)
+    refuse_beyond(extras, options, "for q, k and v of float8_e4m3fn")
+    tensors = AttendTensors(q_descale, k_descale, v_descale, *extras[:EXTRAS_OF_ALL])
+    of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], torch.bfloat16, q.shape[-1])
+    return ATTEND((q, k, v), tensors, AttendOptions(*of_all))
+
+
+def shared_method(
+    given: dict[str, Any], method: str | None, hadamard: bool | None, seed: int | None
+) -> tuple[str, int | None]:
+    """(method, seed or None without transform) that the call's tensors share."""
+    if hadamard is not None and type(hadamard) is not bool:
+        raise TypeError(f"hadamard must be True, False or None, got {type(hadamard).__name__}")
+    wanted = 0 if seed is None else as_int("seed", seed)
+    done = {name: x for name, x in given.items() if isinstance(x, Quantized)}
+    for name, x in done.items():
+        if method is None:
+            method = x.method
+        if x.method != method:
+            raise ValueError(f"{name} was quantised by {x.method!r}, but the call's method is {method!r}")
+    transformed = {name: x.seed for name, x in done.items() if name != "v"}
+    if transformed:
+        name, shared = next(iter(transformed.items()))
+        if any(other != shared for other in transformed.values()):
+            raise ValueError(f"q and k must share a transform, they have seeds {transformed} (None is none)")
+        refused = hadamard is not None and hadamard != (shared is not None)
+        if refused or (seed is not None and wanted != shared):
+            got = f"hadamard={hadamard}, seed={seed}"
+            raise ValueError(f"{name} was transformed with seed {shared} (None is none), got {got}")
+        return "block" if method is None else method, shared
+    return "block" if method is None else method, None if hadamard is False else wanted
+
+
+def _query_offset(
+    q: Tensor,
+    k: Tensor | Quantized,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+) -> int | Tensor:
+    """Position of the first query of each sequence: its keys less its queries."""
+    if seqused_k is not None:
+        lengths = seqused_k
+    elif cu_seqlens_k is not None:
+        lengths = cu_seqlens_k.diff()
+    else:
+        return k.shape[1] - q.shape[1]
+    return lengths - (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())
+
+
+def scales_of(x: Quantized) -> Tensor:
+    """As the kernels take them: of blocks, or (batch, heads)."""
+    if x.method != "tensor":
+        return x.scales
+    batch = x.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    return x.scales.expand(batch, x.shape[-2])

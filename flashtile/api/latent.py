@@ -1,0 +1,39 @@
+"""Queries for the values, as multi-head latent attention has them: more columns of queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import check_qv
+from flashtile.checks.attention import check_call, check_types
+from flashtile.checks.conversions import apply_autocast, with_unit_stride
+from flashtile.problems.attention import Extras, Options
+from flashtile.problems.common import MAX_HEAD_DIM
+
+
+def join_qv(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: Extras, options: Options
+) -> tuple[Tensor, Tensor]:
+    """[q, qv] and [k, v], whose product is ``q k^T + qv v^T``; gradients flow through both.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.
+    """
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("qv must be None for q, k and v of float8_e4m3fn, got a tensor")
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = apply_autocast(q, k, v)
+        qv, _, _ = apply_autocast(qv, k, v)
+    if torch.compiler.is_dynamo_compiling():  # which traces no check of strides
+        check_types(q, k, v, extras, options)
+    else:
+        check_call(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), extras, options)
+    check_qv(q, v, "v", qv)
+    columns = q.shape[-1] + v.shape[-1]
+    if columns > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"qv needs head_dims of q and v that add up to at most {MAX_HEAD_DIM}, got {q.shape[-1]} and "
+            f"{v.shape[-1]}: flash_attn_with_kvcache takes up to 512 each, without a backward pass"
+        )
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)

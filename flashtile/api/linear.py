@@ -1,0 +1,247 @@
+"""Products with a weight: the functions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import check_dense
+from flashtile.checks.conversions import apply_autocast, as_float, check_flag
+from flashtile.operators.linear import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV, NO_GRADIENT
+from flashtile.problems.linear import (
+    BeforeNormOptions,
+    BeforeNormTensors,
+    LinearOptions,
+    LinearTensors,
+    QkvOptions,
+    QkvTensors,
+)
+
+
+class BeforeNorm(NamedTuple):
+    """What :func:`linear_before_norm` returns.
+
+    Attributes:
+        y: (..., N), the result itself.
+        scaled: (..., N), ``y * next_norm_weight``.
+        factor: (rows,) float32, ``rsqrt(mean(y**2) + next_norm_eps)`` of each row.
+    """
+
+    y: Tensor
+    scaled: Tensor
+    factor: Tensor
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_scale: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    x_scale: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.linear``, made for few rows of x, with what stands around it in a transformer.
+
+    Where few rows meet a large weight, the time is that of reading the weight. FlashDecoding++ (Hong et al.
+    2023, arXiv:2311.01282) chooses between a product on the CUDA cores (GEMV), a flat one on the tensor cores
+    and the library's by the number of rows; :func:`explain` says which one a call gets. In order:
+    ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``, ``x_scale``, ``bias``,
+    ``activation``, ``residual``. Sums are float32, rounded once at the end, in the same order in every run.
+    Forward only.
+
+    Args:
+        x: (..., K): float16, bfloat16, float32 or float64, any strides whose last is 1. The last two dtypes
+            are computed by torch.
+        weight: (N, K) as ``torch.nn.Linear`` holds it, in the dtype of x, or float8_e4m3fn.
+        bias: (N,) in the dtype of x.
+        weight_scale: float32 factors of a weight in float8_e4m3fn: (N,) for its rows, or (N / 128, K / 128),
+            rounded up, for its blocks.
+        norm_weight: (K,) in the dtype of x: RMSNorm of x. Its factor is applied behind the product.
+        norm_eps: of RMSNorm.
+        x_scale: (rows of x,) float32, a factor of each. With ``norm_weight`` it must be None.
+        activation: "silu_and_mul" is SwiGLU: silu of the first half of the columns times the second half,
+            N / 2 columns in all.
+        residual: added to the result, in its shape and dtype.
+        prefetch: ask for the weight while the kernel before still runs (programmatic dependent launch).
+            Right only if that kernel does not write the weight, its scales or ``norm_weight``, as in
+            inference.
+        backend: "hopper", "portable" or "cpu" to insist on one.
+
+    Returns:
+        (..., N) in the dtype of x, or (..., N / 2).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> x, weight = torch.randn(2, 1, 64), torch.randn(96, 64)
+        >>> flashtile.linear.linear(x, weight).shape
+        torch.Size([2, 1, 96])
+        >>> gated = flashtile.linear.linear(x, weight, norm_weight=torch.ones(64), activation="silu_and_mul")
+        >>> gated.shape
+        torch.Size([2, 1, 48])
+    """
+    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    check_flag("prefetch", prefetch)
+    rows = _rows(x)
+    residual = _residual_rows(residual, x)
+    tensors = LINEAR.nothing
+    if not (bias is weight_scale is norm_weight is x_scale is residual is None):
+        tensors = LinearTensors(bias, weight_scale, norm_weight, x_scale, residual)
+    options = LinearOptions(activation, _as_eps("norm_eps", norm_eps), prefetch, backend)
+    out = LINEAR((rows, weight), tensors, options)
+    return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def linear_before_norm(
+    x: Tensor,
+    weight: Tensor,
+    next_norm_weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    next_norm_eps: float = 1e-6,
+    weight_scale: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    x_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> BeforeNorm:
+    """:func:`linear`, and what RMSNorm of the result takes, in the same kernel.
+
+    A product that normalises its x multiplies every element by the norm's weight in every program that reads
+    it. Here the product before has done so once: ``linear(found.scaled, w, x_scale=found.factor)`` is
+    ``linear(found.y, w, norm_weight=next_norm_weight)``.
+
+    Args:
+        next_norm_weight: (N,) in the dtype of x.
+        next_norm_eps: of that norm.
+        x, weight, bias, weight_scale, norm_weight, norm_eps, x_scale, residual, prefetch, backend: as for
+            :func:`linear`. With ``prefetch`` the kernel before may not write ``next_norm_weight`` either.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> x, out, up, norm = torch.randn(3, 64), torch.randn(32, 64), torch.randn(48, 32), torch.rand(32)
+        >>> found = flashtile.linear.linear_before_norm(x, out, norm, residual=torch.randn(3, 32))
+        >>> y = flashtile.linear.linear(found.scaled, up, x_scale=found.factor)
+        >>> torch.allclose(y, flashtile.linear.linear(found.y, up, norm_weight=norm), atol=1e-3)
+        True
+    """
+    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    check_flag("prefetch", prefetch)
+    rows = _rows(x)
+    tensors = BeforeNormTensors(
+        bias, weight_scale, norm_weight, x_scale, _residual_rows(residual, x), next_norm_weight
+    )
+    eps, next_eps = _as_eps("norm_eps", norm_eps), _as_eps("next_norm_eps", next_norm_eps)
+    options = BeforeNormOptions(eps, next_eps, prefetch, backend)
+    y, scaled, factor = LINEAR_BEFORE_NORM((rows, weight), tensors, options)
+    if rows is not x:
+        shape = (*x.shape[:-1], y.shape[-1])
+        y, scaled = y.view(shape), scaled.view(shape)
+    return BeforeNorm(y, scaled, factor)
+
+
+def linear_qkv(
+    x: Tensor,
+    weight: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    bias: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    weight_scale: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    x_scale: Tensor | None = None,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """The product for queries, keys and values, with rotary embedding of its sums and the append to a cache.
+
+    As :func:`linear` followed by :func:`flashtile.append_kvcache`, in one kernel for few rows. Rows of the
+    weight are those of all query heads, then of the key heads, then of the value heads.
+
+    Args:
+        x: (tokens, K), or (batch, 1, K).
+        weight: ((heads_q + 2 * heads_kv) * head_dim, K).
+        k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim), written in place, in the dtype of x.
+        positions: (tokens,) int32: place of each token in its sequence, for the angles and the block table.
+        block_table: (tokens, max_blocks) int32: pages of each token's sequence.
+        slot_mapping: (tokens,) int64 instead of a block table: page * page_size + place in it. A token with a
+            negative slot, or one that lies in no page, is not written.
+        rotary_cos, rotary_sin: (rows, rotary_dim / 2), float32 or the dtype of x; a position without a row is
+            not turned.
+        rotary_interleaved: pairs are neighbours (GPT-J) instead of half a rotary_dim apart (Llama).
+        bias, weight_scale, norm_weight, norm_eps, x_scale, prefetch, backend: as for :func:`linear`.
+
+    Returns:
+        The queries, (tokens, heads_q, head_dim), or (batch, 1, heads_q, head_dim).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> cache = torch.zeros(2, 8, 4, 2, 16)  # of keys and values, 8 pages of 4 tokens
+        >>> x, weight = torch.randn(3, 64), torch.randn((4 + 2 * 2) * 16, 64)
+        >>> slots = torch.tensor([0, 5, -1])  # the last token is not written
+        >>> flashtile.linear.linear_qkv(x, weight, *cache, slot_mapping=slots).shape
+        torch.Size([3, 4, 16])
+        >>> int(cache[0].abs().sum((-1, -2)).count_nonzero())
+        2
+    """
+    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    check_flag("prefetch", prefetch)
+    check_flag("rotary_interleaved", rotary_interleaved)
+    rows = _rows(x)
+    tensors = QkvTensors(
+        bias, weight_scale, norm_weight, x_scale, positions, slot_mapping, block_table, rotary_cos, rotary_sin
+    )
+    given = (rows, weight, k_cache, v_cache)
+    options = QkvOptions(rotary_interleaved, _as_eps("norm_eps", norm_eps), prefetch, backend)
+    if torch.is_grad_enabled():
+        for name, tensor in zip(LINEAR_QKV.names, (*given, *tensors), strict=True):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise NotImplementedError(f"{name} must not require a gradient: {NO_GRADIENT}")
+    q = LINEAR_QKV(given, tensors, options)
+    return q if rows is x else q.view(*x.shape[:-1], *q.shape[-2:])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(M, K) of (..., K)."""
+    check_dense("x", x)
+    if x.dim() == 2:
+        return x
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have shape (..., K) with K at least 1, got {tuple(x.shape)}")
+    return x.reshape(-1, x.shape[-1])
+
+
+def _as_eps(name: str, eps: Any) -> float:
+    return eps if type(eps) is float else as_float(name, eps, "a number")
+
+
+def _residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """(M, N) of a residual with the leading dimensions of x."""
+    if not isinstance(residual, Tensor) or residual.dim() == 2:
+        return residual
+    check_dense("residual", residual)
+    if residual.dim() != x.dim() or residual.shape[-1:] == (0,):  # no number of rows follows from it
+        return residual
+    return residual.reshape(-1, residual.shape[-1])

@@ -1,0 +1,178 @@
+"""From ``score_mod``, ``mask_mod`` and ``block_mask`` as callers pass them to what an operator takes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.attention import check_call
+from flashtile.masks.block_mask import BlockMask, of_flex_attention
+from flashtile.masks.mods import MaskMod, traced
+from flashtile.masks.tracing import Trace
+from flashtile.op.refusals import transforming
+from flashtile.operators.masked_attention import Functions, SignedExtras, forward
+from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Options
+from flashtile.problems.mask_program import alibi, composed, parse
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
+
+BESIDE = ("alibi_slopes", "sink")
+"""The tensors beside q, k and v that a call with functions may have."""
+
+_DEFAULTS = Options()[OPTIONS_OF_ALL:]
+_EVERYTHING = (True,)
+"""The results of a mask that hides nothing."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    options: Options,
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that has one of the functions at least.
+
+    Raises:
+        TypeError: what is given is no function that compiles, or no block mask.
+        ValueError: both masks, or more captured tensors than there is place for.
+        NotImplementedError: beside arguments that a function says as well.
+    """
+    check_beside(extras, options)
+    check_tokens(mask_mod, q, k)
+    given = functions(score_mod, mask_mod, block_mask)
+    slopes = extras.alibi_slopes
+    if slopes is not None and learns_slopes(extras):
+        check_call(q, k, v, extras._replace(alibi_slopes=slopes.detach()), options)
+        given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
+        extras = extras._replace(alibi_slopes=None)
+    if given.captured and torch.compiler.is_compiling():
+        # A graph captures a number in a tensor on the CPU, which goes with tensors on any device.
+        captured = tuple([t if t.dim() else t.to(q.device) for t in given.captured])
+        given = given._replace(captured=captured)
+    if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
+        # The kernels have instructions of their own for it.
+        given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)
+    return forward(q, k, v, extras, options, given)
+
+
+def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
+    """Raise ValueError for more tokens than a mask is defined for. Other errors of q and k come later."""
+    if not isinstance(mask_mod, MaskMod) or mask_mod.most_tokens is None:
+        return
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        mask_mod.check_lengths(q.shape[1], k.shape[1])
+
+
+def learns_slopes(extras: Extras) -> bool:
+    """Whether ALiBi's slopes want a gradient, which only functions of scores have."""
+    slopes = extras.alibi_slopes
+    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
+
+
+def takes_functions(extras: Extras, options: Options) -> bool:
+    """Whether a call could have a ``score_mod`` as well."""
+    if transforming():
+        return False
+    try:
+        check_beside(extras, options)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
+    """The functions with ALiBi in front of ``score_mod``, its slopes being the last captured tensor."""
+    captured = *given.captured, slopes
+    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+        raise ValueError(
+            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
+            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
+            f"{sum(t.dim() for t in captured)}"
+        )
+    program = alibi(len(given.captured), offset, slopes.dim() == 2)
+    if given.score_mod:
+        program = composed(program, parse(given.score_mod))
+    return given._replace(captured=captured, score_mod=str(program), soft_cap=0.0, extras=None)
+
+
+def check_beside(extras: Extras, options: Options) -> None:
+    """Raise NotImplementedError for an argument that a function says as well."""
+    if extras is NO_EXTRAS and options[OPTIONS_OF_ALL:] == _DEFAULTS:
+        return
+    for name in Options._fields[OPTIONS_OF_ALL:]:
+        value = getattr(options, name)
+        if value != Options._field_defaults[name]:
+            raise NotImplementedError(
+                f"{name} must be left out beside score_mod, mask_mod and block_mask, got {value}"
+            )
+    for name, tensor in zip(Extras._fields, extras, strict=True):
+        if tensor is not None and name not in BESIDE:
+            hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
+            raise NotImplementedError(
+                f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor: write it "
+                f"in {hint}"
+            )
+
+
+_kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()
+"""Of calls with a block mask alone. Those with a score_mod that captures no tensor differ in its text; the
+tensors of another would be kept alive."""
+
+
+def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
+    blocks: BlockMask | None = None
+    if block_mask is not None:
+        if mask_mod is not None:
+            raise ValueError(
+                "mask_mod must be None beside block_mask, which has its own, got a function: make the "
+                "block mask of both, create_block_mask(mask_mod(a) & b, ...)"
+            )
+        blocks = of_flex_attention(block_mask)
+        mask_mod = blocks.mask_mod
+    score = None if score_mod is None else traced("score_mod", score_mod)
+    mask = None if mask_mod is None else traced("mask_mod", mask_mod)
+    captures = score is not None and score.tensors
+    if blocks is None or captures or torch.compiler.is_dynamo_compiling():
+        return _functions(score, mask, blocks)
+    known = _kept.get(blocks)
+    if known is None or known.mask is not mask:
+        made = _functions(None, mask, blocks)
+        known = _kept[blocks] = made._replace(extras=SignedExtras.of(made.captured, made.lists))
+    if score is None:
+        return known
+    return known._replace(score_mod=score.text, soft_cap=score.soft_cap)
+
+
+def _functions(score: Trace | None, mask: Trace | None, blocks: BlockMask | None) -> Functions:
+    captured: tuple[Tensor, ...] = ()
+    texts = {"score_mod": "", "mask_mod": ""}
+    for kind, trace in (("score_mod", score), ("mask_mod", mask)):
+        if trace is None or (kind == "mask_mod" and trace.program.results == _EVERYTHING):
+            continue
+        texts[kind] = behind(trace.text, len(captured)) if captured else trace.text
+        captured += trace.tensors
+        if captured and (len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES):
+            raise ValueError(
+                f"{kind} must read at most {MAX_CAPTURED} tensors of {MAX_SIZES} dimensions together (with "
+                f"the other function), got {len(captured)} of {sum(t.dim() for t in captured)}"
+            )
+    lists: tuple[Tensor, ...] = ()
+    block_size = lengths = 0, 0
+    if blocks is not None:
+        lists, block_size, lengths = blocks.lists, blocks.BLOCK_SIZE, blocks.seq_lengths
+    return Functions(
+        captured,
+        lists,
+        texts["score_mod"],
+        texts["mask_mod"],
+        block_size,
+        lengths,
+        0.0 if score is None else score.soft_cap,
+        mask,
+    )

@@ -1,0 +1,193 @@
+"""Padded batches: packing their tokens, and attention under the masks that padding makes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashtile.api.attention import attention
+from flashtile.checks.arguments import check_dense, check_dtype, check_int
+from flashtile.checks.conversions import as_int
+from flashtile.checks.values import check_between
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.problems.common import MAX_LENGTH
+
+
+class Packed(NamedTuple):
+    """The tokens of a padded batch, one after the other."""
+
+    tokens: Tensor
+    indices: Tensor  # (total,) int64, where each lies in the flattened batch
+    cu_seqlens: Tensor  # (batch + 1,) int32
+    max_seqlen: int
+
+
+def unpad(padded: Tensor, mask: Tensor) -> Packed:
+    """The tokens of ``padded`` (batch, seqlen, ...) for which ``mask`` (batch, seqlen) is true.
+
+    It waits for the device, to count them.
+
+    Examples:
+        >>> from flashtile.api.padding import pad, unpad
+        >>> padded = torch.randn(2, 5, 4, 64)  # (batch, seqlen, heads, head_dim)
+        >>> mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+        >>> tokens, indices, cu_seqlens, max_seqlen = unpad(padded, mask)
+        >>> tokens.shape, cu_seqlens, max_seqlen
+        (torch.Size([7, 4, 64]), tensor([0, 5, 7], dtype=torch.int32), 5)
+        >>> torch.equal(pad(tokens, indices, 2, 5)[1, :2], padded[1, :2])
+        True
+    """
+    check_dense("padded", padded)
+    check_dense("mask", mask)
+    if mask.dim() != 2 or padded.shape[:2] != mask.shape:
+        raise ValueError(
+            "mask must have shape (batch, seqlen), as padded (batch, seqlen, ...) begins, "
+            f"got {tuple(mask.shape)} and {tuple(padded.shape)}"
+        )
+    if mask.device != padded.device:
+        raise ValueError(f"mask is on {mask.device}, not on {padded.device}: all must be on one device")
+    mask = mask.bool()
+    lengths = mask.sum(1, dtype=torch.int32)
+    indices = mask.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return Packed(padded.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, longest)
+
+
+def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen, ...) with the packed ``tokens`` at ``indices`` and 0 elsewhere, as before unpad."""
+    check_dense("tokens", tokens)
+    check_dense("indices", indices)
+    check_dtype("indices", indices, (torch.int64,))
+    if tokens.dim() < 1 or tuple(indices.shape) != tuple(tokens.shape[:1]):
+        raise ValueError(
+            "indices must have shape (total,), as tokens (total, ...) begins, "
+            f"got {tuple(indices.shape)} and {tuple(tokens.shape)}"
+        )
+    batch, seqlen = as_int("batch", batch), as_int("seqlen", seqlen)
+    check_int("batch", batch, 0, MAX_LENGTH)
+    check_int("seqlen", seqlen, 0, MAX_LENGTH)
+    if is_plain((indices,)) and reads_values(indices):
+        check_between("indices", indices, 0, batch * seqlen - 1, "the last place of the batch")
+    empty = tokens.new_zeros((batch * seqlen, *tokens.shape[1:]))
+    return empty.index_copy(0, indices, tokens).unflatten(0, (batch, seqlen))
+
+
+class MaskPattern(NamedTuple):
+    """A boolean mask in words: which keys there are, and whether each query sees the earlier ones alone."""
+
+    keys: Tensor | None  # (batch, seqlen_k) bool; None: all of them
+    causal: bool  # aligned to the bottom right
+    right_padded: bool  # the keys that are there come first
+
+
+def can_look(mask: Tensor) -> bool:
+    """Whether what a mask holds may decide what is computed: not in a graph, nor where something watches or
+    transforms the call, and only if there is data."""
+    if torch.compiler.is_compiling() or not is_plain((mask,)):
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def as_booleans(name: str, mask: Tensor) -> Tensor | None:
+    """True for what takes part, of a mask that says so or that is to be added: 0 there, and -inf elsewhere.
+
+    None for one that adds anything else, or that :func:`can_look` hides. Looking waits for the device.
+
+    Raises:
+        TypeError: it is neither of booleans nor of floats.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool or floating, got {mask.dtype}")
+    if not can_look(mask):
+        return None
+    taking_part = mask == 0
+    return taking_part if bool((taking_part | (mask == -torch.inf)).all()) else None
+
+
+def as_cells(mask: Tensor) -> dict[str, Any]:
+    """``mask`` or ``bias`` of :func:`flashtile.attention`, of a mask that broadcasts to the scores."""
+    return {"mask" if mask.dtype == torch.bool else "bias": mask}
+
+
+def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPattern | None:
+    """What a boolean ``mask``, True for what takes part, says in words; None if it is another pattern, or if
+    it cannot be looked at.
+
+    Padding of keys in any places, a causal mask aligned to the bottom right, and both together where padding
+    is on one side. It waits for the device, to look at the mask.
+
+    Args:
+        mask: broadcasts to (batch, heads, seqlen_q, seqlen_k), which it may do for any of its dimensions.
+    """
+    if not can_look(mask):
+        return None
+    mask = mask[(None,) * (4 - mask.dim())].expand(batch, -1, seqlen_q, seqlen_k)
+    one = mask[:, 0]
+    keys = one.any(1)
+    earlier = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
+    of_keys = keys[:, None]
+    findings = (mask == mask[:, :1]).all(), (one == of_keys).all(), (one == (of_keys & earlier)).all()
+    same_heads, padding, causal = torch.stack(findings).tolist()
+    if not same_heads or not (padding or causal):
+        return None
+    return pattern_of(keys, not padding, seqlen_q)
+
+
+def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
+    """The pattern of a padding mask, (batch, seqlen_k) and True for keys that are there; None if none fits,
+    or if it cannot be looked at.
+
+    With ``causal`` (aligned to the bottom right) padding must be on one side; on the right there must be as
+    many queries as keys. It waits for the device, to see where the padding is.
+    """
+    if not can_look(keys):
+        return None
+    if not causal:
+        return MaskPattern(None if bool(keys.all()) else keys, False, False)
+    findings = keys.all(), (keys[:, 1:] >= keys[:, :-1]).all(), (keys[:, 1:] <= keys[:, :-1]).all()
+    whole, last, first = torch.stack(findings).tolist()
+    if whole:
+        return MaskPattern(None, True, False)
+    if last or (first and keys.shape[1] == seqlen_q):
+        return MaskPattern(keys, True, not last)
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of :func:`flashtile.attention` under a mask, with no work on keys that are padding.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, head_dim).
+        options: of :func:`flashtile.attention`, without its masks.
+    """
+    causal = pattern.causal
+    if pattern.keys is None:
+        result: Any = attention(q, k, v, causal=causal, return_lse=True, **options)
+        return result
+    packed = unpad(k, pattern.keys)
+    packed_v = v.flatten(0, 1).index_select(0, packed.indices)
+    everything = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
+    if not pattern.right_padded:
+        # The last keys stay the last ones, so that a causal mask is aligned as before.
+        parts = [(everything, causal)]
+    else:
+        # Queries beside a key see the keys up to theirs; those after the last key see every key.
+        parts = [(pattern.keys, True), (~pattern.keys, False)]
+    out: Any = 0
+    lse: Any = 0
+    for rows, causal in parts:
+        of_q = unpad(q, rows)
+        part, part_lse = attention(
+            of_q.tokens, packed.tokens, packed_v, cu_seqlens_q=of_q.cu_seqlens,
+            cu_seqlens_k=packed.cu_seqlens, max_seqlen_q=of_q.max_seqlen, max_seqlen_k=packed.max_seqlen,
+            causal=causal, return_lse=True, **options,
+        )  # fmt: skip
+        part, part_lse = (pad(t, of_q.indices, *q.shape[:2]) for t in (part, part_lse.T))
+        out, lse = out + part, lse + part_lse
+    return out, lse.transpose(1, 2)

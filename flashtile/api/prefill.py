@@ -1,0 +1,62 @@
+"""Variable-length attention whose keys and values lie in pages: prefill over a paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
+from flashtile.checks.conversions import cast_for_autocast, contiguous_qv, refuse_beyond
+from flashtile.checks.values import check_offset_values
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.operators.decode import decode
+from flashtile.problems.attention import Extras, Options
+from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.decode import CacheTensors, DecodeOptions
+
+MASKING = (
+    "max_seqlen_q", "softmax_scale", "causal", "window_left", "window_right", "softcap", "backend"
+)  # fmt: skip
+"""Options that decoding has, too."""
+
+
+def attention_over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    extras: Extras,
+    options: Options,
+    buffers: tuple,
+    qv: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_varlen_func`` with a ``block_table``; see there for the arguments."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
+    refuse_beyond(extras, options, "beside block_table")
+    if torch._C._is_any_autocast_enabled():
+        q, qv = cast_for_autocast(k, q, qv)
+    for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):
+        check_dense(name, tensor)
+    lengths = seqused_k
+    if lengths is None:
+        if cu_seqlens_k is None:
+            raise TypeError("cu_seqlens_k must be an int32 torch.Tensor (or seqused_k be given), got None")
+        check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
+        lengths = cu_seqlens_k.diff()
+        if reads_values(q) and is_plain((q, cu_seqlens_k)):
+            longest = MAX_LENGTH if options.max_seqlen_k is None else options.max_seqlen_k
+            check_offset_values("cu_seqlens_k", cu_seqlens_k, MAX_LENGTH, longest)
+    tensors = CacheTensors(
+        cache_seqlens=lengths,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        qv=contiguous_qv(qv),
+    )
+    masking = {name: getattr(options, name) for name in MASKING}
+    try:
+        return decode((q, k, v), tensors, DecodeOptions(**masking), buffers)
+    except ERRORS as error:
+        of_lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+        raise renamed(error, {"k_cache": "k", "v_cache": "v", "cache_seqlens": of_lengths}) from None

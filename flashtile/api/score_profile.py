@@ -1,0 +1,292 @@
+"""The range of a model's attention scores: whether a unified maximum pays for it, and which one.
+
+FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3) chooses phi for a model from the scores that
+it makes: those of Llama2-7B lie within [-16.8, 6.5], OPT-6.7B's too far apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile.checks.arguments import (
+    as_int,
+    check_dense,
+    check_dtype,
+    check_groups,
+    check_heads_tensor,
+    check_int,
+    check_score_options,
+    named,
+)
+from flashtile.checks.conversions import make_options
+from flashtile.operators.attention import FORWARD
+from flashtile.operators.decode import DECODE
+from flashtile.problems.addresses import sequence_lengths
+from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
+from flashtile.reference.attention import visible
+from flashtile.reference.decode import sequence
+
+PART = 64
+"""Keys whose exponentials must be in range together: the kernel's smallest parts."""
+PAYS = 0.02
+"""The most parts out of range with which it pays: each is computed twice."""
+_BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
+"""What scores may differ from phi, (below, above) in powers of two, by the dtype of probabilities."""
+_BITS_OTHERWISE = (32.0, 120.0)
+_SLACK = 16.0
+"""Nats that are left below where there is room: phi is near the scores then."""
+
+
+@dataclass(frozen=True)
+class ScoreProfile:
+    """What :func:`profile_scores` found. ``str()`` gives a sentence."""
+
+    softmax_max: float
+    """phi: one number for all heads."""
+    by_head: Tensor
+    """(heads_q,) float32: phi for each head."""
+    least: float
+    """The smallest score that a query sees."""
+    most: float
+    outside: float
+    """The share of parts (64 keys of a row) that are out of range with ``softmax_max``: computed twice."""
+    outside_by_head: float
+    """The same with ``by_head``."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether so few parts are out of range that ``softmax_max`` can be of use. Whether it is faster
+        depends on the call (docs/guides/decoding.md)."""
+        return self.outside <= PAYS
+
+    def __str__(self) -> str:
+        found = f"scores lie within [{self.least:.1f}, {self.most:.1f}]"
+        if self.pays:
+            return f"{found}: softmax_max={self.softmax_max:.1f} covers {1 - self.outside:.2%} of their parts"
+        if self.outside_by_head <= PAYS:
+            return f"{found}: too wide for one number, by_head covers {1 - self.outside_by_head:.2%} of them"
+        return f"{found}: too wide, {self.outside:.2%} of their parts would be computed twice"
+
+
+def profile_scores(
+    model_or_q: Callable[..., Any] | Tensor,
+    *arguments: Any,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    softcap: float = 0.0,
+    dtype: torch.dtype | None = None,
+    max_rows: int = 256,
+    **keywords: Any,
+) -> ScoreProfile:
+    """Find ``softmax_max`` of :func:`flashtile.flash_attn_with_kvcache`, and whether scores allow one.
+
+    Args:
+        model_or_q: q, (batch, seqlen_q, heads_q, head_dim), and then one more argument, k (batch, seqlen_k,
+            heads_kv, head_dim), rotated as they are for attention. Or a function, as a module is. It is
+            called with all other arguments, and every attention in it is looked at that is flashtile's or
+            PyTorch's ``scaled_dot_product_attention``.
+        softmax_scale, causal, softcap: of q and k, as for :func:`flashtile.attention`. A model's calls bring
+            theirs.
+        dtype: of the queries that will be decoded, torch.float16 for an FP8 cache as well: float16 allows a
+            narrower range. None: that of q.
+        max_rows: queries looked at of each sequence, from first to last.
+
+    Returns:
+        :class:`ScoreProfile`: phi for all heads and for each, the range, and the share of parts outside.
+
+    Raises:
+        TypeError, ValueError: q and k are not such tensors, another argument is not of its kind, or the model
+            computes no attention.
+
+    Examples:
+        >>> q, k = torch.randn(2, 1, 512, 4, 64, dtype=torch.bfloat16).unbind()
+        >>> profile = flashtile.profile_scores(q, k)
+        >>> profile.pays
+        True
+        >>> cache = torch.randn(2, 3, 512, 4, 64, dtype=torch.bfloat16).unbind()
+        >>> token = torch.randn(3, 1, 4, 64, dtype=torch.bfloat16)
+        >>> out = flashtile.flash_attn_with_kvcache(token, *cache, softmax_max=profile.softmax_max)
+        >>> flashtile.profile_scores(50 * q, k).pays  # scores of +-200
+        False
+    """
+    options = make_options(None, None, softmax_scale, causal, (UNLIMITED, UNLIMITED), softcap, False, None)
+    check_score_options(options)
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, got {named(dtype)}")
+    max_rows = as_int("max_rows", max_rows)
+    check_int("max_rows", max_rows, 1, MAX_LENGTH)
+    parts = _Parts(dtype, max_rows)
+    if isinstance(model_or_q, Tensor):
+        if len(arguments) != 1 or keywords:
+            raise TypeError("k must be the one argument after q")
+        q, (k,) = model_or_q, arguments
+        _check_tensors(q, k)
+        for q_rows, k_rows in zip(q, k, strict=True):
+            right = 0 if causal else UNLIMITED
+            parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, UNLIMITED, right)
+    else:
+        if not callable(model_or_q):
+            raise TypeError(f"model_or_q must be a torch.Tensor or a function, got {named(model_or_q)}")
+        for name, value, default in (
+            ("softmax_scale", softmax_scale, None), ("causal", causal, True), ("softcap", softcap, 0.0),
+        ):  # fmt: skip
+            if value != default:
+                raise ValueError(
+                    f"{name} must be left out for a model, whose calls bring theirs, got {value}"
+                )
+        with _Dispatched(parts), _Functions(parts), torch.no_grad():
+            model_or_q(*arguments, **keywords)
+    return parts.profile()
+
+
+def _check_tensors(q: Tensor, k: Any) -> None:
+    for name, tensor in (("q", q), ("k", k)):
+        check_dense(name, tensor)
+        check_dtype(name, tensor)
+        check_heads_tensor(name, tensor, False, "total", "seqlen", q)
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on meta, where it has no data to look at")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
+    check_groups(q, k, "k")
+
+
+class _Parts:
+    """Of the parts of all scores, (heads, parts): logarithms of their mean exponentials, and maxima."""
+
+    def __init__(self, dtype: torch.dtype | None, max_rows: int) -> None:
+        self.dtype, self.max_rows = dtype, max_rows
+        self.means: list[Tensor] = []
+        self.largest: list[Tensor] = []
+        self.least = math.inf
+
+    def add(self, q: Tensor, k: Tensor, scale: float | None, softcap: float, left: int, right: int) -> None:
+        """One sequence: q (seqlen_q, heads_q, head_dim) and k (seqlen_k, heads_kv, head_dim)."""
+        seqlen_q, seqlen_k = q.shape[0], k.shape[0]
+        if seqlen_q == 0 or seqlen_k == 0:
+            return
+        self.dtype = q.dtype if self.dtype is None else self.dtype
+        rows = torch.linspace(0, seqlen_q - 1, min(seqlen_q, self.max_rows), device=q.device).long()
+        seen = visible(seqlen_q, seqlen_k, left, right, q.device)[rows]
+        group = q.shape[1] // k.shape[1]
+        means, largest = [], []
+        for head in range(q.shape[1]):
+            scores = q[rows, head].float() @ k[:, head // group].float().T
+            scores *= q.shape[-1] ** -0.5 if scale is None else scale
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
+            if seen.any():
+                self.least = min(self.least, float(scores[seen].min()))
+            scores.masked_fill_(~seen, -torch.inf)
+            blocks = pad(scores, (0, -seqlen_k % PART), value=-torch.inf).unflatten(1, (-1, PART))
+            count = (blocks > -torch.inf).sum(-1)
+            means.append((blocks.logsumexp(-1) - count.log())[count > 0])
+            largest.append(blocks.amax(-1)[count > 0])
+        self.means.append(torch.stack(means).cpu())
+        self.largest.append(torch.stack(largest).cpu())
+
+    def profile(self) -> ScoreProfile:
+        if not self.means or self.means[0].numel() == 0:
+            raise ValueError(
+                "model must compute attention by flashtile or scaled_dot_product_attention: none was seen"
+            )
+        heads = self.means[0].shape[0]
+        if any(means.shape[0] != heads for means in self.means):
+            raise ValueError(f"model must have equally many heads in all layers, got {heads} and others")
+        means, largest = torch.cat(self.means, 1), torch.cat(self.largest, 1)
+        assert self.dtype is not None
+        below, above = (math.log(2) * bits for bits in _BITS.get(self.dtype, _BITS_OTHERWISE))
+        phi, outside = _best(means.flatten(), largest.flatten(), below, above)
+        by_head = [_best(*parts, below, above) for parts in zip(means, largest, strict=True)]
+        return ScoreProfile(
+            softmax_max=phi,
+            by_head=torch.tensor([phi for phi, _ in by_head], dtype=torch.float32),
+            least=self.least,
+            most=float(largest.max()),
+            outside=outside,
+            outside_by_head=sum(outside for _, outside in by_head) / heads,
+        )
+
+
+def _best(means: Tensor, largest: Tensor, below: float, above: float) -> tuple[float, float]:
+    """(phi, share outside): with most parts' means from ``phi - below`` on and their largest up to ``phi +
+    above``."""
+    lows, highs = means.sort().values, largest.sort().values
+    # The range may begin at any mean; what begins before it, or ends behind it, is outside.
+    behind = highs.numel() - torch.searchsorted(highs, lows + (below + above), right=True)
+    outside = behind + torch.searchsorted(lows, lows)
+    i = int(outside.argmin())
+    end = highs[highs <= lows[i] + (below + above)]
+    room = below + above - float(end[-1] - lows[i] if len(end) else 0.0)
+    phi = float(lows[i]) + below - min(room / 2, _SLACK)
+    return phi, float(((means < phi - below) | (largest > phi + above)).float().mean())
+
+
+class _Dispatched(TorchDispatchMode):
+    """Sees flashtile's operators: under a mode every call goes through them."""
+
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function is FORWARD.operator:
+            (q, k, _), extras, options = FORWARD.split(arguments)
+            for q_rows, k_rows in _sequences(q, k, extras):
+                right = 0 if options.causal else options.window_right
+                window = options.window_left, right
+                self._parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, *window)
+        elif function is DECODE.operator:
+            (q, k_cache, _), tensors, options = DECODE.split(arguments)
+            offsets = tensors.cu_seqlens_q
+            lengths = sequence_lengths(0, 0, tensors, options.seqlen_new)
+            for b, q_rows in enumerate(q if offsets is None else _split(q, offsets)):
+                length = None if lengths is None else int(lengths[b])
+                k = sequence(k_cache, b, length, tensors, tensors.k_descale, torch.float32)
+                if tensors.cache_leftpad is not None:
+                    k = k[int(tensors.cache_leftpad[b]) :]
+                window = options.window_left, 0 if options.causal else options.window_right
+                self._parts.add(q_rows, k, options.softmax_scale, options.softcap, *window)
+        return function(*arguments, **(keywords or {}))
+
+
+class _Functions(TorchFunctionMode):
+    """Sees PyTorch's attention, whichever kernel it takes."""
+
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        if function is scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+            given = dict(zip(names, arguments, strict=False)) | keywords
+            q, k = (given[name].flatten(0, -4).transpose(1, 2) for name in ("query", "key"))
+            # Aligned to the top left, and with a mask of any shape: what is seen, and at worst more.
+            right = 0 if given.get("is_causal") and q.shape[1] == k.shape[1] else UNLIMITED
+            for q_rows, k_rows in zip(q, k, strict=True):
+                self._parts.add(q_rows, k_rows, given.get("scale"), 0.0, UNLIMITED, right)
+        return function(*arguments, **keywords)
+
+
+def _sequences(q: Tensor, k: Tensor, extras: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    if extras.cu_seqlens_q is None:
+        yield from zip(q, k, strict=True)
+        return
+    yield from zip(_split(q, extras.cu_seqlens_q), _split(k, extras.cu_seqlens_k), strict=True)
+
+
+def _split(tokens: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    starts = cu_seqlens.tolist()
+    return [tokens[start:end] for start, end in pairwise(starts)]

@@ -1,0 +1,278 @@
+"""Attention weights from q, k and the log-sum-exp, for those who look at them: ``exp(score - lse)``.
+
+A pass of its own, tile by tile, that never stores more than what is asked for. Attention itself never has
+the weights: it adds tiles of them up under another maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashtile.api.masks import check_beside, check_tokens, functions
+from flashtile.checks.arguments import check_dense
+from flashtile.checks.attention import check_call, check_types
+from flashtile.checks.conversions import (
+    apply_autocast,
+    as_int,
+    as_offset_pair,
+    as_scores,
+    keys_of_scores,
+    make_options,
+    refuse_unknown,
+    with_unit_stride,
+)
+from flashtile.checks.values import check_lengths
+from flashtile.op.operation import Operation
+from flashtile.op.schema import extended
+from flashtile.operators.masked_attention import FORWARD as MODIFIED_FORWARD
+from flashtile.operators.masked_attention import (
+    ModifiedExtras,
+    ModifiedOptions,
+    arguments_of,
+    check_modified,
+    check_modified_values,
+    mods_of,
+    plain_part,
+)
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options, WeightsProblem
+
+MAX_TOP = 128
+"""The most weights of a row that are kept in registers."""
+
+Form = bool | str | int
+_NO_GRADIENT = "weights have none (those of out and lse are complete): call .detach() on them"
+
+
+class TopWeights(NamedTuple):
+    """The largest weights of each row, in descending order.
+
+    weights: (batch, heads_q, seqlen_q, k), or (heads_q, total_q, k) with cu_seqlens; float32 (float64 for
+    float64 inputs).
+    indices: int64, of the same shape: their keys, counted from the sequence's first. A row that sees fewer
+    keys than k has weight 0 and index -1 in place of the others.
+    """
+
+    weights: Tensor
+    indices: Tensor
+
+
+WeightsOptions: Any = extended("WeightsOptions", Options, {"form": str, "top": int})
+ModifiedWeightsOptions: Any = extended("ModifiedWeightsOptions", ModifiedOptions, {"form": str, "top": int})
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    form: Literal["full", "columns"] | int = "full",
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | Any:
+    """The weights of :func:`flashtile.attention`, their column sums, or the largest of each row.
+
+    Weights are the probabilities that multiply v, before dropout. They have no gradient: a backward pass
+    through them is a NotImplementedError. With a sink, which ``lse`` includes, a row sums to less than 1.
+
+    Args:
+        q, k: as for :func:`flashtile.attention`.
+        lse: its log-sum-exp of the same call (``return_lse=True``).
+        form: "full" for every weight; "columns" for what each key gets of all rows of a head, as policies
+            that evict keys from a cache ask for (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to
+            128 for so many of each row. The last two take memory in proportion to the lengths.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: those of the call that
+            gave lse.
+        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: the same.
+        mask, key_padding_mask, bias, score_mod, mask_mod, block_mask, backend: the same.
+
+    Returns:
+        "full": (batch, heads_q, seqlen_q, seqlen_k) in q's dtype; packed sequences are padded with zeros to
+        the longest. "columns": (batch, heads_q, seqlen_k), or (heads_q, total_k) with cu_seqlens, float32
+        (float64 for float64 inputs). An int: :class:`flashtile.api.weights.TopWeights`. A key that a row
+        does not see has weight 0.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; for another ``form``; for
+            an ``lse`` of another shape or dtype.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()  # each (batch, seqlen, heads, head_dim)
+        >>> out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
+        >>> weights = flashtile.attention_weights(q, k, lse, causal=True)
+        >>> weights.shape
+        torch.Size([1, 4, 128, 128])
+        >>> torch.testing.assert_close((weights @ v.transpose(1, 2)).transpose(1, 2), out)
+        >>> flashtile.attention_weights(q, k, lse, 8, causal=True).indices.shape
+        torch.Size([1, 4, 128, 8])
+    """
+    if unknown:
+        refuse_unknown("attention_weights", unknown)
+    checked = check_form("form", form)
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend, 0.0,
+        attention_chunk,
+    )  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
+    mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
+    extras = Extras(
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, None, mask, key_padding_mask, bias,
+        seqused_q=seqused_q,
+    )  # fmt: skip
+    mods = score_mod, mask_mod, block_mask
+    return weights_of(q, k, lse, extras, options, checked, *mods)
+
+
+def check_form(name: str, form: Form) -> tuple[str, int]:
+    """(form, number of weights of a row) from what callers may pass by this name. True is "full"."""
+    if form is True or (isinstance(form, str) and form == "full"):
+        return "full", 0
+    if isinstance(form, str) and form == "columns":
+        return "columns", 0
+    allowed = f'{name} must be "full", "columns" or an int from 1 to {MAX_TOP}'
+    if isinstance(form, str):
+        raise ValueError(f"{allowed}, got {form!r}")
+    try:
+        top = as_int(name, form)
+    except TypeError:
+        raise TypeError(f"{allowed}, got {type(form).__name__} {form!r}") from None
+    if not 1 <= top <= MAX_TOP:
+        raise ValueError(f"{allowed}, got {top}")
+    return "top", top
+
+
+def weights_of(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    options: Options,
+    form: tuple[str, int],
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+) -> Tensor | TopWeights:
+    """:func:`attention_weights` of a call described as attention describes it; dropout is left out."""
+    if torch._C._is_any_autocast_enabled():
+        q, k, _ = apply_autocast(q, k, k)
+    q, k = with_unit_stride(q), with_unit_stride(k)
+    slopes = extras.alibi_slopes
+    extras = extras._replace(
+        sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
+    )
+    options = options._replace(dropout_p=0.0, deterministic=False)
+    if score_mod is None and mask_mod is None and block_mask is None:
+        if all(tensor is None for tensor in extras):
+            extras = NO_EXTRAS
+        found = WEIGHTS((q, k, lse), extras, WeightsOptions(*options, *form))
+    else:
+        check_beside(extras, options)
+        check_tokens(mask_mod, q, k)
+        own = functions(score_mod, mask_mod, block_mask)
+        with torch.no_grad():  # none of the captured tensors is to learn
+            all_extras, all_options = arguments_of(extras, options, own)
+        found = MODIFIED_WEIGHTS((q, k, lse), all_extras, ModifiedWeightsOptions(*all_options, *form))
+    weights, indices = found
+    return TopWeights(weights, indices) if form[0] == "top" else weights
+
+
+def _check(
+    check: Callable[..., None], base: Any, q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any
+) -> None:
+    check(q, k, k, extras, base(*options[:-2]))
+    check_dense("lse", lse)
+    expected = _problem(q, k, extras, options)
+    if tuple(lse.shape) != expected.lse_shape:
+        raise ValueError(f"lse must have shape {expected.lse_shape}, got {tuple(lse.shape)}")
+    if lse.dtype != expected.lse_dtype:
+        raise TypeError(f"lse must be {expected.lse_dtype}, got {lse.dtype}")
+    if lse.device != q.device:
+        raise ValueError(f"lse is on {lse.device}, not on {q.device}: all must be on one device")
+
+
+def _problem(q: Tensor, k: Tensor, extras: Any, options: Any) -> WeightsProblem:
+    own: dict[str, Any] = {"form": options.form, "top": options.top}
+    if isinstance(extras, ModifiedExtras):
+        own["mods"] = mods_of(q, k, extras, options)
+        extras, options = plain_part(extras, options)
+    problem: Any = WeightsProblem.from_tensors(q, k, k, extras, options, **own)
+    return problem
+
+
+def _describe(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> WeightsProblem:
+    return _problem(q, k, extras, options)
+
+
+def _fake(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor | None]:
+    problem = _problem(q, k, extras, options)
+    weights = q.new_empty(problem.weights_shape, dtype=problem.weights_dtype)
+    indices = q.new_empty(problem.weights_shape, dtype=torch.int64) if options.form == "top" else None
+    return weights, indices
+
+
+def _check_traced(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
+    if isinstance(extras, ModifiedExtras):
+        extras, options = plain_part(extras, options)
+    check_types(q, k, k, extras, options)
+
+
+def _check_lengths(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
+    check_lengths(q, k, k, extras, options)
+
+
+def _check_modified_values(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
+    check_modified_values(q, k, k, extras, options)
+
+
+WEIGHTS = Operation(
+    "weights",
+    tensors=("q", "k", "lse"),
+    beside=NO_EXTRAS,
+    options=WeightsOptions,
+    results=2,
+    check=partial(_check, check_call, Options),
+    describe=_describe,
+    fake=_fake,
+    check_values=_check_lengths,
+    check_traced=_check_traced,
+    part="weights",
+    no_gradient=_NO_GRADIENT,
+)
+MODIFIED_WEIGHTS = Operation(
+    "weights",
+    suffix="_modified",
+    tensors=("q", "k", "lse"),
+    beside=MODIFIED_FORWARD.nothing,
+    options=ModifiedWeightsOptions,
+    results=2,
+    check=partial(_check, check_modified, ModifiedOptions),
+    describe=_describe,
+    fake=_fake,
+    check_values=_check_modified_values,
+    check_traced=_check_traced,
+    part="weights",
+    no_gradient=_NO_GRADIENT,
+)

@@ -1,0 +1,273 @@
+"""From the arguments that callers may pass to the exact types that a call is described, kept and launched by.
+
+Python's ``True == 1 == 1.0`` hash alike, so every option gets its one type here, before any look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, named
+from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
+from flashtile.problems.common import MAX_LENGTH, UNLIMITED
+
+AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def make_options(
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    backend: str | None,
+    dropout_p: float = 0.0,
+    attention_chunk: int = 0,
+) -> Options:
+    """Options of exact types; :mod:`flashtile.checks` checks their ranges with the tensors.
+
+    Raises:
+        TypeError: an argument is not of the type that :func:`flashtile.attention` says.
+        ValueError: ``window_size`` is not a pair.
+    """
+    try:
+        left, right = window_size
+    except (TypeError, ValueError) as error:
+        text = f"window_size must be a pair (left, right) of ints, got {named(window_size)}"
+        raise type(error)(text) from None
+    if type(left) is not int:
+        left = as_int("window_size[0]", left)
+    if type(right) is not int:
+        right = as_int("window_size[1]", right)
+    if left < UNLIMITED:
+        left = UNLIMITED
+    if right < UNLIMITED:
+        right = UNLIMITED
+    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
+        max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
+        max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = as_float("softmax_scale", softmax_scale, "a number or None")
+    if type(softcap) is not float:
+        softcap = as_float("softcap", softcap, "a number")
+    if type(dropout_p) is not float:
+        dropout_p = as_float("dropout_p", dropout_p, "a number")
+    if type(attention_chunk) is not int:
+        attention_chunk = as_int("attention_chunk", attention_chunk)
+    if type(causal) is not bool:
+        raise TypeError(f"causal must be True or False, got {named(causal)}")
+    if type(deterministic) is not bool:
+        raise TypeError(f"deterministic must be True or False, got {named(deterministic)}")
+    if backend is not None and type(backend) is not str:
+        raise TypeError(f"backend must be None or a backend's name, got {named(backend)}")
+    if not deterministic:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return Options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend,
+        dropout_p, attention_chunk,
+    )  # fmt: skip
+
+
+MAX_SECONDS = 2**31 - 1
+
+FOREIGN = {
+    "attn_mask": "flashtile.attention takes a boolean mask, and causal and window_size without one",
+    "attention_mask": "flashtile.attention takes key_padding_mask, True for keys that take part; "
+    "flash_attn_varlen_func takes packed tokens, which cost no work on padded queries either",
+    "mask": "flashtile.attention takes it",
+    "is_causal": "use causal, which is aligned to the bottom right",
+    "scale": "use softmax_scale",
+    "enable_gqa": "leave it out, heads are grouped by themselves",
+    "need_weights": "flashtile.attention takes return_attn_weights",
+    "output_attentions": "flashtile.attention takes return_attn_weights",
+}
+FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]
+"""What other attention functions call an argument, and what to use here."""
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
+    """Raise Python's TypeError for keywords that a function does not have, with what to use instead."""
+    name = next(iter(unknown))
+    hint = f": {FOREIGN[name]}" if name in FOREIGN else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
+    """(mask, key_padding_mask) of a mask: the latter alone if every row and head sees the same keys.
+
+    A mask that is wrong stays one, for the errors name it.
+    """
+    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (mask, q, k)):
+        return mask, None
+    batch, heads, rows, keys = mask.shape
+    if heads != 1 or rows != 1 or keys != k.shape[1] or batch not in (1, q.shape[0]):
+        return mask, None
+    if mask.dtype != torch.bool or mask.device != q.device or q.dtype == torch.float8_e4m3fn:
+        return mask, None
+    return None, mask[:, 0, 0].expand(q.shape[0], -1)
+
+
+def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype of autocast, where it is on for their device.
+
+    As for torch's own attention, float64 stays as it is; so does every dtype that flashtile does not serve.
+    """
+    if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu"):
+        return q, k, v
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in (q, k, v)]
+    return cast[0], cast[1], cast[2]
+
+
+def as_scores(scores: Any, seqlen_k: Any) -> Any:
+    """A mask or bias that broadcasts to (batch, heads_q, seqlen_q, seqlen_k) with four dimensions, the last
+    of them written out by stride 0. What does not broadcast is left as it is, for the errors name it."""
+    if not isinstance(scores, Tensor) or scores.is_nested or scores.layout != torch.strided:
+        return scores
+    rank = scores.dim()
+    if seqlen_k is None or (rank and scores.shape[-1] not in (1, seqlen_k)):
+        return scores
+    if rank < 4:
+        scores = scores[(None,) * (4 - rank)]
+    if scores.shape[-1] != seqlen_k:
+        scores = scores.expand(*scores.shape[:-1], seqlen_k)
+    return scores
+
+
+def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
+    """How many keys a mask or bias of the call has; None where the call says it wrongly."""
+    if cu_seqlens_k is not None:
+        return options.max_seqlen_k
+    return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
+
+
+def as_offsets(cu_seqlens: Any) -> Any:
+    """``cu_seqlens`` in int32, by a cast of int64, which ``cumsum`` gives. All else is left as it is, for the
+    errors name it."""
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype is torch.int64:
+        return cu_seqlens.int()
+    return cu_seqlens
+
+
+def as_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
+    """Both, by one cast if they are one tensor."""
+    of_q = as_offsets(cu_seqlens_q)
+    return of_q, of_q if cu_seqlens_k is cu_seqlens_q else as_offsets(cu_seqlens_k)
+
+
+def with_unit_stride(tensor: Any) -> Any:
+    """``tensor``, or a copy of one whose last stride is not 1, as FlashAttention makes it."""
+    if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
+        return tensor
+    # contiguous() would leave one without elements as it is.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def as_seconds(name: str, value: Any) -> float:
+    """A time to wait, as torch.distributed takes it."""
+    seconds = as_float(name, value, "a number of seconds")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"{name} must be above 0 and at most {MAX_SECONDS} seconds, got {seconds:g}")
+    return seconds
+
+
+def refuse_descales(
+    q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
+) -> None:
+    """Raise ValueError for a scale that is given, but not taken; ``allowed`` says when it is."""
+    if q_descale is k_descale is v_descale is None:
+        return
+    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    name = next(name for name, descale in given.items() if descale is not None)
+    raise ValueError(f"{name} must be None, got a tensor: it is taken {allowed} only")
+
+
+def refuse_beyond(extras: Extras, options: Options, where: str) -> None:
+    """Raise NotImplementedError for the first extra or option that only attention in full has."""
+    for name in Options._fields[OPTIONS_OF_ALL:]:
+        if getattr(options, name) != Options._field_defaults[name]:
+            raise NotImplementedError(f"{name} must be left out {where}, got {getattr(options, name)}")
+    for name in Extras._fields[EXTRAS_OF_ALL:]:
+        if getattr(extras, name) is not None:
+            raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def lengths_tensor(
+    length: Any, name: str, tokens: Tensor, name_of_offsets: str, cu_seqlens: Tensor | None
+) -> Tensor:
+    """``cache_seqlens`` for sequences that are all equally long; ``tokens`` are their q or k, by ``name``."""
+    length = as_int("cache_seqlens", length)
+    if not 0 <= length <= MAX_LENGTH:
+        raise ValueError(f"cache_seqlens must be from 0 to {MAX_LENGTH}, got {length}")
+    check_dense(name, tokens)
+    if cu_seqlens is None:
+        batch = tokens.shape[:1].numel()
+    else:
+        check_offsets(name_of_offsets, cu_seqlens, tokens)
+        batch = cu_seqlens.shape[0] - 1
+    return torch.full((batch,), length, dtype=torch.int32, device=tokens.device)
+
+
+def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
+    """(num_splits, split_size) as ints, 0 for a split_size of None."""
+    if type(num_splits) is not int:
+        num_splits = as_int("num_splits", num_splits)
+    if split_size is None:
+        return num_splits, 0
+    split_size = as_int("split_size", split_size)
+    if split_size < 1:
+        raise ValueError(f"split_size must be None or at least 1, got {split_size}")
+    return num_splits, split_size
+
+
+def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None]:
+    """(a number for all heads, one for each), of which one is None."""
+    if isinstance(softmax_max, Tensor):
+        return None, softmax_max
+    return as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
+
+
+def contiguous_qv(qv: Tensor | None) -> Tensor | None:
+    """``qv`` as operations over a cache read it."""
+    if qv is None:
+        return None
+    check_dense("qv", qv)
+    return qv.contiguous()
+
+
+def dense_tree(tree_mask: Tensor) -> Tensor:
+    """(batch or 1, seqlen_q, seqlen_q), contiguous."""
+    check_dense("tree_mask", tree_mask)
+    if tree_mask.dim() == 2:
+        tree_mask = tree_mask.unsqueeze(0)
+    return tree_mask.contiguous()
+
+
+def cast_for_autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
+    """Queries and new keys in the dtype of the cache where autocast is on, in autocast's for an FP8 cache."""
+    if not isinstance(k_cache, Tensor) or k_cache.device.type not in ("cuda", "cpu"):
+        return list(tensors)
+    device_type = k_cache.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type) if k_cache.dtype == torch.float8_e4m3fn else k_cache.dtype
+    if dtype not in AUTOCAST_DTYPES:
+        return list(tensors)
+    return [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in tensors]

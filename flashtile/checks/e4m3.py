@@ -1,0 +1,76 @@
+"""Queries and new keys of float8_e4m3fn over a cache of it, as FlashAttention-3 takes them.
+
+Every number of e4m3 is one of bfloat16, in which the call is computed. The scores' factors need no rounding
+either: those of q become part of those of the keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import check_dense, check_floats, check_heads_tensor, check_same_dtype
+from flashtile.checks.decode import check_cache, check_descales
+from flashtile.problems.decode import FP8, MAX_HEAD_DIM
+
+
+class Widened(NamedTuple):
+    """A call's arguments as an operation takes them."""
+
+    q: Tensor
+    k: Any
+    v: Any
+    descales: tuple[Tensor | None, Tensor | None]
+    """Of the cache's keys and values where they are read."""
+    new_descales: tuple[Tensor | None, Tensor | None]
+    """Of k and v where they are written."""
+
+
+def widen(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Any,
+    v: Any,
+    scaled: tuple[Any, Any, Any],
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+) -> Widened:
+    """A call with e4m3 queries as one with queries of bfloat16; ``scaled``: its factors of q, k and v.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.flash_attn_with_kvcache`.
+    """
+    q_descale, k_descale, v_descale = scaled
+    check_dense("q", q)
+    if q.dtype != FP8:
+        raise ValueError(f"q_descale must be None: q is {q.dtype}, only {FP8} is scaled")
+    packed = isinstance(cu_seqlens_q, Tensor)
+    check_heads_tensor("q", q, packed, "total_q", "seqlen_q", q, MAX_HEAD_DIM)
+    batch = cu_seqlens_q.shape[0] - 1 if isinstance(cu_seqlens_q, Tensor) else q.shape[0]
+    check_cache(q, k_cache, v_cache, block_table)
+    check_descales(k_cache, k_descale, v_descale, batch)
+    heads = k_cache.shape[2]
+    shapes = ((heads,), (batch, heads))
+    check_floats("q_descale", q_descale, shapes, "(heads_kv,) or (batch, heads_kv)", q, any_strides=True)
+
+    new_descales = k_descale, v_descale
+    if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):  # stored as they are
+        check_same_dtype("v", v, "k", k)
+        k, v, new_descales = k.to(torch.bfloat16), v.to(torch.bfloat16), (None, None)
+    if q_descale is None:
+        return Widened(q.to(torch.bfloat16), k, v, (k_descale, v_descale), new_descales)
+    if k_descale is None or v_descale is None:
+        k_descale, v_descale = q.new_ones(2, heads, dtype=torch.float32).unbind()
+    if q_descale.dim() == 2:
+        if k_descale.dim() == 2:
+            raise NotImplementedError(
+                f"q_descale must be (heads_kv,) beside k_descale of each page, got {tuple(q_descale.shape)}"
+            )
+        q_descale = q_descale.unsqueeze(1)
+    k_descale = q_descale * k_descale
+    if v_descale.dim() < k_descale.dim():
+        v_descale = v_descale.expand_as(k_descale)
+    return Widened(q.to(torch.bfloat16), k, v, (k_descale, v_descale), new_descales)

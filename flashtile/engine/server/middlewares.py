@@ -1,0 +1,100 @@
+"""What stands before every path, of a server and of the address before replicas: keys, errors, the log."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from flashtile.engine.async_llm import EngineDeadError
+from flashtile.engine.server.door import Door
+from flashtile.engine.server.errors import ApiError, internal_error, json_response
+
+OPEN = ("/", "/health")
+"""Paths that need no key: they say nothing of any request."""
+
+POLLED = ("/health", "/load", "/metrics", "/live")
+"""Paths that programs ask again and again: only errors of theirs get a line in the log."""
+
+CLIENT_IS_GONE = 499
+
+logger = logging.getLogger("flashtile.server")
+
+
+def logged(door: Door, access_log: bool) -> Middleware:
+    """The outermost one: a line for each call when it is answered; meanwhile its connection is kept."""
+
+    @web.middleware
+    async def log(request: web.Request, handler: Handler) -> web.StreamResponse:
+        begun, status = time.monotonic(), CLIENT_IS_GONE
+        try:
+            with door.answering(request.transport):
+                response = await handler(request)
+                status = response.status
+                return response
+        finally:
+            if access_log and (status >= 400 or request.path not in POLLED):
+                seconds = time.monotonic() - begun
+                path = request.rel_url.raw_path  # encoded: it cannot begin a line of its own
+                logger.info("%s %s %.200s %d %.3f s", request.remote, request.method, path, status, seconds)
+
+    return log
+
+
+def authorised(api_keys: Sequence[str]) -> Middleware:
+    """Refuses who has no key, before anything of the body is read."""
+    keys = [key.encode() for key in api_keys]
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if keys and request.path not in OPEN:
+            kind, _, given = request.headers.get("Authorization", "").partition(" ")
+            offered = given.strip().encode(errors="replace")
+            fits = [hmac.compare_digest(offered, key) for key in keys]
+            if kind.lower() != "bearer" or not any(fits):
+                text = "Authorization must be Bearer and a key of this server"
+                raise ApiError(text, status=401, code="invalid_api_key")
+        return await handler(request)
+
+    return check
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in one shape."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        found = error
+    except web.HTTPRequestEntityTooLarge as error:
+        found = ApiError(f"the body is too large: {error.text}", status=413, code="body_too_large")
+    except web.RequestPayloadError as error:
+        found = ApiError(f"the body cannot be read: {error}", code="invalid_json")
+    except web.HTTPException as error:
+        found = ApiError(f"{request.method} {request.path:.200}: {error.reason}", status=error.status)
+    except EngineDeadError as error:
+        found = ApiError(str(error), status=503, code="engine_dead")
+    except ConnectionError:
+        return web.Response(status=CLIENT_IS_GONE)  # which nobody reads
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.rel_url.raw_path)
+        found = internal_error()
+    response = json_response(found.body(), status=found.status)
+    if found.status in (429, 503):
+        response.headers["Retry-After"] = "1"
+    if found.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def check_content_type(request: web.Request) -> None:
+    """Calls that do something are JSON, which a page of another origin cannot send without leave."""
+    if request.content_type != "application/json":
+        raise ApiError(
+            f"Content-Type must be application/json, got {request.content_type!r:.80}",
+            status=415, code="unsupported_media_type",
+        )  # fmt: skip

@@ -1,0 +1,249 @@
+"""Chat templates: Jinja's, in its sandbox, with bounds on what they compute.
+
+A template comes with the weights, from anywhere. Jinja's sandbox keeps it from Python's internals, but not
+from work without end or memory without bound: ``{{ 'a' * 10**9 }}``. So every loop, call, filter and operator
+that can make much of little draws on an account of steps and characters, which grows with what is rendered.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_TEMPLATE = 2**20
+STEPS, CHARACTERS = 2**17, 2**24
+STEPS_EACH, CHARACTERS_EACH = 4, 256
+"""More, for each character that is rendered: templates that gather a text bit by bit copy it often."""
+ACCOUNT = " account"
+"""The variable that holds it: no template can name it."""
+
+STRUCTURAL = {
+    "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last",
+    "length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select",
+    "selectattr", "sort", "sum", "unique",
+}  # fmt: skip
+"""Filters that make no text of all that they are given."""
+
+
+class Account:
+    """What a template may still do."""
+
+    def __init__(self, variables: Mapping[str, Any]):
+        self.steps, self.characters = 2**62, 2**62
+        self.pay_for(variables)
+        size = 2**62 - self.characters
+        self.steps, self.characters = STEPS + STEPS_EACH * size, CHARACTERS + CHARACTERS_EACH * size
+
+    def pay(self, characters: int, steps: int = 0) -> None:
+        """TemplateError if it cannot."""
+        self.characters -= characters
+        self.steps -= steps
+        if self.characters < 0 or self.steps < 0:
+            raise TemplateError("it computes more than a chat template may")
+
+    def pay_for(self, value: Any) -> None:
+        """The characters that a value has as text, and a step for each thing in it."""
+        if isinstance(value, str):
+            self.pay(len(value))
+        elif isinstance(value, int):
+            self.pay(value.bit_length() // 3)
+        elif isinstance(value, Mapping):
+            for pair in value.items():
+                self.pay_for(pair)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            self.pay(2 * len(value), len(value))
+            for one in value:
+                self.pay_for(one)
+
+    def pay_for_numbers(self, values: Iterable[Any]) -> None:
+        """Widths, counts and the like: as many characters as they say."""
+        for value in values:
+            if isinstance(value, int):
+                self.pay(abs(value))
+            elif isinstance(value, (list, tuple)):
+                self.pay_for_numbers(value)
+            elif isinstance(value, Mapping):
+                self.pay_for_numbers(value.values())
+
+    def pay_for_text(self, text: str, name: str, given: tuple[Any, ...]) -> None:
+        """What a method or a filter may make of a text with such arguments."""
+        self.pay_for_numbers(given)
+        if name in ("replace", "translate", "join", "format", "format_map"):
+            self.pay_for(given)
+        if name == "replace" and len(given) > 1 and all(isinstance(one, str) for one in given[:2]):
+            self.pay((len(text) // max(1, len(given[0])) + 1) * len(given[1]))
+        elif name == "join" and given and isinstance(given[0], (list, tuple)):
+            self.pay(len(text) * len(given[0]))
+        elif name == "format":
+            self.pay_for_numbers(map(int, re.findall(r"\d+", text)))
+
+
+class GenerationTag(Extension):
+    """``{% generation %}``: what the assistant says, for training. Here it is like any other text."""
+
+    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _meter(tree: nodes.Template) -> None:
+    """Charge each turn of a loop and each call of a macro, with the constant text that it writes."""
+    bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+    for node in bodies:
+        size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        node.body.insert(0, nodes.Output([_filter(nodes.Const(""), "charged", nodes.Const(size))]))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = _filter(node.test, "charged", nodes.Const(0))
+    for concat in list(tree.find_all(nodes.Concat)):
+        concat.nodes = [_filter(nodes.List(concat.nodes), "joined")]
+
+
+def _filter(value: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, list(arguments), [], None, None)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with an :class:`Account`."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, finalize=_write,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
+        )  # fmt: skip
+        del self.globals["lipsum"]
+        self.globals["raise_exception"] = _refuse
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.filters["tojson"] = _to_json
+        self.filters = {name: _metered(name, function) for name, function in self.filters.items()}
+        self.filters |= {"charged": _charged, "joined": _joined}
+
+    def call(__self, __context: Context, __obj: Any, *arguments: Any, **options: Any) -> Any:  # noqa: N805
+        account: Account = __context[ACCOUNT]
+        account.pay(0, 1)
+        text = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # the sandbox wraps str.format
+        if isinstance(text, str):
+            arguments = tuple(list(one) if isinstance(one, Iterator) else one for one in arguments)
+            account.pay_for_text(text, __obj.__name__, (*arguments, *options.values()))
+        result = super().call(__context, __obj, *arguments, **options)
+        if isinstance(result, str):
+            account.pay(len(result))
+        return result
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        account: Account = context[ACCOUNT]
+        account.pay(0, 1)
+        if operator == "%" and isinstance(left, str):
+            account.pay_for_text(left, "format", (right,))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            account.pay(left.bit_length() * abs(right))
+        elif operator == "*" and isinstance(left, int) != isinstance(right, int):
+            count, many = (left, right) if isinstance(left, int) else (right, left)
+            account.pay(max(0, count) * len(many) if hasattr(many, "__len__") else 0)
+        else:
+            for one in (left, right):
+                account.pay(len(one) if hasattr(one, "__len__") else 0)
+                account.pay(one.bit_length() if isinstance(one, int) else 0)
+        return super().call_binop(context, operator, left, right)
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """The text that a template makes of variables.
+
+    Raises:
+        ValueError: it does not take them, refuses them, or computes too much.
+    """
+    try:
+        return _compiled(template).render({**variables, ACCOUNT: Account(variables)})
+    except Exception as error:  # a template can raise whatever Python can
+        found = str(error) or type(error).__name__
+        raise ValueError(f"the chat template does not take these messages: {found}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
+    if len(template) > MAX_TEMPLATE:
+        raise TemplateError(f"it has {len(template)} characters, more than {MAX_TEMPLATE}")
+    environment = BoundedEnvironment()
+    tree = environment.parse(template)
+    _meter(tree)
+    tree.set_environment(environment).set_lineno(1)
+    code, names = environment.compile(tree), environment.make_globals(None)
+    return environment.template_class.from_code(environment, code, names)
+
+
+def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that pays for what it makes."""
+    wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", "nothing")
+
+    @pass_context
+    def metered(context: Context, value: Any, *arguments: Any, **options: Any) -> Any:
+        account: Account = context[ACCOUNT]
+        account.pay(0, 1)
+        if name not in STRUCTURAL:
+            value = list(value) if isinstance(value, Iterator) else value
+            account.pay_for(value)
+            text = value if isinstance(value, str) else ""
+            account.pay_for_text(text, name, (*arguments, *options.values()))
+            if name == "join" and isinstance(value, (list, tuple)):
+                account.pay(sum(len(one) for one in arguments if isinstance(one, str)) * len(value))
+        given = {
+            "context": (context,), "eval_context": (context.eval_ctx,),
+            "environment": (context.environment,), "nothing": (),
+        }[wanted]  # fmt: skip
+        result = function(*given, value, *arguments, **options)
+        if isinstance(result, str):
+            account.pay(len(result))
+        return result
+
+    return metered
+
+
+@pass_context
+def _charged(context: Context, value: Any, characters: int) -> Any:
+    context[ACCOUNT].pay(characters, 1)
+    return value
+
+
+@pass_context
+def _joined(context: Context, values: list[Any]) -> str:
+    """``a ~ b``."""
+    context[ACCOUNT].pay_for(values)
+    return "".join(map(str, values))
+
+
+@pass_context
+def _write(context: Context, value: Any) -> Any:
+    context[ACCOUNT].pay_for(value)
+    return value
+
+
+def _refuse(text: str) -> None:
+    raise TemplateError(text)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """With Transformers' arguments; Jinja's own escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,1 @@
+"""Cards and their limits, this machine, the shapes of calls and the measured tables."""

@@ -1,0 +1,174 @@
+"""One attention call as the model sees it: shapes, element size and mask, with counts in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
+
+ELEMENT_BYTES = {
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+
+
+NOT_OF_PROBLEMS = ("dtype", "lengths", "page_size", "cache_dtype")
+"""Fields that the Problem of attention without a cache lacks, or has in another form."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Attention of ``batch`` sequences, or of sequences of different ``lengths``.
+
+    Args:
+        batch: sequences.
+        seqlen_q, seqlen_k: tokens of each; the longest where ``lengths`` is given.
+        num_heads_q, num_heads_kv: heads_q is a multiple of heads_kv.
+        head_dim: of q and k; ``head_dim_v`` of v and out, None for the same.
+        dtype: name of a torch dtype.
+        window_left, window_right: keys that a row sees before and after its own position, aligned at the
+            bottom right; -1 is unlimited. Causal is ``window_right = 0``.
+        lengths: (seqlen_q, seqlen_k) of each sequence; None is ``batch`` times the same.
+        page_size: of the key/value cache in which the keys lie, 0 for a dense one; None: there is no cache.
+        cache_dtype: of the cache; None is ``dtype``.
+
+    Raises:
+        ValueError: a number that makes no call.
+
+    Examples:
+        >>> from flashtile.io_model import Call
+        >>> causal = Call(4, 4096, 4096, 32, 8, 128, window_right=0)  # 32 query heads over 8 key/value heads
+        >>> causal.visible_pairs == 4 * 32 * 4096 * 4097 // 2
+        True
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    lengths: tuple[tuple[int, int], ...] | None = None
+    page_size: int | None = None
+    cache_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"batch": 0, "seqlen_q": 0, "seqlen_k": 0}
+        least |= {"window_left": UNLIMITED, "window_right": UNLIMITED}
+        for name in ("num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", *least):
+            value, smallest = getattr(self, name), least.get(name, 1)
+            if value is not None and value < smallest:
+                allowed = "-1 (unlimited) or more" if smallest < 0 else f"at least {smallest}"
+                raise ValueError(f"{name} must be {allowed}, got {value}")
+        if self.num_heads_q % self.num_heads_kv:
+            raise ValueError(
+                f"num_heads_q must be a multiple of the {self.num_heads_kv} of num_heads_kv, "
+                f"got {self.num_heads_q}"
+            )
+        for name in ("dtype", "cache_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in ELEMENT_BYTES:
+                raise ValueError(f"{name} must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
+        if self.page_size is not None and self.page_size < 0:
+            raise ValueError(f"page_size must be 0 (a dense cache) or more, got {self.page_size}")
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> Call:
+        """What a Problem says. Of variable lengths it knows the longest only, which each sequence gets."""
+        shared = (field.name for field in fields(cls) if field.name not in NOT_OF_PROBLEMS)
+        dtype = str(problem.dtype).removeprefix("torch.")
+        return cls(**{name: getattr(problem, name) for name in shared}, dtype=dtype)
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def cache_element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.cache_dtype or self.dtype]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """(seqlen_q, seqlen_k) of each sequence."""
+        return ((self.seqlen_q, self.seqlen_k),) * self.batch if self.lengths is None else self.lengths
+
+    @property
+    def rows_q(self) -> int:
+        """Rows of q over sequences and heads."""
+        return sum(seqlen_q for seqlen_q, _ in self.sequences) * self.num_heads_q
+
+    @property
+    def rows_k(self) -> int:
+        """Rows of k over sequences and key/value heads."""
+        return sum(seqlen_k for _, seqlen_k in self.sequences) * self.num_heads_kv
+
+    @property
+    def score_pairs(self) -> int:
+        """(query, key) pairs over sequences and query heads, hidden ones too: the elements of S."""
+        return sum(seqlen_q * seqlen_k for seqlen_q, seqlen_k in self.sequences) * self.num_heads_q
+
+    @property
+    def visible_pairs(self) -> int:
+        """Pairs that the mask shows, over sequences and query heads, exactly (the diagonal included)."""
+        window = (self.window_left, self.window_right)
+        return self.num_heads_q * sum(visible_pairs(*lengths, *window) for lengths in self.sequences)
+
+    @property
+    def q_bytes(self) -> int:
+        return self.rows_q * self.head_dim * self.element_bytes
+
+    @property
+    def k_bytes(self) -> int:
+        return self.rows_k * self.head_dim * self.cache_element_bytes
+
+    @property
+    def v_bytes(self) -> int:
+        return self.rows_k * self.width_v * self.cache_element_bytes
+
+    @property
+    def out_bytes(self) -> int:
+        return self.rows_q * self.width_v * self.element_bytes
+
+    @property
+    def lse_bytes(self) -> int:
+        """One fp32 a row (fp64 for float64)."""
+        return self.rows_q * (8 if self.dtype == "float64" else 4)
+
+
+def visible_pairs(
+    seqlen_q: int, seqlen_k: int, window_left: int = UNLIMITED, window_right: int = UNLIMITED
+) -> int:
+    """(query, key) pairs that a window shows, aligned at the bottom right: row ``i`` stands at key
+    ``i + seqlen_k - seqlen_q`` and sees from ``window_left`` keys before it to ``window_right`` after it."""
+    offset = seqlen_k - seqlen_q
+    ends = seqlen_q * seqlen_k
+    if window_right != UNLIMITED:
+        ends = _sum_clamped(offset + window_right + 1, seqlen_q, seqlen_k)
+    starts = 0 if window_left == UNLIMITED else _sum_clamped(offset - window_left, seqlen_q, seqlen_k)
+    return ends - starts
+
+
+def _sum_clamped(first: int, count: int, most: int) -> int:
+    """Sum over ``0 <= i < count`` of ``first + i`` held between 0 and ``most``."""
+    rising = max(0, min(count, -first))  # values before this index are 0
+    full = max(rising, min(count, most - first))  # and from this one on ``most``
+    middle = full - rising
+    return middle * (2 * first + rising + full - 1) // 2 + (count - full) * most

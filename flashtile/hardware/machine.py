@@ -1,0 +1,141 @@
+"""What software and hardware this is, for ``flashtile info`` and for the records of measurements."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def versions() -> dict[str, str | None]:
+    """Versions by name; None where something is absent. ``cuda`` and ``cudnn`` are those that torch uses."""
+    import flashtile
+
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {
+        "flashtile": flashtile.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed_version("triton"),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "driver": _driver_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, None if there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[dict[str, Any]]:
+    """Every device that torch can use: GPUs with capability, bytes of memory and SM count, and the CPU."""
+    gpus = [describe_device(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return [*gpus, describe_device(torch.device("cpu"))]
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """One device; memory in bytes."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "device": str(device),
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "sm_count": properties.multi_processor_count,
+        }
+    return {
+        "device": "cpu",
+        "name": _cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "memory_bytes": _main_memory(),
+        "cores": _usable_cores(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def source_commit() -> dict[str, Any] | None:
+    """``{"commit", "dirty"}`` of the checkout that flashtile is imported from, None outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "dirty": changes is None or changes != ""}
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that a new process could get without swapping; None where the system is silent."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name, a GPU with its index; None is the first GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: not the name of a device that is here.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device must be cuda, cuda:N or cpu, got {name!r}")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"device {name!r} is not here: torch finds {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def _driver_version() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return text.splitlines()[0].strip() if text else None
+
+
+def _output(*command: str) -> str | None:
+    """Standard output of a command, stripped; None if it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (subprocess.SubprocessError, OSError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _main_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,277 @@
+"""Programs of functions, kept from call to call for as long as tracing again would give the same.
+
+The rule: whatever a function reads from outside is compared at every call, or its trace is not kept. The
+function is then run on symbols again, which costs some 100 us of host time. Compared are
+
+* its code and defaults, and those of the functions that it calls;
+* closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, where they
+  hold numbers, strings, dtypes, tensors, tuples of these, functions, or ready masks;
+* what it asked of a tensor other than its elements: shape, strides, dtype, device, ``requires_grad``.
+
+A trace is not kept if the function read anything else: an element of a list or a dict, an attribute of an
+object or a class, the result of a function that is not known to depend on its arguments alone, an import
+within it, or a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the
+CPU). A tensor that is indexed with batch, head or positions is captured instead: kernels read it when they
+run.
+
+Two things show what a function reads. :func:`_guards_of` walks everything that its code can name. While the
+function runs, the recorder sees what is asked of tensors. Under ``torch.compile`` nothing is kept: Dynamo
+inlines the trace and guards what it reads. There a 0-dim tensor is captured, and a number that is made of a
+tensor's data breaks the graph.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import math
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.masks.tracing import FUNCTIONS, PLAIN_TENSORS, Trace, apart, trace
+from flashtile.masks.triton_functions import STAND_INS
+
+_CONSTANTS = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
+)
+"""Types whose values never change. Not those derived from them, which may have methods of a user's."""
+
+_PURE = (
+    "abs all any bool callable complex dict divmod enumerate filter float frozenset int isinstance iter len "
+    "list map max min next pow range reversed round set slice sorted str sum tuple zip"
+)
+"""Builtins whose result depends on their arguments alone."""
+
+_KNOWN = {
+    id(value): value
+    for value in (
+        *(getattr(builtins, name) for name in _PURE.split()),
+        *(
+            value
+            for value in vars(builtins).values()
+            if isinstance(value, type) and issubclass(value, Exception)
+        ),
+        *(value for value in vars(math).values() if callable(value)),
+        *(getattr(torch, name, None) for name in FUNCTIONS),
+        *(getattr(torch.nn.functional, name, None) for name in FUNCTIONS),
+        Tensor,
+        *STAND_INS,
+    )
+}
+"""Callables that need no look inside. torch's, given a symbol, are recorded, and given tensors they make the
+recorder say that data was read."""
+
+_MISSING = object()
+_KEY = {kind: f"__flashtile_{kind}__" for kind in ("score_mod", "mask_mod")}
+"""A trace lies in its function's ``__dict__``: what it holds may lead back to the function (one that calls
+itself), which only the garbage collector can see through."""
+
+_called_as: dict[type, str] = {}
+
+
+def called_as(attribute: str) -> Callable[[type], type]:
+    """Decorator of a class: its objects, called, call their ``attribute`` and read nothing else."""
+
+    def note(cls: type) -> type:
+        _called_as[cls] = attribute
+        return cls
+
+    return note
+
+
+class _Guards:
+    """What a function can read; :meth:`hold` says whether it is the same now."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = weakref.ref(owner)
+        self.functions: list[tuple[weakref.ref, Any, Any, Any]] = []
+        """(function, code, defaults, defaults of keywords); a guard must not prolong a function's life."""
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.lengths: list[tuple[Any, int]] = []
+        """Of dicts that are read as a whole."""
+        self.empty: list[dict[str, Any]] = []
+        self.tensors: tuple[tuple[Tensor, int, torch.dtype], ...] = ()
+        """Captured ones, with dimensions and dtype."""
+        self.asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] = ()
+
+    def hold(self) -> bool:
+        for reference, code, defaults, keywords in self.functions:
+            function = reference()
+            if (
+                function is None
+                or function.__code__ is not code
+                or function.__defaults__ is not defaults
+                or function.__kwdefaults__ is not keywords
+            ):
+                return False
+        for names, name, was in self.names:
+            if names.get(name, _MISSING) is not was:
+                return False
+        for cell, was in self.cells:
+            if _contents(cell) is not was:
+                return False
+        for whole, length in self.lengths:
+            if len(whole) != length:
+                return False
+        for tensor, dimensions, dtype in self.tensors:
+            if tensor.ndim != dimensions or tensor.dtype is not dtype:
+                return False
+        for ask, arguments, answer in self.asked:
+            if ask(*arguments) != answer:
+                return False
+        return not any(self.empty)
+
+
+class _Kept(NamedTuple):
+    guards: _Guards
+    trace: Trace
+
+    def __reduce__(self) -> Any:  # a copy of the function's attributes is another function's
+        return type(None), ()
+
+
+def kept(kind: str, function: Callable[..., Any]) -> Trace:
+    """The program of a function: the last one, if the function would be traced to the same."""
+    if torch.compiler.is_dynamo_compiling():
+        return trace(kind, function)
+    own = getattr(function, "__dict__", None)
+    last = None if own is None else own.get(_KEY[kind])
+    if last is not None and last.guards.owner() is function and last.guards.hold():
+        return last.trace
+    return apart(_keep)(kind, function, own)
+
+
+def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
+    """A new trace, kept in the function's attributes if everything that it read is guarded."""
+    guards = _guards_of(function)  # before it runs: it may change what it reads
+    made = trace(kind, function)
+    if guards is not None and made.asked is not None:
+        guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)
+        guards.asked = made.asked
+        own[_KEY[kind]] = _Kept(guards, made)
+    return made
+
+
+def _guards_of(function: Any) -> _Guards | None:
+    """None if something that the function can read cannot be guarded."""
+    if type(function) not in (types.FunctionType, functools.partial):
+        return None
+    walk = _Walk(_Guards(function))
+    return walk.guards if walk.may_read(function) and walk.attributes_are_guarded() else None
+
+
+class _Walk:
+    """Over everything that a function's code can name."""
+
+    def __init__(self, guards: _Guards) -> None:
+        self.guards = guards
+        self.seen: dict[int, Any] = {}
+        self.attributes: dict[str, None] = {}
+        """Read anywhere, of whatever."""
+        self.spaces: list[dict[str, Any]] = []
+        """Where attributes can be: ``vars`` of modules, functions, partials, ready masks and tensors."""
+
+    def may_read(self, value: Any) -> bool:
+        """Guard what ``value`` leads to; False if that is not possible."""
+        kind = type(value)
+        if kind in _CONSTANTS or id(value) in _KNOWN or id(value) in self.seen:
+            return True
+        self.seen[id(value)] = value
+        if kind in (tuple, torch.Size):
+            return all(map(self.may_read, value))
+        if hasattr(value, "__dict__"):
+            # A function's will hold its trace.
+            full = vars(value) or kind is types.FunctionType
+            (self.spaces if full else self.guards.empty).append(vars(value))
+        if kind in PLAIN_TENSORS or kind is types.ModuleType:
+            return True
+        if kind is types.FunctionType:
+            return self._function(value)
+        if kind is functools.partial:
+            return self.may_read(value.func) and self.may_read(value.args) and self._whole(value.keywords)
+        return kind in _called_as and self._name(vars(value), _called_as[kind])
+
+    def _function(self, function: types.FunctionType) -> bool:
+        code, defaults, keywords = function.__code__, function.__defaults__, function.__kwdefaults__
+        self.guards.functions.append((weakref.ref(function), code, defaults, keywords))
+        read = _names_in(code)
+        if read is None or not self.may_read(defaults) or not self._whole(keywords or {}):
+            return False
+        self.attributes.update(dict.fromkeys(read.attributes))
+        for cell in function.__closure__ or ():
+            was = _contents(cell)
+            self.guards.cells.append((cell, was))
+            if was is not _MISSING and not self.may_read(was):
+                return False
+        names = function.__globals__
+        return all(
+            self._name(names, name) and (name in names or self._name(vars(builtins), name))
+            for name in read.names
+        )
+
+    def _whole(self, names: dict[str, Any]) -> bool:
+        self.guards.lengths.append((names, len(names)))
+        return all(self._name(names, name) for name in names)
+
+    def _name(self, names: dict[str, Any], name: str) -> bool:
+        was = names.get(name, _MISSING)
+        self.guards.names.append((names, name, was))
+        return was is _MISSING or self.may_read(was)
+
+    def attributes_are_guarded(self) -> bool:
+        """Guard each attribute in each place where it can be, with what that leads to."""
+        done: set[tuple[int, str]] = set()
+        while True:
+            places = [(i, name) for i in range(len(self.spaces)) for name in self.attributes]
+            new = [place for place in places if place not in done]
+            if not new:
+                return True
+            done.update(new)
+            for i, name in new:
+                space = self.spaces[i]
+                missing = name not in space and space.get("__name__") != "torch"
+                if (missing and "__getattr__" in space) or not self._name(space, name):
+                    return False
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet assigned
+        return _MISSING
+
+
+class _Names(NamedTuple):
+    names: frozenset[str]
+    """Of globals."""
+    attributes: frozenset[str]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> _Names | None:
+    """What code reads by name. None if it imports or makes a class, or reads what Python itself keeps
+    (``__dict__``), through which all can be read."""
+    names: set[str] = set()
+    attributes: set[str] = set()
+    for step in dis.get_instructions(code):
+        if step.opname.startswith("IMPORT") or step.opname == "LOAD_BUILD_CLASS":
+            return None
+        if step.opcode in dis.hasname:
+            (names if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else attributes).add(step.argval)
+    if any(name.startswith("__") for name in attributes):
+        return None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _names_in(constant)
+            if inner is None:
+                return None
+            names |= inner.names
+            attributes |= inner.attributes
+    return _Names(frozenset(names), frozenset(attributes))

@@ -1,0 +1,1 @@
+"""Declarations of the operations: tensors, options, checks, derivatives."""

@@ -1,0 +1,212 @@
+"""Attention as operations: the forward pass, the backward pass and the formula that joins them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.attention import check_call, check_types
+from flashtile.checks.values import check_lengths
+from flashtile.op.flops import backward_flops, count_scores, forward_flops
+from flashtile.op.into import Into, Result
+from flashtile.op.observers import tell_observers
+from flashtile.op.operation import Operation, is_plain
+from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
+from flashtile.op.registry import register_autograd
+from flashtile.operators import derivatives, transforms
+from flashtile.operators.shardings import backward_shardings, forward_shardings
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options, Problem
+
+_BIAS = Extras._fields.index("bias")
+
+
+def _forward_results(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
+) -> tuple[Result, Result]:
+    *rows, heads, _ = q.shape
+    lse_shape = (heads, *rows) if extras.cu_seqlens_q is not None else (rows[0], heads, rows[1])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out_dtype = lse_dtype if options.partial else q.dtype
+    return ((*rows, heads, v.shape[-1]), out_dtype), (lse_shape, lse_dtype)
+
+
+def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    (out, dtype), (lse, lse_dtype) = _forward_results(q, *others)
+    return q.new_empty(out, dtype=dtype), q.new_empty(lse, dtype=lse_dtype)
+
+
+def of_forward(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *others: Any
+) -> Any:
+    """The arguments of the forward pass whose backward pass these are."""
+    return q, k, v, *others
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, extras, options = of_forward(*arguments)
+    sink, bias = extras.sink, extras.bias
+    dsink = None if sink is None else sink.new_empty(sink.shape)
+    dbias = bias.new_empty(bias.shape) if options.bias_grad else None
+    (_, dtype), _ = _forward_results(q, k, v, extras, options)
+    return *(t.new_empty(t.shape, dtype=dtype) for t in (q, k, v)), dsink, dbias
+
+
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> int:
+    return forward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
+
+
+def _backward_flops(*arguments: Any) -> int:
+    q, k, v, extras, options = of_forward(*arguments)
+    return backward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
+
+
+def _count_scores(q: Tensor, k: Tensor, extras: Extras, options: Options) -> int:
+    of_q = extras.cu_seqlens_q, options.max_seqlen_q
+    return count_scores(q, *of_q, k.shape[1], extras.cu_seqlens_k, options.max_seqlen_k)
+
+
+class ForwardOperation(Operation):
+    def check_values(self, tensors: tuple, extras: Extras, options: Options) -> None:
+        """Offsets and lengths are among the extras: a call without any has no data to check."""
+        if extras is not NO_EXTRAS:
+            super().check_values(tensors, extras, options)
+
+
+class BackwardOperation(Operation):
+    def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
+        """(dq, dk, dv, dsink, dbias) from the gradients of out and lse, of which one may be None (zero)."""
+        # Autograd hands over expanded gradients (out.sum()) and ones with any strides.
+        dout, dlse, q, k, v, out, lse = tensors
+        dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        return super().launch((dout, dlse, q, k, v, out, lse), extras, options)
+
+
+FORWARD = ForwardOperation(
+    "forward",
+    tensors=("q", "k", "v"),
+    beside=NO_EXTRAS,
+    options=Options,
+    results=2,
+    check=check_call,
+    describe=Problem.from_tensors,
+    fake=_fake_forward,
+    check_values=check_lengths,
+    check_traced=check_types,
+    flops=_forward_flops,
+    shardings=forward_shardings,
+)
+FORWARD_INTO = Into(FORWARD, ("out", "lse"), _forward_results)
+BACKWARD = BackwardOperation(
+    "backward",
+    tensors=("dout?", "dlse?", "q", "k", "v", "out", "lse"),
+    beside=NO_EXTRAS,
+    options=Options,
+    results=5,
+    check=lambda *arguments: None,  # the forward pass checked what it saved
+    describe=lambda *arguments: Problem.from_tensors(*of_forward(*arguments)),
+    fake=_fake_backward,
+    flops=_backward_flops,
+    shardings=backward_shardings,
+)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call, by the shortest path that is right for it."""
+    tensors = (q, k, v)
+    if is_plain(tensors, extras) and (extras.alibi_slopes is None or not extras.alibi_slopes.requires_grad):
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or _learns(extras.sink)
+            or _learns(extras.bias)
+        ):
+            return FlashAttention.apply(q, k, v, extras.sink, extras.bias, extras, options)
+        return FORWARD.launch(tensors, extras, options)
+    if carries_tangents((*tensors, *extras)):
+        check_call(q, k, v, extras, options)
+        refuse_tangents(Extras._fields, extras._replace(sink=None, bias=None))
+        return derivatives.plain(q, k, v, extras, options)
+    if not transforming():
+        return FORWARD.traced(tensors, extras, options)
+    check_call(q, k, v, extras, options)
+    for operation in (FORWARD, BACKWARD):
+        tell_observers(operation, (*tensors, *extras))
+    return transforms.Forward.apply(q, k, v, *extras, *options)
+
+
+def _learns(extra: Tensor | None) -> bool:
+    return extra is not None and extra.requires_grad
+
+
+class FlashAttention(torch.autograd.Function):
+    """The autograd node of a plain call: the operator's own formula at an eighth of its host time."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, sink, bias, extras, options):
+        """``sink`` and ``bias`` are those of ``extras``, where autograd does not look."""
+        out, lse = FORWARD.launch((q, k, v), extras, options)
+        _save(ctx, q, k, v, out, lse, extras, options)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        return (*_gradients(ctx, dout, dlse, 4), None, None)
+
+
+def _batched(gradient: Tensor | None) -> bool:
+    """Whether it is that of several vector-Jacobian products (``is_grads_batched=True``)."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def _setup_context(ctx, inputs, output):
+    (q, k, v), extras, options = FORWARD.split(inputs)
+    out, lse = output
+    _save(ctx, q, k, v, out, lse, extras, options)
+
+
+def _operator_backward(ctx, dout, dlse):
+    dq, dk, dv, dsink, dbias = _gradients(ctx, dout, dlse, 3 + _BIAS)
+    return dq, dk, dv, *Extras(sink=dsink, bias=dbias), *(None,) * len(ctx.options)
+
+
+def _save(ctx, q, k, v, out, lse, extras, options):
+    if extras is NO_EXTRAS:
+        ctx.save_for_backward(q, k, v, out, lse)
+    else:
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse, bias):
+    """``bias`` is its place among the inputs."""
+    if dout is None and dlse is None:
+        return None, None, None, None, None
+    tensors = ctx.saved_tensors
+    saved, extras = tensors[:5], Extras(*tensors[5:]) if len(tensors) > 5 else NO_EXTRAS
+    bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
+    options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
+    plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
+    if plain and not _batched(dout) and not _batched(dlse):
+        return BACKWARD.launch((dout, dlse, *saved), extras, options)
+    # With create_graph this leaves a node, which knows the second derivative.
+    if transforming() or carries_tangents((dout, dlse)):
+        *gradients, dsink, dbias = transforms.backward(dout, dlse, *saved, *extras, *options)
+    else:
+        *gradients, dsink, dbias = BACKWARD.traced((dout, dlse, *saved), extras, options)
+    return *gradients, None if extras.sink is None else dsink, dbias if bias_grad else None
+
+
+def _save_for_second(ctx, inputs, output):
+    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(inputs)
+    ctx.save_for_backward(dout, dlse, q, k, v, *extras)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+register_autograd("forward", _operator_backward, _setup_context)
+register_autograd("backward", transforms.second_derivative, _save_for_second)

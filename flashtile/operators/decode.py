@@ -1,0 +1,343 @@
+"""Decoding as operations: attention over a cache, appending to it, combining parts, copying blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.caches import BoundedCache
+from flashtile.checks.decode import (
+    check_append,
+    check_combine,
+    check_copy,
+    check_decode,
+    check_no_gradient,
+    check_own_memory,
+)
+from flashtile.checks.values import check_append_values, check_copy_values, check_decode_values
+from flashtile.op.flops import forward_flops, has_data, lengths_of
+from flashtile.op.into import Into, Result
+from flashtile.op.operation import (
+    CACHE_BYTES,
+    SIGNATURE_BYTES,
+    Operation,
+    is_plain,
+    signatures,
+)
+from flashtile.op.refusals import (
+    refuse_tangents,
+    refuse_transformed_gradients,
+    transforming,
+    without_backward,
+)
+from flashtile.problems.addresses import sequence_lengths
+from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.decode import (
+    AppendOptions,
+    AppendProblem,
+    AppendTensors,
+    CacheTensors,
+    CombineOptions,
+    CombineProblem,
+    CopyOptions,
+    CopyProblem,
+    CopyTensors,
+    DecodeOptions,
+    DecodeProblem,
+    NoTensors,
+    capacity,
+    out_dtype,
+)
+
+NO_GRADIENT = (
+    "attention over a cache has no backward pass (call it under torch.no_grad(), or train with "
+    "flash_attn_func or flash_attn_varlen_func)"
+)
+
+
+def _decode_results(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> tuple[Result, Result | None]:
+    *rows, heads, _ = q.shape
+    out = (*rows, heads, v_cache.shape[-1]), out_dtype(q, options)
+    if not options.return_lse:
+        return out, None
+    lse_shape = (heads, *rows) if tensors.cu_seqlens_q is not None else (rows[0], heads, rows[1])
+    return out, (lse_shape, torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _fake_decode(q: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    results = _decode_results(q, *others)
+    return tuple(None if r is None else q.new_empty(r[0], dtype=r[1]) for r in results)
+
+
+def _decode_flops(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> int:
+    if tensors.cu_seqlens_q is None:
+        rows = [q.shape[1]] * q.shape[0]
+    else:
+        rows = lengths_of(tensors.cu_seqlens_q, options.max_seqlen_q or 0)
+    most = capacity(k_cache, tensors.block_table)
+    lengths = [most] * len(rows)
+    if tensors.cache_seqlens is not None and has_data(tensors.cache_seqlens):
+        keys = sequence_lengths(len(rows), most, tensors, options.seqlen_new)
+        assert keys is not None
+        lengths = (keys if tensors.cache_leftpad is None else keys - tensors.cache_leftpad).tolist()
+    scores = sum(m * n for m, n in zip(rows, lengths, strict=True))
+    return forward_flops(scores, q.shape[-2], q.shape[-1], v_cache.shape[-1])
+
+
+def _fake_combine(
+    out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
+) -> tuple[Tensor, Tensor]:
+    _, batch, seqlen, heads, _ = out_partial.shape
+    out = out_partial.new_empty(out_partial.shape[1:], dtype=options.out_dtype)
+    return out, lse_partial.new_empty((batch, heads, seqlen))
+
+
+class _Writing(Operation):
+    """An operation that writes into two caches."""
+
+    def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:
+        check_own_memory(tensors[0], tensors[1])
+        super().check_values(tensors, beside, options)
+
+
+class _Decoding(Operation):
+    """Attention over a cache. A dense one that grows, by ``torch.cat`` or as more of a larger one, has a new
+    signature at every step, but needs no new kernel: its launch is made from that for the last length."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._grown: BoundedCache = BoundedCache(CACHE_BYTES)
+        """Launches by all of a signature that does not follow from the length of the cache."""
+
+    def prepare_checked(self, tensors: tuple, beside: Any, options: Any) -> Any:
+        q, k_cache, v_cache = tensors
+        if beside.block_table is not None or not _are_as_long(k_cache, v_cache):
+            return super().prepare_checked(tensors, beside, options)
+        kind = (options, *signatures((q, *beside)), *_but_length(k_cache), *_but_length(v_cache))
+        known = self._grown.get(kind)
+        launch = None if known is None else known.resized(*tensors, beside)
+        if launch is None:
+            launch = super().prepare_checked(tensors, beside, options)
+        if hasattr(launch, "resized"):
+            self._grown.store(kind, launch, SIGNATURE_BYTES)
+        return launch
+
+
+def _are_as_long(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether both are (batch_cache, seqlen_cache, heads_kv, head_dim) of one length that is allowed."""
+    if k_cache.dim() != 4 or v_cache.dim() != 4:
+        return False
+    return 0 < k_cache.shape[1] == v_cache.shape[1] <= MAX_LENGTH
+
+
+def _but_length(cache: Tensor) -> tuple:
+    """The signature of a dense cache, but for its length and what follows from that."""
+    batch, _, heads, head_dim = cache.shape
+    aligned = not cache.data_ptr() & 15
+    return batch, heads, head_dim, cache.stride(3), cache.dtype, cache.device, aligned
+
+
+DECODE = _Decoding(
+    "decode",
+    part="decode",
+    tensors=("q", "k_cache", "v_cache"),
+    beside=CacheTensors(),
+    options=DecodeOptions,
+    results=2,
+    check=check_decode,
+    check_values=check_decode_values,
+    describe=DecodeProblem.from_tensors,
+    fake=_fake_decode,
+    no_gradient=NO_GRADIENT,
+    flops=_decode_flops,
+)
+DECODE_INTO = Into(DECODE, ("out", "lse"), _decode_results)
+APPEND = _Writing(
+    "append_kvcache",
+    part="decode",
+    tensors=("k_cache", "v_cache", "k", "v"),
+    beside=AppendTensors(),
+    options=AppendOptions,
+    results=0,
+    mutates=("k_cache", "v_cache", "q_rotated"),
+    check=check_append,
+    check_values=check_append_values,
+    describe=AppendProblem.from_tensors,
+)
+COMBINE = Operation(
+    "combine",
+    part="decode",
+    tensors=("out_partial", "lse_partial"),
+    beside=NoTensors(),
+    options=CombineOptions,
+    results=2,
+    check=check_combine,
+    describe=CombineProblem.from_tensors,
+    fake=_fake_combine,
+    no_gradient="flash_attn_combine has no backward pass, merge_states has",
+)
+COPY = _Writing(
+    "copy_blocks",
+    part="decode",
+    tensors=("k_cache", "v_cache", "block_pairs"),
+    beside=CopyTensors(),
+    options=CopyOptions,
+    results=0,
+    mutates=("k_cache", "v_cache", "k_descale", "v_descale"),
+    check=check_copy,
+    check_values=check_copy_values,
+    describe=CopyProblem.from_tensors,
+)
+
+_append_and_decode: BoundedCache = BoundedCache(CACHE_BYTES)
+"""Two launches by one look-up, since a step of decoding mostly waits for the host."""
+_BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
+"""Names of what a gradient may be asked of."""
+
+
+Buffers = tuple[Any, ...]
+"""(out, lse) of the caller's, either of which may be None; empty if both are."""
+
+
+def decode(
+    cache: tuple[Tensor, Tensor, Tensor], tensors: CacheTensors, options: DecodeOptions, buffers: Buffers
+) -> Any:
+    """(out, lse) of q over (k_cache, v_cache), in ``buffers`` if there are any."""
+    if buffers:
+        return DECODE_INTO.write(cache, tensors, options, buffers)
+    return DECODE(cache, tensors, options)
+
+
+def append_and_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    appended: AppendTensors,
+    append_options: AppendOptions,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    buffers: Buffers = (),
+) -> tuple[Tensor, Any]:
+    """(out, lse) over a cache with k and v in it. Nothing is written unless the whole call is right.
+
+    ``appended`` comes without queries; they are rotated here if it has angles. The results go to ``buffers``,
+    if there are any.
+    """
+    new = (q, k_cache, v_cache, k, v)
+    angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    if buffers:
+        buffers = DECODE_INTO.complete(new[:3], tensors, options, buffers)
+        DECODE_INTO.refuse_gradients(buffers, _BOTH, (*new, *angles[:2], *tensors))
+    plain = is_plain(new, tensors, angles, buffers)
+    if plain and not torch.is_grad_enabled():
+        return _launch_both(new, appended, append_options, tensors, options, buffers)
+    given = (*new, *angles[:2], *tensors)
+    if not plain:
+        attend = DECODE_INTO if buffers else DECODE
+        attend.check(q, k_cache, v_cache, *buffers, tensors, options)
+        check_append(k_cache, v_cache, k, v, appended, append_options)
+        refuse_tangents(_BOTH, given)
+        if transforming():
+            refuse_transformed_gradients(NO_GRADIENT, _BOTH, given)
+    both = _launch_both if plain else _trace_both
+    run = partial(both, new, appended, append_options, tensors, options, buffers)
+    if torch.is_grad_enabled():
+        check_no_gradient(k_cache, v_cache)
+        named = zip(_BOTH, given, strict=True)
+        learning = [(name, t) for name, t in named if t is not None and t.requires_grad]
+        if learning:
+            if torch.compiler.is_dynamo_compiling():
+                raise NotImplementedError(f"{learning[0][0]} must not require a gradient: {NO_GRADIENT}")
+            return without_backward(run, NO_GRADIENT, learning)
+    return run()
+
+
+def _launch_both(
+    given: tuple[Tensor, ...],
+    appended: AppendTensors,
+    append_options: AppendOptions,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    buffers: Buffers,
+) -> tuple[Tensor, Any]:
+    q, k_cache, v_cache, k, v = given
+    angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    own: tuple[Any, ...] = ()
+    if appended.k_descale is not tensors.k_descale:
+        own = appended.k_descale, appended.v_descale
+    attend = DECODE_INTO if buffers else DECODE
+    try:
+        of_both = (q, k_cache, v_cache, k, v, *tensors, *angles, *own, *buffers)
+        key = (options, append_options, len(own), *signatures(of_both))
+    except Exception:  # not a tensor, or one without strides: the checks name it
+        attend.check(q, k_cache, v_cache, *buffers, tensors, options)
+        check_append(k_cache, v_cache, k, v, appended, append_options)
+        raise
+    queries = q
+    if appended.rotary_cos is not None:
+        queries = q.new_empty(q.shape)
+        appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
+    cache, new = (queries, k_cache, v_cache, *buffers), (k_cache, v_cache, k, v)
+    launches: Any = _append_and_decode.get(key)
+    if launches is None:
+        attend.check(*cache, tensors, options)  # before anything is prepared for the append
+        launches = APPEND.prepared(new, appended, append_options), attend.prepared(cache, tensors, options)
+        _append_and_decode.store(key, launches, SIGNATURE_BYTES)
+    APPEND.check_values(new, appended, append_options)
+    attend.check_values(cache, tensors, options)
+    if buffers:
+        launches[1].refuse_overlap(cache, tensors)
+    launches[0](*new, appended)
+    results = launches[1](*cache, tensors)
+    return buffers or results
+
+
+def _trace_both(
+    given: tuple[Tensor, ...],
+    appended: AppendTensors,
+    append_options: AppendOptions,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    buffers: Buffers,
+) -> tuple[Tensor, Any]:
+    q, k_cache, v_cache, k, v = given
+    queries = q.detach()
+    if appended.rotary_cos is not None:
+        rotated = queries.new_empty(q.shape)
+        appended = appended._replace(q=queries, cu_seqlens_q=tensors.cu_seqlens_q, q_rotated=rotated)
+        queries = rotated
+    with torch.no_grad():
+        APPEND.traced((k_cache, v_cache, k, v), appended, append_options)
+    return decode((queries, k_cache, v_cache), tensors, options, buffers)
+
+
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
+) -> None:
+    """Write k and v into the caches in place; no gradient flows through a cache."""
+    _write(APPEND, (k_cache, v_cache, k, v), tensors, options)
+
+
+def copy_blocks(
+    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
+) -> None:
+    """Copy blocks of caches with a dimension of layers in front, in place."""
+    _write(COPY, (k_cache, v_cache, block_pairs), tensors, options)
+
+
+def _write(operation: Operation, tensors: tuple, beside: Any, options: Any) -> None:
+    if is_plain(tensors, beside):
+        operation.launch(tensors, beside, options)
+        return
+    operation.check(*tensors, beside, options)  # while it is known whether a gradient is wanted
+    with torch.no_grad():
+        operation.traced(tensors, beside, options)

@@ -1,0 +1,93 @@
+"""The backward pass of attention by itself, for those who keep out and lse: below autograd, around a ring."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import check_dense
+from flashtile.checks.attention import check_call
+from flashtile.checks.conversions import as_offset_pair, make_options
+from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.problems.attention import NO_EXTRAS, Extras
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink) of ``attention(q, k, v, ..., return_lse=True)``, which gave ``out`` and ``lse``.
+
+    ``out`` and ``lse`` may also be those over more keys than k and v hold: the gradients are then the part of
+    these keys, as a ring of devices adds them up. Nothing is recorded for autograd.
+
+    Args:
+        dout: the gradient of out, in its shape.
+        lse: (batch, heads_q, seqlen_q) or (heads_q, total_q), as the forward pass gave it.
+        q, k, v and the others: as the forward pass got them.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.
+
+    Examples:
+        >>> from flashtile.operators.gradients import attention_backward
+        >>> q, k, v = (torch.randn(2, 64, 4, 32, requires_grad=True) for _ in range(3))
+        >>> out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.sum().backward()
+        >>> dq, dk, dv, _ = attention_backward(torch.ones_like(out), q, k, v, out, lse, causal=True)
+        >>> torch.equal(dq, q.grad)
+        True
+    """
+    options = make_options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
+        dropout_p,
+    )  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
+    if all(extra is None for extra in extras):
+        extras = NO_EXTRAS
+    with torch.no_grad():
+        check_call(q, k, v, extras, options)
+        FORWARD.check_values((q, k, v), extras, options)
+        _check_results(dout, out, lse, q, v, cu_seqlens_q is not None)
+        tensors = (dout, None, q, k, v, out.contiguous(), lse.contiguous())
+        dq, dk, dv, dsink, _ = BACKWARD.launch(tensors, extras, options)
+        return dq, dk, dv, dsink
+
+
+def _check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:
+    *rows, heads, _ = q.shape
+    shape = (*rows, heads, v.shape[-1])
+    for name, tensor, expected, dtype in (
+        ("dout", dout, shape, q.dtype),
+        ("out", out, shape, q.dtype),
+        ("lse", lse, (heads, *rows) if packed else (rows[0], heads, rows[1]), None),
+    ):
+        check_dense(name, tensor)
+        if tuple(tensor.shape) != tuple(expected):
+            raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(tensor.shape)}")
+        allowed = dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
+        if tensor.dtype != allowed:
+            raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, not on {q.device}: all must be on one device")

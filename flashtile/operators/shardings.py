@@ -1,0 +1,85 @@
+"""How DTensors of an attention call may be sharded so that it needs no communication: by batch or by heads.
+
+A rule says the placement of every result and of every tensor argument on one dimension of the mesh; DTensor
+combines rules for meshes of several dimensions, and redistributes what comes otherwise, the way that costs
+least.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.problems.attention import Extras, Options
+
+Rules = list[tuple[list[Any], list[Any]]]
+
+
+def forward_shardings(q: Any, k: Any, v: Any, extras: Extras, options: Options) -> Rules:
+    """(results, arguments) of ``flashtile::forward``. The tensors are DTensor's descriptions of them."""
+    return [
+        ([rows, lse], [rows, rows, rows, *of_extras, *(None,) * len(options)])
+        for rows, lse, of_extras, _, _ in _placements(q, k, v, extras)
+    ]
+
+
+def backward_shardings(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras, options: Options
+) -> Rules:
+    """(results, arguments) of ``flashtile::backward``."""
+    from torch.distributed.tensor import Replicate
+
+    rules: Rules = []
+    for rows, of_lse, of_extras, dsink, dbias in _placements(q, k, v, extras):
+        gradients = [None if dout is None else rows, None if dlse is None else of_lse]
+        arguments = [*gradients, rows, rows, rows, rows, of_lse, *of_extras, *(None,) * len(options)]
+        rules.append(([rows, rows, rows, dsink, dbias if options.bias_grad else Replicate()], arguments))
+    return rules
+
+
+def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, list[Any], Any, Any]]:
+    """For each way to share the work: the placements of q, k, v and out; of lse; of the extras; of dsink;
+    of dbias."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    def way(rows: Any, lse: Any, dsink: Any, **sharded: Any) -> tuple[Any, Any, list[Any], Any, Any]:
+        """The extras that are not ``sharded`` are whole, as is dsink where there is no sink."""
+        given = zip(Extras._fields, extras, strict=True)
+        of_extras = [None if t is None else sharded.get(name, Replicate()) for name, t in given]
+        whole = Replicate() if lse == Replicate() else Partial()  # a sum over parts
+        dbias = sharded.get("bias", whole)
+        return rows, lse, of_extras, Replicate() if extras.sink is None else dsink, dbias
+
+    def along(dim: int) -> dict[str, Any]:
+        """What has a size of its own there is shared out."""
+        given = {"mask": extras.mask, "bias": extras.bias}
+        return {name: Shard(dim) for name, t in given.items() if t is not None and t.shape[dim] > 1}
+
+    slopes_by_batch = extras.alibi_slopes is not None and extras.alibi_slopes.ndim == 2
+    ways = [way(Replicate(), Replicate(), Replicate())]
+    if extras.rng_state is not None:  # parts would count their sequences and heads from 0
+        return ways
+    if extras.cu_seqlens_q is None:
+        by_batch = {"seqused_q": Shard(0), "seqused_k": Shard(0), "key_padding_mask": Shard(0)} | along(0)
+        if slopes_by_batch:
+            by_batch["alibi_slopes"] = Shard(0)
+        ways.append(way(Shard(0), Shard(0), Partial(), **by_batch))  # dsink is a sum over sequences
+    if _heads_can_be_shared(q, k, v):
+        by_heads = {"alibi_slopes": Shard(1 if slopes_by_batch else 0), "sink": Shard(0)} | along(1)
+        ways.append(way(Shard(q.ndim - 2), Shard(q.ndim - 3), Shard(0), **by_heads))
+    return ways
+
+
+def _heads_can_be_shared(q: Any, k: Any, v: Any) -> bool:
+    """Whether every shard gets whole groups of query heads with the key/value head that they share.
+
+    Where k has as many heads as q, shards of any sizes do. Else they must be equal: over the whole mesh, or
+    over those of its dimensions over which heads already are shared.
+    """
+    if q.shape[-2] == k.shape[-2]:
+        return True
+    heads = q.ndim - 2
+    shared = {i for t in (q, k, v) for i, placement in enumerate(t.placements) if placement.is_shard(heads)}
+    parts = torch.Size(k.mesh.size(i) for i in shared).numel() if shared else k.mesh.size()
+    return k.shape[-2] % parts == 0

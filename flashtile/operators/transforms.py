@@ -1,0 +1,167 @@
+"""The operators under ``torch.func``'s transforms (grad, vmap, jacrev and what is made of them).
+
+A transform asks for its own form of ``autograd.Function`` and for a batching rule: the samples that vmap maps
+over become batches of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.op.refusals import carries_tangents
+from flashtile.operators import derivatives
+from flashtile.problems.attention import Extras, Options
+
+_NUM_EXTRAS = len(Extras._fields)
+_BIAS = Extras._fields.index("bias")
+_WITHOUT_BATCH = Extras._fields.index("sink")
+"""From here on extras need not have a batch."""
+
+
+def backward(*arguments: Any) -> Any:
+    """``flashtile::backward``, under the transforms that are active, or for gradients that have tangents."""
+    if not carries_tangents(arguments[:2]):
+        return _Backward.apply(*arguments)
+    dout, dlse, q, k, v, _, _, *rest = arguments
+    extras = Extras(*rest[:_NUM_EXTRAS])
+    attend, learned = derivatives.of_call(extras, Options(*rest[_NUM_EXTRAS:]))
+    dq, dk, dv, *of_learned = derivatives.gradients(attend, dout, dlse, (q, k, v, *learned))
+    dsink = None if extras.sink is None else of_learned.pop(0)
+    return dq, dk, dv, dsink, of_learned.pop() if of_learned else None
+
+
+def second_derivative(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+    """From the gradients of dq, dk, dv, dsink and dbias to those of the arguments of ``backward``.
+
+    out and lse get none: what they depend on gets it all.
+    """
+    dout, dlse, q, k, v, *rest = ctx.saved_tensors
+    extras, options = Extras(*rest), Options(*ctx.options)
+    attend, learned = derivatives.of_call(extras, options)
+    asked = list(cotangents[:3])
+    asked += [] if extras.sink is None else [cotangents[3]]
+    asked += [] if extras.bias is None else [cotangents[4] if options.bias_grad else None]
+    ddout, ddlse, (ddq, ddk, ddv, *of_learned) = derivatives.of_gradients(
+        attend, asked, dout, dlse, (q, k, v, *learned)
+    )
+    sink = None if extras.sink is None else of_learned.pop(0)
+    bias = of_learned.pop() if of_learned else None
+    return ddout, ddlse, ddq, ddk, ddv, None, None, *Extras(sink=sink, bias=bias), *(None,) * len(options)
+
+
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.flashtile.forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        q, k, v, *rest = inputs
+        ctx.save_for_backward(q, k, v, *output, *rest[:_NUM_EXTRAS])
+        ctx.has_sink = Extras(*rest[:_NUM_EXTRAS]).sink is not None
+        ctx.options = rest[_NUM_EXTRAS:]
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS])
+        *gradients, dsink, dbias = backward(dout, dlse, *ctx.saved_tensors, *options)
+        of_extras = Extras(
+            sink=dsink if ctx.has_sink else None, bias=dbias if options.bias_grad else None
+        )  # fmt: skip
+        return *gradients, *of_extras, *(None,) * len(ctx.options)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _vmap(Forward.apply, 3, info.batch_size, in_dims, arguments)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.flashtile.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        dout, dlse, q, k, v, _, _, *rest = inputs
+        ctx.save_for_backward(dout, dlse, q, k, v, *rest[:_NUM_EXTRAS])
+        ctx.options = rest[_NUM_EXTRAS:]
+
+    backward = staticmethod(second_derivative)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _vmap(backward, 7, info.batch_size, in_dims, arguments)
+
+
+def _vmap(
+    operator: Callable[..., tuple[Tensor, ...]], num_tensors: int, samples: int, in_dims: Any, arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """The results of ``operator`` for each sample, and where their samples are.
+
+    ``arguments`` are ``num_tensors`` tensors with a batch, of which some may be None, Extras and Options.
+    """
+    tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
+    extras, options = Extras(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
+    dims: tuple[int | None, ...] = in_dims[:num_tensors]
+    dim_of = dict(zip(Extras._fields, in_dims[num_tensors:], strict=False))
+    _refuse_varlen(extras.cu_seqlens_q)
+    if any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
+        return _one_by_one(operator, samples, in_dims, arguments)
+    flat = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if tensor is not None:
+            tensor = _samples_first(tensor, dim, samples)
+            batch = tensor.shape[1]
+            tensor = tensor.flatten(0, 1)
+        flat.append(tensor)
+    used = extras.seqused_k
+    if used is not None:
+        used = _samples_first(used, dim_of["seqused_k"], samples).flatten()
+    slopes = _slopes_by_batch(extras.alibi_slopes, dim_of["alibi_slopes"], samples, batch)
+    results = operator(*flat, *Extras(seqused_k=used, alibi_slopes=slopes), *options)
+    # dsink of no sink has no batch.
+    out_dims = tuple(None if t.dim() == 1 else 0 for t in results)
+    return tuple(t if t.dim() == 1 else t.unflatten(0, (samples, batch)) for t in results), out_dims
+
+
+def _one_by_one(
+    operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """A loop, for what need not have a batch: a sink has one gradient for a call's whole batch, a mask may be
+    the same for all of it."""
+    given = list(zip(arguments, in_dims, strict=True))
+    if samples == 0:  # no results, but in the shapes that a sample's would have
+        shapes = operator(
+            *(a if dim is None else a.new_zeros(a.movedim(dim, 0).shape[1:]) for a, dim in given)
+        )
+        return tuple(t.new_empty(0, *t.shape) for t in shapes), (0,) * len(shapes)
+    results = [
+        operator(*(a if dim is None else a.select(dim, i) for a, dim in given)) for i in range(samples)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def _refuse_varlen(cu_seqlens_q: Tensor | None) -> None:
+    if cu_seqlens_q is not None:
+        raise NotImplementedError(
+            "cu_seqlens_q must be None under vmap, got a tensor: put the sequences of all samples in one call"
+        )
+
+
+def _samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
+    """The mapped dimension in front; a tensor that is not mapped is the same for each sample."""
+    return tensor.expand(samples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _slopes_by_batch(alibi_slopes: Tensor | None, dim: int | None, samples: int, batch: int) -> Tensor | None:
+    """(heads,) as it is if all samples share it, else (samples * batch, heads)."""
+    if alibi_slopes is None or (dim is None and alibi_slopes.dim() == 1):
+        return alibi_slopes
+    slopes = _samples_first(alibi_slopes, dim, samples)
+    if slopes.dim() == 2:
+        slopes = slopes[:, None].expand(-1, batch, -1)
+    return slopes.flatten(0, 1)

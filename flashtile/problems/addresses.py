@@ -1,0 +1,87 @@
+"""Which sequence and position each new token has, and where in the cache a position lies: in plain torch.
+
+For the CPU, for the checks of data, and for readers of the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.problems.decode import AppendTensors, CacheTensors
+
+
+def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(sequence, number within it) of each row of k or q as it lies in memory, both (rows,) int64.
+
+    Rows after the last of ``cu_seqlens`` belong to no sequence and are left out.
+    """
+    if cu_seqlens_k_new is None:
+        batch, seqlen = k.shape[:2]
+        sequence, number = (torch.arange(size, device=k.device) for size in (batch, seqlen))
+        return sequence.unsqueeze(1).expand(-1, seqlen).flatten(), number.expand(batch, -1).flatten()
+    starts = cu_seqlens_k_new.long()
+    sequence = torch.arange(starts.shape[0] - 1, device=k.device).repeat_interleave(starts.diff())
+    return sequence, torch.arange(sequence.shape[0], device=k.device) - starts[sequence]
+
+
+def sequence_lengths(
+    batch: int, capacity: int, tensors: CacheTensors | AppendTensors, seqlen_new: int
+) -> Tensor | None:
+    """(batch,) int64 keys of each sequence with its new ones; None if each fills the capacity."""
+    if tensors.cache_seqlens is None:
+        return None
+    lengths = tensors.cache_seqlens.long() + seqlen_new
+    if tensors.cu_seqlens_k_new is not None:
+        lengths = lengths + tensors.cu_seqlens_k_new.long().diff()
+    return lengths
+
+
+def locate(
+    sequence: Tensor, position: Tensor, k_cache: Tensor, tensors: CacheTensors | AppendTensors
+) -> tuple[Tensor, Tensor]:
+    """(page, offset in it) of positions in a paged cache, (row, position) in a dense one; all int64.
+
+    Sequences and positions are (n,), or broadcast against each other.
+    """
+    if tensors.block_table is not None:
+        page_size = k_cache.shape[1]
+        return tensors.block_table[sequence, position // page_size].long(), position % page_size
+    if tensors.cache_batch_idx is not None:
+        return tensors.cache_batch_idx.long()[sequence], position
+    return sequence, position
+
+
+def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> Tensor:
+    """What tokens of these sequences, in these pages or rows, are multiplied by: (heads_kv,), with the
+    dimensions of ``sequence`` and ``row`` in front unless heads alone decide."""
+    if descale.dim() == 1:
+        return descale
+    return descale[row] if descale.dim() == 2 else descale[sequence, 0]
+
+
+def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor | slice, Tensor, Tensor]:
+    """(rows of k as it lies in memory, page or row, offset) of everything that an append writes.
+
+    The latter two are (n,) int64, the rows a slice where they are the first n.
+    """
+    if tensors.slot_mapping is not None:
+        token = (tensors.slot_mapping >= 0).nonzero().squeeze(1)
+        slots = tensors.slot_mapping[token]
+        return token, slots // k_cache.shape[1], slots % k_cache.shape[1]
+    assert tensors.cache_seqlens is not None
+    before = tensors.cache_seqlens.long()
+    if tensors.cu_seqlens_k_new is None:  # what every step of decoding does: without a look-up by token
+        batch, seqlen = k.shape[:2]
+        position = before.unsqueeze(1)  # (batch, seqlen)
+        if seqlen != 1:
+            position = position + torch.arange(seqlen, device=k.device)
+        if tensors.block_table is not None:
+            page_size = k_cache.shape[1]
+            page = tensors.block_table.gather(1, position // page_size).long()
+            return slice(batch * seqlen), page.flatten(), (position % page_size).flatten()
+        row = tensors.cache_batch_idx
+        row = torch.arange(batch, device=k.device) if row is None else row.long()
+        return slice(batch * seqlen), row.unsqueeze(1).expand_as(position).flatten(), position.flatten()
+    sequence, number = new_tokens(k, tensors.cu_seqlens_k_new)
+    return slice(len(sequence)), *locate(sequence, before[sequence] + number, k_cache, tensors)

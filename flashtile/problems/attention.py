@@ -1,0 +1,251 @@
+"""One frozen description of an attention call, and what it is described by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.problems.common import UNLIMITED, Results, address_of
+from flashtile.problems.masks import Mods
+
+
+class Options(NamedTuple):
+    """The arguments of a call that are not tensors, hashable so that launches can be kept by them.
+
+    Of exactly these types: :func:`flashtile.checks.conversions.make_options` sees to it.
+    """
+
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    softcap: float = 0.0
+    deterministic: bool = False
+    backend: str | None = None
+    dropout_p: float = 0.0
+    attention_chunk: int = 0
+    bias_grad: bool = False
+    """Of the backward pass alone: whether the bias gets a gradient."""
+    partial: bool = False
+    """out and the gradients in float32: parts of sums over devices, added up before they are rounded."""
+
+
+class Extras(NamedTuple):
+    """The tensors that a call may have beside q, k and v; None for each that it has not."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    mask: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    bias: Tensor | None = None
+    rng_state: Tensor | None = None
+    seqused_q: Tensor | None = None
+
+
+EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
+OPTIONS_OF_ALL = Options._fields.index("backend") + 1
+"""The first extras and options: those that attention in FP8 has, too."""
+
+BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
+"""Arguments of :attr:`Problem.beyond_distance`."""
+
+NO_EXTRAS = Extras()
+"""The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""
+
+
+@dataclass(frozen=True)
+class Problem(Results):
+    """What a call computes. Lengths are in tokens; a window side of -1 is unlimited.
+
+    ``causal`` is folded into the window (``window_right = 0``). Masks are aligned to the bottom right: query
+    row ``i`` of a sequence sees keys from ``i + seqlen_k - seqlen_q - window_left`` to
+    ``i + seqlen_k - seqlen_q + window_right``, both included.
+    """
+
+    batch: int
+    seqlen_q: int  # the longest sequence when varlen
+    seqlen_k: int
+    total_q: int  # rows of q in memory: batch * seqlen_q, or q.shape[0] when varlen
+    total_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+    softmax_scale: float
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    softcap: float = 0.0
+    alibi: bool = False
+    sink: bool = False
+    varlen: bool = False
+    seqused_k: bool = False
+    deterministic: bool = False
+    mask: bool = False
+    key_padding_mask: bool = False
+    bias: bool = False
+    dropout_p: float = 0.0
+    attention_chunk: int = 0
+    seqused_q: bool = False
+    bias_grad: bool = False
+    """Whether the backward pass computes the gradient of the bias."""
+    mods: Mods | None = None
+    """Functions of scores and masks."""
+    partial: bool = False
+    tma_obstacle: str | None = None
+    """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
+    bias_obstacle: str | None = None
+    """Likewise of the bias, or what else keeps it from the products' tiles."""
+
+    @property
+    def beyond_distance(self) -> str | None:
+        """The first argument, if any, that hides or changes scores or probabilities otherwise than by the
+        distance of row and key and the lengths of sequences."""
+        return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of out and of the gradients of q, k and v."""
+        return self.lse_dtype if self.partial else self.dtype
+
+    @property
+    def causal(self) -> bool:
+        return self.window_right == 0 and self.window_left == UNLIMITED
+
+    def effective_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """(left, right) of the window, a side that hides no key at these lengths as unlimited (-1)."""
+        return (
+            UNLIMITED if self.window_left >= seqlen_k - 1 else self.window_left,
+            UNLIMITED if self.window_right >= seqlen_q - 1 else self.window_right,
+        )
+
+    @classmethod
+    def from_tensors(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extras: Extras = NO_EXTRAS,
+        options: Options = Options(),  # noqa: B008 - immutable
+        **others: Any,
+    ) -> Problem:
+        """Describe a call that :func:`flashtile.checks.attention.check_call` has passed.
+
+        ``others`` are fields that do not follow from the arguments as usual.
+        """
+        if extras.cu_seqlens_q is not None:
+            batch = extras.cu_seqlens_q.shape[0] - 1
+            seqlen_q, seqlen_k = int(options.max_seqlen_q or 0), int(options.max_seqlen_k or 0)
+            total_q, total_k = q.shape[0], k.shape[0]
+        else:
+            batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+            total_q, total_k = batch * seqlen_q, batch * seqlen_k
+        varlen, used = extras.cu_seqlens_q is not None, extras.seqused_k is not None
+        scale = options.softmax_scale
+        fields: dict[str, Any] = {
+            "batch": batch,
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+            "total_q": total_q,
+            "total_k": total_k,
+            "num_heads_q": q.shape[-2],
+            "num_heads_kv": k.shape[-2],
+            "head_dim": q.shape[-1],
+            "head_dim_v": v.shape[-1],
+            "dtype": q.dtype,
+            "device": q.device,
+            "softmax_scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
+            "window_left": int(options.window_left),
+            "window_right": 0 if options.causal else int(options.window_right),
+            "softcap": float(options.softcap),
+            "alibi": extras.alibi_slopes is not None,
+            "sink": extras.sink is not None,
+            "varlen": varlen,
+            "seqused_k": used,
+            "deterministic": bool(options.deterministic),
+            "mask": extras.mask is not None,
+            "key_padding_mask": extras.key_padding_mask is not None,
+            "bias": extras.bias is not None,
+            "dropout_p": float(options.dropout_p),
+            "attention_chunk": int(options.attention_chunk),
+            "seqused_q": extras.seqused_q is not None,
+            "bias_grad": options.bias_grad,
+            "partial": bool(options.partial),
+            "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
+            "bias_obstacle": None if extras.bias is None else find_bias_obstacle(extras.bias, q.dtype),
+        }
+        return cls(**fields | others)
+
+
+@dataclass(frozen=True)
+class WeightsProblem(Problem):
+    """The probabilities of such a call, from q, k and lse; there is no v."""
+
+    form: str = "full"
+    """"full", "columns" (sums over rows) or "top" (the largest of each row)."""
+    top: int = 0
+    """How many of each row are kept; 0 otherwise."""
+
+    @property
+    def weights_shape(self) -> tuple[int, ...]:
+        heads = self.num_heads_q
+        if self.form == "full":
+            return (self.batch, heads, self.seqlen_q, self.seqlen_k)
+        if self.form == "columns":
+            return (heads, self.total_k) if self.varlen else (self.batch, heads, self.seqlen_k)
+        return (*self.lse_shape, self.top)
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.dtype if self.form == "full" else self.lse_dtype
+
+
+def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
+    """Why TMA cannot bring tiles of the bias in ``dtype``, that of q."""
+    if bias.dtype != dtype:
+        return f"it takes a bias in the dtype of q, {dtype}, this one has {bias.dtype}"
+    if bias.shape[2] == 1 or bias.stride(2) == 0:
+        return "it takes a bias of each row, not one that all rows share"
+    steps = [bias.stride(2), *(bias.stride(i) for i in (0, 1) if bias.shape[i] > 1 and bias.stride(i))]
+    aligned = all(step > 0 and step * bias.element_size() % 16 == 0 for step in steps)
+    if address_of(bias) % 16 or bias.stride(3) != 1 or not aligned:
+        return (
+            "bias must start at a multiple of 16 bytes and have positive strides in such multiples, the last "
+            f"1, for TMA, got {tuple(bias.stride())}"
+        )
+    return None
+
+
+def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:
+    """Why TMA cannot address the tensors: it takes pointers and strides in multiples of 16 bytes.
+
+    Args:
+        ends_early: sequences of a dense k and v end early (``seqused_k``). Then they are addressed as rows
+            of one packed tensor, so that sequences must be whole rows apart.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        bytes_of = tensor.element_size()
+        start = address_of(tensor)
+        if start % 16:
+            return f"{name} must start at a multiple of 16 bytes for TMA"
+        strides = [tensor.stride(i) for i in range(tensor.dim() - 1) if tensor.shape[i] > 1]
+        for stride in strides:
+            if stride <= 0 or stride * bytes_of % 16:
+                got = tuple(tensor.stride())
+                return f"{name} must have positive strides in multiples of 16 bytes for TMA, got {got}"
+        if ends_early and name != "q" and tensor.shape[0] > 1 and tensor.stride(0) % max(tensor.stride(1), 1):
+            return (
+                f"{name} must have sequences whole rows apart for TMA with seqused_k, got {tensor.stride()}"
+            )
+    if ends_early and k.shape[0] > 1 and k.stride(0) * v.stride(1) != v.stride(0) * k.stride(1):
+        return "k and v must have their sequences equally many rows apart for TMA with seqused_k"
+    return None

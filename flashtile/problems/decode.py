@@ -1,0 +1,386 @@
+"""What the decoding functions compute: frozen descriptions of their calls, hashable, without data.
+
+A backend prepares a launch for each. :mod:`flashtile.checks.decode` checks what is described.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.problems.attention import find_tma_obstacle
+from flashtile.problems.common import UNLIMITED, Results
+
+MAX_HEAD_DIM = 512
+MAX_SPLITS = 256
+MAX_TMA_ROWS = 2**30
+MOST_SOFTMAX_MAX = 1e6
+"""Far beyond any score whose exponent float32 can tell from the next."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+"""Quantisation saturates here: e4m3 has no infinity."""
+
+
+class CacheTensors(NamedTuple):
+    """The tensors that an attention call over a cache may have beside q and the cache."""
+
+    cache_seqlens: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    block_table: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    tree_mask: Tensor | None = None
+    prior_out: Tensor | None = None
+    """(tokens, heads_q, head_dim_v), in the dtype of lse: attention over other keys, which the result is to
+    cover, too."""
+    prior_lse: Tensor | None = None
+    """(heads_q, tokens)."""
+    softmax_max: Tensor | None = None
+    """(heads_q,)."""
+    qv: Tensor | None = None
+    """As q with head_dim_v columns, contiguous: scores are products of q and k plus those of qv and v."""
+
+
+class DecodeOptions(NamedTuple):
+    """The arguments of an attention call over a cache that are not tensors, of exactly these types."""
+
+    max_seqlen_q: int | None = None
+    seqlen_new: int = 0
+    """Tokens of each sequence that lie in the cache behind ``cache_seqlens``."""
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    softcap: float = 0.0
+    num_splits: int = 0
+    split_size: int = 0
+    partial: bool = False
+    """out in float32, to be merged with others before it is rounded."""
+    return_lse: bool = True
+    phi: float | None = None
+    """``softmax_max``, where it is a number."""
+    backend: str | None = None
+    debug_checks: bool = False
+
+
+class AppendTensors(NamedTuple):
+    """The tensors that an append may have beside the cache and the new keys and values."""
+
+    cache_seqlens: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    block_table: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_seqlens: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    q: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    q_rotated: Tensor | None = None
+
+
+class AppendOptions(NamedTuple):
+    """The arguments of an append that are not tensors, of exactly these types."""
+
+    max_seqlen_k_new: int | None = None
+    max_seqlen_q: int | None = None
+    rotary_interleaved: bool = True
+    rotate_q_by_token: bool = False
+    backend: str | None = None
+    debug_checks: bool = False
+
+
+class NoTensors(NamedTuple):
+    """An operation that takes no tensors beside those that every call has."""
+
+
+class CombineOptions(NamedTuple):
+    """The arguments of a combination of partial results that are not tensors."""
+
+    out_dtype: torch.dtype
+    backend: str | None = None
+
+
+class CopyTensors(NamedTuple):
+    """The scales of an FP8 cache, copied with its blocks."""
+
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+class CopyOptions(NamedTuple):
+    """The arguments of a copy of blocks that are not tensors."""
+
+    backend: str | None = None
+    debug_checks: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeProblem(Results):
+    """Attention of the newest queries of each sequence over its keys in a cache. Lengths are in tokens.
+
+    The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
+    ``cache_seqlens[b]`` plus what was appended. Query i stands at ``i + L[b] - seqlen_q``, from where windows
+    and ALiBi count; a window side of -1 is unlimited and causal is ``window_right = 0``.
+    """
+
+    batch: int
+    seqlen_q: int  # the longest when varlen
+    total_q: int  # rows of q in memory
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    capacity: int  # the most keys that a sequence can have
+    page_size: int  # 0: a dense cache
+    num_blocks: int  # pages of the pool, or rows of the dense cache
+    seqlen_new: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    out_dtype: torch.dtype
+    device: torch.device
+    softmax_scale: float
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    softcap: float = 0.0
+    alibi: bool = False
+    sink: bool = False
+    leftpad: bool = False
+    batch_idx: bool = False
+    tree: bool = False
+    prior: bool = False
+    varlen: bool = False
+    varlen_new: bool = False
+    lengths: bool = False  # whether cache_seqlens says how long sequences are; else all fill the capacity
+    descale: str = "none"  # as descale_kind says
+    num_splits: int = 0  # 0: chosen by the backend
+    split_size: int = 0
+    return_lse: bool = True  # else lse may be None
+    tma_obstacle: str | None = None  # why Hopper's tensor memory accelerator cannot address q or the caches
+    softmax_max: float | None = None  # what is subtracted from scores; None: their maximum
+    softmax_max_by_head: bool = False  # a tensor has it instead
+    qv: bool = False  # queries for the values are part of the scores
+
+    @classmethod
+    def from_tensors(
+        cls, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+    ) -> DecodeProblem:
+        """Describe a call that :func:`flashtile.checks.decode.check_decode` has found right."""
+        varlen = tensors.cu_seqlens_q is not None
+        if tensors.cu_seqlens_q is not None:
+            assert options.max_seqlen_q is not None
+            batch, seqlen_q = tensors.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
+        else:
+            batch, seqlen_q = q.shape[0], q.shape[1]
+        head_dim = q.shape[-1]
+        scale = options.softmax_scale
+        columns = head_dim if tensors.qv is None else head_dim + v_cache.shape[-1]
+        return cls(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            total_q=q.shape[0] if varlen else batch * seqlen_q,
+            num_heads_q=q.shape[-2],
+            num_heads_kv=k_cache.shape[-2],
+            head_dim=head_dim,
+            head_dim_v=v_cache.shape[-1],
+            capacity=capacity(k_cache, tensors.block_table),
+            page_size=0 if tensors.block_table is None else k_cache.shape[1],
+            num_blocks=k_cache.shape[0],
+            seqlen_new=options.seqlen_new,
+            dtype=q.dtype,
+            cache_dtype=k_cache.dtype,
+            out_dtype=out_dtype(q, options),
+            device=q.device,
+            softmax_scale=columns**-0.5 if scale is None else scale,
+            window_left=options.window_left,
+            window_right=0 if options.causal else options.window_right,
+            softcap=options.softcap,
+            alibi=tensors.alibi_slopes is not None,
+            sink=tensors.sink is not None,
+            leftpad=tensors.cache_leftpad is not None,
+            batch_idx=tensors.cache_batch_idx is not None,
+            tree=tensors.tree_mask is not None,
+            prior=tensors.prior_out is not None,
+            varlen=varlen,
+            varlen_new=tensors.cu_seqlens_k_new is not None,
+            lengths=tensors.cache_seqlens is not None,
+            descale=descale_kind(tensors.k_descale),
+            num_splits=options.num_splits,
+            split_size=options.split_size,
+            return_lse=options.return_lse,
+            tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
+            softmax_max=options.phi,
+            softmax_max_by_head=tensors.softmax_max is not None,
+            qv=tensors.qv is not None,
+        )
+
+
+class AppendProblem(NamedTuple):
+    """New keys and values written into a cache, rotated and quantised on the way. Lengths are in tokens."""
+
+    batch: int
+    seqlen_new: int  # the longest, or a bound of it, when varlen
+    total_new: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    capacity: int
+    page_size: int  # 0: a dense cache
+    num_blocks: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+    slots: bool = False  # slot_mapping says where each token goes, and nothing else does
+    batch_idx: bool = False
+    varlen: bool = False
+    descale: str = "none"
+    rotary_dim: int = 0
+    rotary_interleaved: bool = True
+    rotary_rows: int = 0
+    rotary_seqlens: bool = False
+    seqlen_q: int = 0  # queries to rotate in the same launch
+    total_q: int = 0
+    num_heads_q: int = 0
+    varlen_q: bool = False
+    rotate_q_by_token: bool = False  # else every query of a sequence stands at cache_seqlens
+
+    @classmethod
+    def from_tensors(
+        cls,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: AppendTensors,
+        options: AppendOptions,
+    ) -> AppendProblem:
+        """Describe a call that :func:`flashtile.checks.decode.check_append` has found right."""
+        slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
+        if slots:
+            batch, seqlen_new = 1, k.shape[0]
+        elif tensors.cu_seqlens_k_new is not None:
+            longest = options.max_seqlen_k_new
+            batch, seqlen_new = (
+                tensors.cu_seqlens_k_new.shape[0] - 1,
+                k.shape[0] if longest is None else longest,
+            )
+        else:
+            batch, seqlen_new = k.shape[0], k.shape[1]
+        q, seqlen_q = tensors.q, 0
+        if q is not None:
+            longest = options.max_seqlen_q
+            seqlen_q = q.shape[1] if longest is None else longest
+        cos = tensors.rotary_cos
+        return cls(
+            batch=batch,
+            seqlen_new=seqlen_new,
+            total_new=k.shape[0] if slots or varlen else batch * seqlen_new,
+            num_heads_kv=k_cache.shape[-2],
+            head_dim=k_cache.shape[-1],
+            head_dim_v=v_cache.shape[-1],
+            capacity=capacity(k_cache, tensors.block_table),
+            page_size=0 if tensors.block_table is None else k_cache.shape[1],
+            num_blocks=k_cache.shape[0],
+            dtype=k.dtype,
+            cache_dtype=k_cache.dtype,
+            device=k.device,
+            slots=slots,
+            batch_idx=tensors.cache_batch_idx is not None,
+            varlen=varlen,
+            descale=descale_kind(tensors.k_descale),
+            rotary_dim=0 if cos is None else 2 * cos.shape[1],
+            rotary_interleaved=options.rotary_interleaved,
+            rotary_rows=0 if cos is None else cos.shape[0],
+            rotary_seqlens=tensors.rotary_seqlens is not None,
+            seqlen_q=seqlen_q,
+            total_q=0 if q is None else q.shape[:-2].numel(),
+            num_heads_q=0 if q is None else q.shape[-2],
+            varlen_q=tensors.cu_seqlens_q is not None,
+            rotate_q_by_token=options.rotate_q_by_token,
+        )
+
+
+class CombineProblem(NamedTuple):
+    """Attention over a union of key sets from ``num_splits`` partial results of every row."""
+
+    num_splits: int
+    batch: int
+    seqlen: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def from_tensors(
+        cls, out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
+    ) -> CombineProblem:
+        """Describe partial results with a dimension of batches."""
+        shape: tuple[int, ...] = out_partial.shape
+        num_splits, batch, seqlen, heads, head_dim = shape
+        dtypes = out_partial.dtype, options.out_dtype
+        return cls(num_splits, batch, seqlen, heads, head_dim, *dtypes, out_partial.device)
+
+
+class CopyProblem(NamedTuple):
+    """Blocks of a cache copied onto others, in all layers."""
+
+    num_pairs: int
+    num_layers: int
+    num_blocks: int
+    dtype: torch.dtype
+    device: torch.device
+    descales: bool
+
+    @classmethod
+    def from_tensors(
+        cls, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
+    ) -> CopyProblem:
+        """Describe a copy in caches with a dimension of layers in front."""
+        return cls(
+            num_pairs=block_pairs.shape[0],
+            num_layers=k_cache.shape[0],
+            num_blocks=k_cache.shape[1],
+            dtype=k_cache.dtype,
+            device=k_cache.device,
+            descales=tensors.k_descale is not None,
+        )
+
+
+def capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
+    """The most keys that a sequence can have."""
+    if block_table is None:
+        return k_cache.shape[1]
+    return block_table.shape[1] * k_cache.shape[1]
+
+
+def find_obstacle_in_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    """Why TMA cannot address q, or the caches as one long run of rows each."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[0] > 1 and cache.stride(0) % max(cache.stride(1), 1):
+            return f"{name} must have pages (rows) whole tokens apart for TMA, got strides {cache.stride()}"
+        tokens = cache.shape[0] * (cache.stride(0) // max(cache.stride(1), 1))
+        if tokens > MAX_TMA_ROWS:
+            return f"{name} must have at most {MAX_TMA_ROWS} tokens for TMA, got {tokens}"
+    return find_tma_obstacle(q, k_cache, v_cache, False)
+
+
+def out_dtype(q: Tensor, options: DecodeOptions) -> torch.dtype:
+    return torch.float32 if options.partial and q.dtype != torch.float64 else q.dtype
+
+
+def descale_kind(descale: Tensor | None) -> str:
+    """"none", or what has a factor for each of its heads: the "head" alone, a "block" (a page, or a row of a
+    dense cache), or a "sequence"."""
+    return "none" if descale is None else ("head", "block", "sequence")[descale.dim() - 1]

@@ -1,0 +1,231 @@
+"""What is quantised and what is attended to in FP8: frozen descriptions, and the tensors beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.problems import fp8_layout as layout
+from flashtile.problems.attention import OPTIONS_OF_ALL, Extras, Options, Problem
+
+
+class Scales(NamedTuple):
+    """float32 factors: a number is what is stored times its scale. None is 1 for all.
+
+    Of blocks (``Fp8Problem.block_scales``): (batch, heads, blocks), or (heads, blocks) for sequences behind
+    one another, contiguous. Else (batch, heads) with any strides.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+class QuantizeTensors(NamedTuple):
+    """What may come beside the tensor to quantise; None for each that does not."""
+
+    cu_seqlens: Tensor | None = None
+    seqused: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_offsets: Tensor | None = None
+
+
+class QuantizeOptions(NamedTuple):
+    """The arguments of a quantisation that are not tensors, hashable so that launches can be kept by them."""
+
+    role: str
+    method: str
+    seed: int | None
+    """Of the Hadamard transform's signs; None is no transform."""
+    max_seqlen: int | None
+    rotary_offset: int
+    rotary_interleaved: bool
+    backend: str | None
+
+
+class AttendTensors(NamedTuple):
+    """The tensors beside q, k and v of an attention call in FP8: scales, and those of ``Extras``."""
+
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(*self[:3])
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(*self[3:])
+
+
+class AttendOptions(NamedTuple):
+    """The options of an attention call in FP8: those of ``Options``, and four of its own."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    deterministic: bool
+    backend: str | None
+    out_dtype: torch.dtype
+    head_dim: int
+    """Of q and k before they were stored, for the default of softmax_scale."""
+    v_transposed: bool = False
+    block_scales: bool = False
+
+    @property
+    def shared(self) -> Options:
+        of_all: tuple[Any, ...] = self[:OPTIONS_OF_ALL]
+        return Options(*of_all)
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """What a quantisation computes; ``role`` and ``method`` are those of :func:`flashtile.fp8.quantize`.
+
+    Lengths are in rows; ``seqlen`` is the longest sequence when varlen.
+    """
+
+    role: str
+    method: str
+    batch: int
+    seqlen: int
+    total: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    seed: int | None = None
+    varlen: bool = False
+    seqused: bool = False
+    rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    rotary_offset: int = 0
+
+    @property
+    def transformed(self) -> bool:
+        """By Hadamard's matrix, with the signs of ``seed``."""
+        return self.seed is not None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return layout.rows_of(self.role)
+
+    @property
+    def blocks(self) -> int:
+        """Numbers of blocks, of one sequence, or of all when varlen."""
+        if self.varlen:
+            return layout.num_blocks_varlen(self.total, self.batch, self.rows)
+        return layout.num_blocks(self.seqlen, self.rows)
+
+    @property
+    def stored_head_dim(self) -> int:
+        if self.role == "v":
+            return self.head_dim
+        return layout.stored_head_dim(self.head_dim, self.transformed)
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        """q and k as they came, but for their columns; v transposed: (batch, heads, head_dim, columns)."""
+        if self.role == "v":
+            columns = self.blocks * self.rows
+            return (*self._sequences, self.num_heads, self.head_dim, columns)
+        rows = (self.total,) if self.varlen else (self.batch, self.seqlen)
+        return (*rows, self.num_heads, self.stored_head_dim)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        if self.method == "tensor":
+            return (1, 1)
+        if self.method == "head":
+            return (self.batch, self.num_heads)
+        return (*self._sequences, self.num_heads, self.blocks)
+
+    @property
+    def _sequences(self) -> tuple[int, ...]:
+        """The first dimension of what is addressed by block: packed sequences share it."""
+        return () if self.varlen else (self.batch,)
+
+    @classmethod
+    def from_tensors(cls, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> QuantizeProblem:
+        """Describe a call that :func:`flashtile.checks.fp8.check_quantize` has passed."""
+        cu_seqlens, seqused, cos, _, _ = tensors
+        varlen = cu_seqlens is not None
+        if cu_seqlens is not None:
+            assert options.max_seqlen is not None
+            batch, seqlen, total = cu_seqlens.shape[0] - 1, options.max_seqlen, x.shape[0]
+        else:
+            batch, seqlen, total = x.shape[0], x.shape[1], x.shape[0] * x.shape[1]
+        return cls(
+            role=options.role,
+            method=options.method,
+            batch=batch,
+            seqlen=seqlen,
+            total=total,
+            num_heads=x.shape[-2],
+            head_dim=x.shape[-1],
+            dtype=x.dtype,
+            device=x.device,
+            seed=options.seed,
+            varlen=varlen,
+            seqused=seqused is not None,
+            rotary_dim=0 if cos is None else 2 * cos.shape[1],
+            rotary_interleaved=options.rotary_interleaved,
+            rotary_offset=options.rotary_offset,
+        )
+
+
+@dataclass(frozen=True)
+class Fp8Problem(Problem):
+    """An attention call whose q, k and v are e4m3; ``head_dim`` is that of their memory.
+
+    Where ``v_transposed``, v is (batch, heads_kv, head_dim_v, columns), or (heads_kv, head_dim_v, columns)
+    for packed sequences: keys in columns, in the order of
+    :func:`flashtile.problems.fp8_layout.key_order`, sequence b from column ``first_block * 128`` on.
+    Columns behind a sequence's last key are 0 to the end of its block; blocks of no sequence hold anything.
+    """
+
+    out_dtype: torch.dtype = torch.bfloat16
+    v_transposed: bool = False
+    block_scales: bool = False
+    """Of blocks of 64 rows of q and 128 keys; otherwise of heads."""
+    q_scale_group: int = 1
+    """Query heads that share an entry of the scales of q."""
+
+    @classmethod
+    def from_call(
+        cls, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
+    ) -> Fp8Problem:
+        """Describe a call that :func:`flashtile.checks.fp8.check_attend` has passed."""
+        heads_q = q.shape[-2]
+        of_heads = not options.block_scales and tensors.q_descale is not None
+        q_scale_heads = tensors.q_descale.shape[1] if of_heads else heads_q  # type: ignore[union-attr]
+        scale = options.softmax_scale
+        return cls.from_tensors(  # type: ignore[return-value]
+            q,
+            k,
+            k if options.v_transposed else v,  # rows of values lie as those of keys do
+            tensors.extras,
+            options.shared,
+            head_dim_v=v.shape[-2] if options.v_transposed else v.shape[-1],
+            softmax_scale=options.head_dim**-0.5 if scale is None else scale,
+            deterministic=False,
+            out_dtype=options.out_dtype,
+            v_transposed=options.v_transposed,
+            block_scales=options.block_scales,
+            q_scale_group=heads_q // max(q_scale_heads, 1),
+        )

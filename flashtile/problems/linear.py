@@ -1,0 +1,227 @@
+"""What a product with a weight computes: a frozen description, and the tensors beside x and the weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.problems.common import address_of
+
+E4M3 = torch.float8_e4m3fn
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SCALE_BLOCK = 128
+"""Rows and columns of a block of the weight that has a scale of its own."""
+COPY_BYTES = 16
+"""What asynchronous copies move at a time, and where it has to begin."""
+
+PLAIN, SWIGLU, QKV = "plain", "silu_and_mul", "qkv"
+ACTIVATIONS = (None, SWIGLU)
+
+
+class LinearTensors(NamedTuple):
+    """What may come beside x and the weight; None for each that does not."""
+
+    bias: Tensor | None = None
+    weight_scale: Tensor | None = None
+    norm_weight: Tensor | None = None
+    x_scale: Tensor | None = None
+    residual: Tensor | None = None
+
+
+class LinearOptions(NamedTuple):
+    """The arguments that are not tensors, hashable so that launches can be kept by them."""
+
+    activation: str | None = None
+    norm_eps: float = 1e-6
+    prefetch: bool = False
+    backend: str | None = None
+
+
+class BeforeNormTensors(NamedTuple):
+    """What may come beside x and the weight, and the weight of the norm behind them."""
+
+    bias: Tensor | None = None
+    weight_scale: Tensor | None = None
+    norm_weight: Tensor | None = None
+    x_scale: Tensor | None = None
+    residual: Tensor | None = None
+    next_norm_weight: Tensor | None = None
+
+
+class BeforeNormOptions(NamedTuple):
+    """The arguments that are not tensors."""
+
+    norm_eps: float = 1e-6
+    next_norm_eps: float = 1e-6
+    prefetch: bool = False
+    backend: str | None = None
+
+
+class QkvTensors(NamedTuple):
+    """What may come beside x, the weight and the caches; None for each that does not."""
+
+    bias: Tensor | None = None
+    weight_scale: Tensor | None = None
+    norm_weight: Tensor | None = None
+    x_scale: Tensor | None = None
+    positions: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    block_table: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+
+
+class QkvOptions(NamedTuple):
+    """The arguments that are not tensors."""
+
+    rotary_interleaved: bool = False
+    norm_eps: float = 1e-6
+    prefetch: bool = False
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a product for queries, keys and values does with its columns."""
+
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    rotary_dim: int
+    """0 embeds nothing."""
+    rotary_interleaved: bool
+    rotary_rows: int
+    page_size: int
+    num_blocks: int
+    table_width: int
+    """Pages of a row of the block table; 0: slots say where tokens go."""
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """y = end(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
+
+    With ``next_norm`` come y times the weight of a norm and the norm's factors, too. ``end`` is PLAIN, SWIGLU
+    (the first half of y's columns is the gate, the second what it multiplies) or QKV, of which queries are
+    the result and keys and values go to a paged cache.
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: Any
+    end: str = PLAIN
+    norm: bool = False
+    norm_eps: float = 1e-6
+    bias: bool = False
+    residual: bool = False
+    x_scale: bool = False
+    next_norm: bool = False
+    next_norm_eps: float = 1e-6
+    scales: str = "none"
+    """Of the weight: "none", "channel" (its rows) or "block"."""
+    prefetch: bool = False
+    aligned: bool = True
+    """Whether rows of x, W and the norm's weight begin where asynchronous copies can."""
+    heads: Heads | None = None
+
+    @property
+    def places(self) -> int:
+        """Of a row of the output; where two rows of W make one place, or belong together, half of N."""
+        return self.N if self.end == PLAIN else self.N // 2
+
+    @property
+    def out_columns(self) -> int:
+        if self.heads is not None:
+            return self.heads.num_heads_q * self.heads.head_dim
+        return self.places
+
+    @property
+    def weight_bytes(self) -> int:
+        """What is read at least, whatever M is."""
+        return self.N * self.K * self.weight_dtype.itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing follows or precedes the product."""
+        fused = self.norm or self.residual or self.x_scale or self.next_norm or self.scales != "none"
+        return self.end == PLAIN and not fused
+
+    @classmethod
+    def from_linear(
+        cls, x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions
+    ) -> LinearProblem:
+        """Describe a call that :func:`flashtile.checks.linear.check_linear` has passed."""
+        return cls(
+            end=options.activation or PLAIN,
+            residual=tensors.residual is not None,
+            **_product(x, weight, tensors, options),
+        )
+
+    @classmethod
+    def from_before_norm(
+        cls, x: Tensor, weight: Tensor, tensors: BeforeNormTensors, options: BeforeNormOptions
+    ) -> LinearProblem:
+        """Describe a call that :func:`flashtile.checks.linear.check_before_norm` has passed."""
+        return cls(
+            residual=tensors.residual is not None,
+            next_norm=True,
+            next_norm_eps=options.next_norm_eps,
+            **_product(x, weight, tensors, options),
+        )
+
+    @classmethod
+    def from_qkv(
+        cls, x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: QkvTensors,
+        options: QkvOptions,
+    ) -> LinearProblem:  # fmt: skip
+        """Describe a call that :func:`flashtile.checks.linear.check_qkv` has passed."""
+        num_blocks, page_size, heads_kv, head_dim = k_cache.shape
+        cos, table = tensors.rotary_cos, tensors.block_table
+        heads = Heads(
+            num_heads_q=weight.shape[0] // head_dim - 2 * heads_kv,
+            num_heads_kv=heads_kv,
+            head_dim=head_dim,
+            rotary_dim=0 if cos is None else 2 * cos.shape[1],
+            rotary_interleaved=options.rotary_interleaved,
+            rotary_rows=0 if cos is None else cos.shape[0],
+            page_size=page_size,
+            num_blocks=num_blocks,
+            table_width=0 if table is None else table.shape[1],
+        )
+        return cls(end=QKV, heads=heads, **_product(x, weight, tensors, options))
+
+
+def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str, Any]:
+    """The fields that both kinds of calls have."""
+    scale = tensors.weight_scale
+    rows = [x, weight] if tensors.norm_weight is None else [x, weight, tensors.norm_weight]
+    return {
+        "M": x.shape[0],
+        "N": weight.shape[0],
+        "K": weight.shape[1],
+        "dtype": x.dtype,
+        "weight_dtype": weight.dtype,
+        "device": x.device,
+        "norm": tensors.norm_weight is not None,
+        "norm_eps": options.norm_eps,
+        "bias": tensors.bias is not None,
+        "x_scale": tensors.x_scale is not None,
+        "scales": "none" if scale is None else "channel" if scale.dim() == 1 else "block",
+        "prefetch": options.prefetch,
+        "aligned": all(_aligned(t) for t in rows),
+    }
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether every row begins at a multiple of what a copy moves, and is as long."""
+    strides = [
+        stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1
+    ]
+    bytes_ = [size * tensor.dtype.itemsize for size in (*strides, tensor.shape[-1])]
+    return all(size % COPY_BYTES == 0 for size in bytes_) and address_of(tensor) % COPY_BYTES == 0

@@ -1,0 +1,243 @@
+"""The operations that programs are made of: what torch computes for each, of what kind, with what derivative.
+
+A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` gives the
+partial derivative by each operand, None where there is none. For what a condition chooses it gives
+(condition, whether the operand is what is chosen where the condition holds).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of captured tensors that hold no floats: those that torch computes with."""
+_RANK = {"bool": 0, "int": 1, "float": 2}
+_PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
+
+
+class Operation(NamedTuple):
+    evaluate: Callable[..., Any]
+    kind: Callable[..., str]
+    gradient: Callable[..., tuple] | None = None
+    simplify: Callable[..., Any] | None = None
+    """The result where it is a number or an operand, else None."""
+
+    def number(self, *numbers: Any) -> Any:
+        """The result of numbers alone."""
+        result = self.evaluate(*numbers)
+        return result.item() if isinstance(result, Tensor) else result
+
+
+def kind_of_number(number: float) -> str:
+    return "bool" if isinstance(number, bool) else "int" if isinstance(number, int) else "float"
+
+
+def promoted(*kinds: str) -> str:
+    return max(kinds, key=_RANK.__getitem__)
+
+
+def _always(kind: str) -> Callable[..., str]:
+    return lambda *kinds: kind
+
+
+def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
+    """The kind of what an operation of one operand gives that is of the same kind."""
+
+    def kind_of(kind: str) -> str:
+        if kind not in allowed:
+            raise TypeError(f"{symbol} takes {' and '.join(_PLURAL[one] for one in allowed)}, not a {kind}")
+        return kind
+
+    return kind_of
+
+
+def _is(operand: Any, number: float) -> bool:
+    return type(operand) in (int, float) and operand == number
+
+
+def _numbers(*operands: Any) -> bool:
+    return all(isinstance(operand, (bool, int, float)) for operand in operands)
+
+
+def _fold(compute: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: compute(*operands) if _numbers(*operands) else None
+
+
+def _divided(a: float, b: float) -> float:
+    """As torch divides, which knows a quotient by zero."""
+    if b != 0:
+        return a / b
+    return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1, b)
+
+
+def _simplify_add(a: Any, b: Any) -> Any:
+    if _numbers(a, b):
+        return a + b
+    return b if _is(a, 0) else a if _is(b, 0) else None
+
+
+def _simplify_mul(a: Any, b: Any) -> Any:
+    if _numbers(a, b):
+        return a * b
+    if _is(a, 1):
+        return b
+    return a if _is(b, 1) else None
+
+
+def _simplify_and(a: Any, b: Any) -> Any:
+    if _numbers(a, b):
+        return a & b
+    if a is True or b is True:
+        return b if a is True else a
+    return False if a is False or b is False else None
+
+
+def _simplify_or(a: Any, b: Any) -> Any:
+    if _numbers(a, b):
+        return a | b
+    if a is False or b is False:
+        return b if a is False else a
+    return True if a is True or b is True else None
+
+
+def _tensors(*operands: Any) -> tuple[Tensor, ...]:
+    """For functions of torch that take no numbers: numbers of the dtype of the tensor next to them."""
+    like = next((operand for operand in operands if isinstance(operand, Tensor)), None)
+    return tuple(
+        operand if isinstance(operand, Tensor) else _number_like(operand, like) for operand in operands
+    )
+
+
+def _number_like(number: float, like: Tensor | None) -> Tensor:
+    if isinstance(number, float) and (like is None or not like.is_floating_point()):
+        dtype: torch.dtype | None = torch.float64  # no call computes in more
+    else:
+        dtype = None if like is None else like.dtype
+    return torch.tensor(number, dtype=dtype, device=None if like is None else like.device)
+
+
+def _of_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *operands: function(*_tensors(*operands))
+
+
+def _to(kind: str) -> Callable[[Any], Any]:
+    python, dtype = {"int": (int, torch.int64), "bool": (bool, torch.bool)}[kind]
+    return lambda x: x.to(dtype) if isinstance(x, Tensor) else python(x)
+
+
+def _unary(function: Callable[..., Tensor], gradient: Callable[..., Any] | None = None) -> Operation:
+    """A function of a float."""
+    partials = None if gradient is None else lambda emit, y, x: (gradient(emit, y, x),)
+    return Operation(_of_tensors(function), _always("float"), partials)
+
+
+def _binary(
+    function: Callable[..., Any],
+    gradient: Callable[..., tuple] | None = None,
+    simplify: Callable[..., Any] | None = None,
+) -> Operation:
+    return Operation(function, promoted, gradient, simplify)
+
+
+def _comparison(function: Callable[..., Any]) -> Operation:
+    return Operation(function, _always("bool"), None, _fold(function))
+
+
+def _one_minus_square(emit: Any, y: Any) -> Any:
+    return emit("sub", 1.0, emit("mul", y, y))
+
+
+def _smaller(emit: Any, y: Any, a: Any, b: Any) -> tuple:
+    condition = emit("le", a, b)
+    return (condition, True), (condition, False)
+
+
+def _larger(emit: Any, y: Any, a: Any, b: Any) -> tuple:
+    condition = emit("ge", a, b)
+    return (condition, True), (condition, False)
+
+
+def _pow_gradient(emit: Any, y: Any, a: Any, b: Any) -> tuple:
+    """0 by the base where the exponent is 0, and 0 by an exponent of at least 0 where the base is 0, as torch
+    has it: the products would be 0 * inf."""
+    by_base = emit("mul", b, emit("pow", a, emit("sub", b, 1.0)))
+    by_base = emit("where", emit("eq", b, 0.0), 0.0, by_base)
+    is_flat = emit("le", emit("abs", a), emit("minimum", b, 0.0))  # a is 0, and b is not negative
+    return by_base, emit("where", is_flat, 0.0, emit("mul", y, emit("log", a)))
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": _binary(lambda a, b: a + b, lambda emit, y, a, b: (1.0, 1.0), _simplify_add),
+    "sub": _binary(
+        lambda a, b: a - b,
+        lambda emit, y, a, b: (1.0, -1.0),
+        lambda a, b: a - b if _numbers(a, b) else a if _is(b, 0) else None,
+    ),
+    "mul": _binary(lambda a, b: a * b, lambda emit, y, a, b: (b, a), _simplify_mul),
+    "div": Operation(
+        lambda a, b: a / b,
+        _always("float"),
+        lambda emit, y, a, b: (emit("div", 1.0, b), emit("neg", emit("div", y, b))),
+        _fold(_divided),
+    ),
+    "floordiv": _binary(_of_tensors(torch.floor_divide)),
+    "mod": _binary(
+        _of_tensors(torch.remainder),
+        lambda emit, y, a, b: (1.0, emit("neg", emit("floor", emit("div", a, b)))),
+    ),
+    "pow": Operation(_of_tensors(torch.pow), _always("float"), _pow_gradient),
+    "minimum": _binary(_of_tensors(torch.minimum), _smaller),
+    "maximum": _binary(_of_tensors(torch.maximum), _larger),
+    "eq": _comparison(lambda a, b: a == b),
+    "ne": _comparison(lambda a, b: a != b),
+    "lt": _comparison(lambda a, b: a < b),
+    "le": _comparison(lambda a, b: a <= b),
+    "gt": _comparison(lambda a, b: a > b),
+    "ge": _comparison(lambda a, b: a >= b),
+    "and": _binary(lambda a, b: a & b, None, _simplify_and),
+    "or": _binary(lambda a, b: a | b, None, _simplify_or),
+    "xor": _binary(lambda a, b: a ^ b, None, _fold(lambda a, b: a ^ b)),
+    "lshift": _binary(lambda a, b: a << b),
+    "rshift": _binary(lambda a, b: a >> b),
+    "not": Operation(
+        _of_tensors(torch.bitwise_not), _only("~", "bool", "int"), None,
+        _fold(lambda a: not a if isinstance(a, bool) else ~a),
+    ),
+    "neg": Operation(
+        lambda a: -a, _only("-", "int", "float"), lambda emit, y, a: (-1.0,), _fold(lambda a: -a)
+    ),
+    "abs": Operation(
+        _of_tensors(torch.abs), lambda kind: kind, lambda emit, y, a: (emit("sign", a),), _fold(abs)
+    ),
+    "sign": Operation(_of_tensors(torch.sign), lambda kind: kind),
+    "where": Operation(
+        lambda c, a, b: torch.where(_tensors(c)[0], *_tensors(a, b)),
+        lambda condition, a, b: promoted(a, b),
+        lambda emit, y, c, a, b: (None, (c, True), (c, False)),
+        lambda c, a, b: (a if c else b) if _numbers(c) else a if _numbers(a, b) and a == b else None,
+    ),
+    "exp": _unary(torch.exp, lambda emit, y, x: y),
+    "exp2": _unary(torch.exp2, lambda emit, y, x: emit("mul", y, math.log(2))),
+    "log": _unary(torch.log, lambda emit, y, x: emit("div", 1.0, x)),
+    "log2": _unary(torch.log2, lambda emit, y, x: emit("div", 1 / math.log(2), x)),
+    "sqrt": _unary(torch.sqrt, lambda emit, y, x: emit("div", 0.5, y)),
+    "rsqrt": _unary(torch.rsqrt, lambda emit, y, x: emit("mul", -0.5, emit("div", y, x))),
+    "sin": _unary(torch.sin, lambda emit, y, x: emit("cos", x)),
+    "cos": _unary(torch.cos, lambda emit, y, x: emit("neg", emit("sin", x))),
+    "tanh": _unary(torch.tanh, lambda emit, y, x: _one_minus_square(emit, y)),
+    "sigmoid": _unary(torch.sigmoid, lambda emit, y, x: emit("mul", y, emit("sub", 1.0, y))),
+    "erf": _unary(
+        torch.erf,
+        lambda emit, y, x: emit("mul", 2 / math.sqrt(math.pi), emit("exp", emit("neg", emit("mul", x, x)))),
+    ),
+    "floor": _unary(torch.floor),
+    "float": Operation(lambda x: x, _always("float"), lambda emit, y, x: (1.0,), _fold(float)),
+    "int": Operation(_to("int"), _always("int"), None, _fold(_to("int"))),
+    "bool": Operation(_to("bool"), _always("bool"), None, _fold(_to("bool"))),
+}  # fmt: skip
+"""By name."""

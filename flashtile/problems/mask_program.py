@@ -1,0 +1,291 @@
+"""A function of one score, as a list of elementary operations: what is written down of a user's function.
+
+A program is straight-line: each line names the result of one operation on earlier results, on the inputs
+(``score``, ``b``, ``h``, ``q``, ``kv``) and on numbers. Its text is all that an operator, a compiled graph or
+a key of a cache needs of it::
+
+    t0: int = sub q kv
+    t1: float = load 0 h  # alibi.py:7: return score - slopes[head] * (q_idx - kv_idx)
+    t2: float = mul t1 t0
+    t3: float = sub score t2
+    return t3
+
+``load i ...`` reads the captured tensor ``i`` there. Operations are elementwise, so that the derivative by
+the
+score is a factor: :func:`derivatives` adds it, and those by what was loaded, in reverse order (Griewank and
+Walther, *Evaluating Derivatives*, 2008, chapter 3).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from flashtile.problems.mask_operations import OPERATIONS, kind_of_number
+
+INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
+"""Names of what every program may read, and their kinds."""
+
+LOAD = "load"
+
+_WITH_ANY_NUMBER = frozenset(("add", "sub", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum"))
+"""Operations on ints that are no faster where the compiler knows a number."""
+
+
+class Name(str):
+    """A result or an input, as an operand. Any other operand is a number."""
+
+    __slots__ = ()
+
+
+Operand = Any
+"""A Name, or a bool, int or float."""
+
+
+class Line(NamedTuple):
+    name: Name
+    kind: str
+    """Of the result: "float", "int" or "bool"."""
+    operation: str
+    operands: tuple[Operand, ...]
+    where: str = ""
+    """The user's own line, of operations that can fail when they run."""
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.kind} = {' '.join([self.operation, *map(str, self.operands)])}"
+        return f"{text}  # {self.where}" if self.where else text
+
+
+class Program(NamedTuple):
+    lines: tuple[Line, ...]
+    results: tuple[Operand, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.lines), f"return {' '.join(map(str, self.results))}"])
+
+    @property
+    def loads(self) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.operation == LOAD)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        return INPUTS | {line.name: line.kind for line in self.lines}
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Program:
+    """The inverse of ``str(program)``."""
+    *lines, last = text.split("\n")
+    parsed = []
+    for line in lines:
+        code, _, where = line.partition("  # ")
+        name, kind, _, operation, *operands = code.split(" ")
+        parsed.append(Line(Name(name[:-1]), kind, operation, tuple(map(_operand, operands)), where))
+    return Program(tuple(parsed), tuple(map(_operand, last.split(" ")[1:])))
+
+
+def _operand(token: str) -> Operand:
+    if token in ("True", "False"):
+        return token == "True"
+    if token in ("inf", "-inf", "nan") or token[0].isdigit() or token[0] == "-":
+        return int(token) if token.lstrip("-").isdigit() else float(token)
+    return Name(token)
+
+
+class Builder:
+    """Writes lines: no operation twice, none on numbers alone, none whose result is one of its operands."""
+
+    def __init__(self, lines: Sequence[Line] = ()) -> None:
+        self.lines = list(lines)
+        self.kinds = INPUTS | {line.name: line.kind for line in lines}
+        self._known: dict[tuple, Name] = {}
+
+    def kind(self, operand: Operand) -> str:
+        return self.kinds[operand] if isinstance(operand, Name) else kind_of_number(operand)
+
+    def emit(self, operation: str, *operands: Operand, kind: str | None = None, where: str = "") -> Operand:
+        """The result of an operation; ``kind`` is that of the element that a load reads."""
+        if kind is None:
+            of = OPERATIONS[operation]
+            kind = of.kind(*map(self.kind, operands))
+            simpler = of.simplify(*operands) if of.simplify is not None else None
+            if simpler is None and not any(isinstance(operand, Name) for operand in operands):
+                simpler = of.number(*operands)
+            if simpler is not None:  # 1.0 * i is i, but a float
+                return simpler if self.kind(simpler) == kind else self.emit(kind, simpler)
+        if any(type(operand) is int and not -(2**63) <= operand < 2**63 for operand in operands):
+            raise TypeError("an int must fit 64 bits")
+        # True == 1 == 1.0, which are not the same operand.
+        key = (operation, *((type(operand), operand) for operand in operands))
+        if key not in self._known:
+            name = self._known[key] = Name(f"t{len(self.lines)}")
+            self.lines.append(Line(name, kind, operation, operands, where))
+            self.kinds[name] = kind
+        return self._known[key]
+
+    def finish(self, *results: Operand) -> Program:
+        """The program of these results, without the lines that none of them needs."""
+        needed = set(results)
+        kept = []
+        for line in reversed(self.lines):
+            if line.name in needed:
+                needed.update(line.operands)
+                kept.append(line)
+        numbered = {line.name: Name(f"t{i}") for i, line in enumerate(reversed(kept))}
+        lines = (
+            line._replace(name=numbered[line.name], operands=_renamed(line.operands, numbered))
+            for line in reversed(kept)
+        )
+        return Program(tuple(lines), _renamed(results, numbered))
+
+
+def _renamed(operands: tuple[Operand, ...], names: dict[Name, Name]) -> tuple[Operand, ...]:
+    return tuple(names.get(o, o) if isinstance(o, Name) else o for o in operands)
+
+
+def soft_cap_of(program: Program) -> float:
+    """``cap`` of a program that is ``cap * tanh(score / cap)``, 0.0 of any other."""
+    if [line.operation for line in program.lines] != ["div", "tanh", "mul"]:
+        return 0.0
+    divided, of_tanh, factors = (line.operands for line in program.lines)
+    score, cap = divided
+    if score != "score" or isinstance(cap, Name) or cap <= 0:
+        return 0.0
+    first, second, last = (line.name for line in program.lines)
+    is_cap = of_tanh == (first,) and factors in ((cap, second), (second, cap)) and program.results == (last,)
+    return float(cap) if is_cap else 0.0
+
+
+def composed(first: Program, second: Program) -> Program:
+    """``second`` of the scores that ``first`` gives. Both number captured tensors alike."""
+    builder = Builder(first.lines)
+    known: dict[Operand, Operand] = {Name("score"): first.results[0]}
+
+    def value(operand: Operand) -> Operand:
+        return known.get(operand, operand) if isinstance(operand, Name) else operand
+
+    for line in second.lines:
+        kind = line.kind if line.operation == LOAD else None
+        operands = map(value, line.operands)
+        known[line.name] = builder.emit(line.operation, *operands, kind=kind, where=line.where)
+    return builder.finish(*map(value, second.results))
+
+
+def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
+    """Scores minus what captured tensor ``tensor`` has for their head (or sequence and head) times how far
+    the key is from query ``i``, which stands at key ``i + offset``."""
+    builder = Builder()
+    distance = builder.emit("sub", builder.emit("add", Name("q"), offset), Name("kv"))
+    places = (Name("b"), Name("h")) if by_batch else (Name("h"),)
+    slope = builder.emit(LOAD, tensor, *places, kind="float")
+    bias = builder.emit("mul", slope, builder.emit("float", builder.emit("abs", distance)))
+    return builder.finish(builder.emit("sub", Name("score"), bias))
+
+
+class Load(NamedTuple):
+    """What the derivative by an element of a captured tensor belongs to."""
+
+    tensor: int
+    indices: int
+    """How many: as many results of the program as this."""
+
+
+def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tuple[Program, tuple[Load, ...]]:
+    """(program, loads). Its results are the program's own, its derivative by the score and, for each load
+    from one of these captured tensors, the derivative by the element and the element's indices."""
+    builder = Builder(program.lines)
+    (result,) = program.results
+    adjoints: dict[Operand, Operand] = {result: 1.0} if isinstance(result, Name) else {}
+    for line in reversed(program.lines):
+        adjoint = adjoints.get(line.name, 0.0)
+        gradient = None if line.operation == LOAD else OPERATIONS[line.operation].gradient
+        if gradient is None or line.kind != "float" or _is_zero(adjoint):
+            continue
+        partials = gradient(builder.emit, line.name, *line.operands)
+        for operand, partial in zip(line.operands, partials, strict=True):
+            if partial is None or not isinstance(operand, Name) or builder.kind(operand) != "float":
+                continue
+            if isinstance(partial, tuple):
+                term = builder.emit("where", *_chosen(partial, adjoint))
+            else:
+                term = builder.emit("mul", adjoint, partial)
+            adjoints[operand] = builder.emit("add", adjoints.get(operand, 0.0), term)
+    results = [result, adjoints.get(Name("score"), 0.0)]
+    loads = []
+    for line in program.loads:
+        tensor, *indices = line.operands
+        if tensor in tensors and line.name in adjoints:
+            results += [adjoints[line.name], *indices]
+            loads.append(Load(tensor, len(indices)))
+    return builder.finish(*results), tuple(loads)
+
+
+_MAY_OVERFLOW = frozenset(("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "pow"))
+_DIVISIONS = frozenset(("div", "floordiv", "mod"))
+
+
+def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
+    """Whether a result is finite at every index for finite scores, or -inf because the last line chooses it.
+
+    Args:
+        loads_are: whether what captured tensors hold is taken for finite.
+    """
+    lines = Builder(program.lines).finish(result).lines
+    for line in lines:
+        if line.operation in _MAY_OVERFLOW or (
+            line.operation == LOAD and line.kind == "float" and not loads_are
+        ):
+            return False
+        if line.operation in _DIVISIONS and (isinstance(line.operands[1], Name) or line.operands[1] == 0):
+            return False
+        for operand in line.operands:
+            chosen = line is lines[-1] and line.operation == "where" and operand == -math.inf
+            if isinstance(operand, float) and not math.isfinite(operand) and not chosen:
+                return False
+    return isinstance(result, Name) or result == -math.inf or math.isfinite(result)
+
+
+def is_variable(program: Program, line: Line, operand: Operand) -> bool:
+    """Whether ``operand`` of a line is a number that a kernel may as well be told when it is launched, so
+    that the program with another one needs no other kernel."""
+    if type(operand) is not int or not 1 < abs(operand) < 2**31 or line.operation not in _WITH_ANY_NUMBER:
+        return False
+    return all(program.kinds[o] == "int" for o in line.operands if isinstance(o, Name))
+
+
+def variables(program: Program) -> Iterator[int]:
+    """The numbers that :func:`is_variable` says of, in their order."""
+    for line in program.lines:
+        yield from (operand for operand in line.operands if is_variable(program, line, operand))
+
+
+def _is_zero(operand: Operand) -> bool:
+    return not isinstance(operand, Name) and operand == 0
+
+
+def _chosen(partial: tuple, adjoint: Operand) -> tuple:
+    """What is chosen by a condition gets all of the gradient or none of it, never a product with zero."""
+    condition, is_chosen = partial
+    return (condition, adjoint, 0.0) if is_chosen else (condition, 0.0, adjoint)
+
+
+def depends_on(program: Program) -> dict[Operand, frozenset[str]]:
+    """The inputs that each name depends on."""
+    found: dict[Operand, frozenset[str]] = {Name(name): frozenset((name,)) for name in INPUTS}
+    for line in program.lines:
+        inputs = (found[operand] for operand in line.operands if isinstance(operand, Name))
+        found[line.name] = frozenset().union(*inputs)
+    return found
+
+
+def renumbered(program: Program, tensors: dict[int, int]) -> Program:
+    """The same program with other numbers for its captured tensors."""
+    lines = (
+        line._replace(operands=(tensors[line.operands[0]], *line.operands[1:]))
+        if line.operation == LOAD
+        else line
+        for line in program.lines
+    )
+    return program._replace(lines=tuple(lines))

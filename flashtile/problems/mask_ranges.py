@@ -1,0 +1,85 @@
+"""Where the ints of a program may leave 32 bits: torch computes them in 64, kernels in as many as they need.
+
+Bounds are propagated from line to line (Moore, *Interval Analysis*, 1966). Positions have those of the call's
+lengths; batch, heads and what a captured tensor of int32 holds are taken for at most :data:`POSITIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashtile.problems.mask_operations import kind_of_number
+from flashtile.problems.mask_program import INPUTS, LOAD, Line, Name, Program
+
+POSITIONS = 2**24
+"""Kernels are the same for all lengths up to here."""
+_INT32 = (-(2**31), 2**31 - 1)
+_INT64 = (-(2**63), 2**63 - 1)
+
+Range = tuple[int, int]
+
+
+def positions_of(seqlen_q: int, seqlen_k: int) -> int:
+    """:data:`POSITIONS`, or the next power of two of the longest."""
+    return max(POSITIONS, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
+
+
+def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
+    """The lines on ints that must be computed in 64 bits."""
+    kinds = program.kinds
+    known: dict[Any, Range] = {Name(name): (0, POSITIONS) for name in INPUTS}
+    known |= dict.fromkeys((Name("q"), Name("kv")), (0, positions))
+    wide = []
+    for line in program.lines:
+        ints = [o for o in line.operands if (kinds[o] if isinstance(o, Name) else kind_of_number(o)) == "int"]
+        of_operands = [known[o] if isinstance(o, Name) else (o, o) for o in ints]
+        if line.operation == LOAD or not ints:
+            known[line.name] = (-POSITIONS, POSITIONS) if line.kind == "int" else (0, 1)
+            continue
+        found = _range(line, of_operands) if line.kind == "int" else (0, 1)
+        numbers = [
+            one for one, operand in zip(of_operands, ints, strict=True) if not isinstance(operand, Name)
+        ]
+        if not all(_within(one, _INT32) for one in (found, *numbers)):
+            wide.append(line.name)
+        known[line.name] = found if _within(found, _INT64) else _INT64
+    return frozenset(wide)
+
+
+def _within(inner: Range, outer: Range) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _range(line: Line, operands: list[Range]) -> Range:
+    if line.operation in _OF_ENDS:  # monotonous in each operand: the extremes are at the ends
+        compute = _OF_ENDS[line.operation]
+        a, b = operands if len(operands) == 2 else (operands[0], (0, 0))
+        ends = [compute(x, y) for x in a for y in b]
+        return min(ends), max(ends)
+    low, high = min(low for low, _ in operands), max(high for _, high in operands)
+    if line.operation == "where":
+        return low, high
+    if line.operation == "sign":
+        return -1, 1
+    if line.operation == "abs":
+        return (0 if low <= 0 <= high else min(abs(low), abs(high))), max(abs(low), abs(high))
+    if line.operation == "mod":
+        low, high = operands[-1]
+        return min(low + 1, 0), max(high - 1, 0)
+    if line.operation == "lshift":
+        bits = min(max(operands[-1][1], 0), 64)
+        return min(operands[0][0], 0) << bits, max(operands[0][1], 0) << bits
+    # floordiv, rshift and bits: no larger than the next power of two of what they are made of.
+    most = 1 << max(abs(low), abs(high), 1).bit_length()
+    return -most if low < 0 or line.operation == "not" else 0, most - 1
+
+
+_OF_ENDS: dict[str, Callable[[int, int], int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "minimum": min,
+    "maximum": max,
+    "neg": lambda a, _: -a,
+}

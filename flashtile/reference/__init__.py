@@ -1,0 +1,1 @@
+"""Standard attention and its kin in plain PyTorch: the oracles of the tests."""

@@ -1,0 +1,306 @@
+"""Standard attention, which stores the score matrix: every test's oracle, the "standard" row of benchmarks.
+
+Plain torch, differentiable by autograd (twice, too), any device, any floating dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import dropout
+from flashtile.checks.attention import check_call
+from flashtile.problems.attention import Extras, Options, Problem
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    upcast: torch.dtype | None = None,
+    round_p: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the definition, with the arguments and conventions of :func:`flashtile.attention`.
+
+    Args:
+        upcast: compute in this dtype and return out in it, for a reference more exact than the inputs. None
+            computes in the dtype of q, as plain PyTorch does: the yardstick of the error rule. lse is then
+            float32 (float64 for float64 inputs).
+        round_p: what becomes of the probabilities before they meet v; lse does not see it.
+    """
+    options = Options(
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p,
+        attention_chunk=attention_chunk,
+    )  # fmt: skip
+    extras = Extras(
+        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
+        seqused_q,
+    )  # fmt: skip
+    if isinstance(alibi_slopes, Tensor):  # autograd gives their gradient here
+        check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
+    else:
+        check_call(q, k, v, extras, options)
+    problem = Problem.from_tensors(q, k, v, extras, options)
+    if upcast is not None:
+        q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+    masks = [] if mask is None else [mask]
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
+        """(out, lse) of dense q, k, v: of sequence ``b``, or of all."""
+        seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
+        if attention_chunk > 0:
+            seen = seen & same_chunk(q.shape[1], k.shape[1], attention_chunk, q.device)
+        for one in masks:
+            seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
+        grids = _grids(q, k)
+        if mask_mod is not None:
+            seen = seen & torch.as_tensor(mask_mod(*grids), device=q.device)
+        modify = None if score_mod is None else lambda scores: _modified(score_mod, scores, seen, grids)
+        added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
+        factors = None
+        if dropout_p > 0 and rng_state is not None:
+            places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
+            lengths = range(q.shape[1]), range(k.shape[1])
+            mask = dropout.kept(rng_state, dropout_p, problem.num_heads_q, *places, *lengths)
+            factors = mask.to(q.dtype) / dropout.keep_share(dropout_p)
+        return masked(
+            q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
+            softcap=problem.softcap, modify=modify, sink=sink, round_p=round_p, factors=factors,
+        )  # fmt: skip
+
+    if cu_seqlens_q is None and (seqused_q is seqused_k is None or problem.batch == 0):
+        return attend(q, k, v, alibi_slopes)
+
+    outs, lses = [], []
+    for b in range(problem.batch):
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b : b + 1]
+        one_q, one_k, one_v = (
+            t[b : b + 1] if offsets is None else t[None, offsets[b] : offsets[b + 1]]
+            for t, offsets in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
+        )
+        if seqused_k is not None:
+            one_k, one_v = one_k[:, : seqused_k[b]], one_v[:, : seqused_k[b]]
+        unused_rows = 0
+        if seqused_q is not None:
+            unused_rows = one_q.shape[1] - int(seqused_q[b])
+            one_q = one_q[:, : seqused_q[b]]
+        out, lse = attend(one_q, one_k, one_v, slopes, b)
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, unused_rows))
+        lse = torch.nn.functional.pad(lse, (0, unused_rows), value=-torch.inf)
+        outs.append(out)
+        lses.append(lse)
+    if cu_seqlens_q is None:
+        return torch.cat(outs), torch.cat(lses)
+    unused = problem.total_q - int(cu_seqlens_q[-1])  # tokens after the last sequence
+    outs.append(v.new_zeros((1, unused, problem.num_heads_q, problem.head_dim_v)))
+    lses.append(q.new_full((1, problem.num_heads_q, unused), -torch.inf, dtype=lse_dtype))
+    return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
+
+
+def standard(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    *,
+    hidden: Tensor | None = None,
+    empty: Tensor | None = None,
+    bias: Tensor | None = None,
+    modify: Callable[[Tensor], Tensor] | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    round_p: Callable[[Tensor], Tensor] | None = None,
+    factors: Tensor | None = None,
+    lse_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of softmax(q k^T) v with every score in memory. What is not asked for is not computed.
+
+    Args:
+        q: (..., heads_q, seqlen_q, head_dim), heads before rows as for matrix products.
+        k, v: (..., heads_kv, seqlen_k, head_dim), in the dtype of q; each head serves heads_q / heads_kv.
+        softmax_scale: multiplies q.
+        hidden: bool, broadcast to the scores (..., heads_q, seqlen_q, seqlen_k): True for keys not seen.
+        empty: bool, broadcast to (..., heads_q, seqlen_q, 1): True for rows that see no key, whose out is 0
+            and lse -inf. None: there are none.
+        bias: added to the scores after the soft-cap.
+        modify: a function of all scores, after the bias.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0 turns it off.
+        sink: (heads_q,), a score that every row sees and that has no value; or broadcast to (..., heads_q,
+            seqlen_q, 1).
+        round_p: what becomes of the probabilities before they meet v; lse does not see it.
+        factors: of the probabilities before they meet v, as dropout has them.
+        lse_dtype: that of lse; None: no lse.
+    """
+    group_size = q.shape[-3] // max(1, k.shape[-3])
+    if group_size > 1:
+        k, v = (t.repeat_interleave(group_size, -3) for t in (k, v))
+    scores = (q * softmax_scale) @ k.transpose(-2, -1)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if modify is not None:
+        scores = torch.as_tensor(modify(scores)).to(scores.dtype).expand(scores.shape).clone()
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, -torch.inf)
+    if modify is not None:  # which may hide whatever is left of a row
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+    if sink is not None:  # one more key
+        column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
+        column = column.expand(*scores.shape[:-1], 1)
+        if empty is not None:
+            empty = empty & (column == -torch.inf)
+            column = column.masked_fill(empty, 0.0)
+        scores = torch.cat([scores, column], -1)
+    probabilities = torch.softmax(scores, -1)
+    if empty is not None:  # a softmax over nothing is NaN
+        probabilities = probabilities.masked_fill(empty, 0.0)
+    if round_p is not None:
+        probabilities = round_p(probabilities)
+    if sink is not None:
+        probabilities = probabilities[..., :-1]
+    if factors is not None:
+        probabilities = probabilities * factors
+    out = probabilities @ v
+    if lse_dtype is None:
+        return out, None
+    lse = torch.logsumexp(scores.to(lse_dtype), -1)
+    return out, lse if empty is None else lse.masked_fill(empty.squeeze(-1), -torch.inf)
+
+
+def masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    seen: Tensor,
+    lse_dtype: torch.dtype,
+    *,
+    slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen``: bool, broadcast to
+    (..., heads, seqlen_q, seqlen_k).
+
+    ``slopes`` are those of ALiBi, ``bias`` broadcasts as ``seen`` does and hides where it is -inf,
+    ``options`` those of :func:`standard`.
+    """
+    if bias is not None:
+        hidden = bias == -torch.inf
+        seen = seen & ~hidden
+        bias = bias.masked_fill(hidden, 0.0)
+    if slopes is not None:
+        of_distance = alibi_bias(slopes, seen.shape[-2], seen.shape[-1], q.dtype)
+        bias = of_distance if bias is None else bias + of_distance
+    q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
+    empty = ~seen.any(-1, keepdim=True)
+    out, lse = standard(
+        q, k, v, softmax_scale, hidden=~seen, empty=empty, bias=bias, lse_dtype=lse_dtype, **options
+    )
+    assert lse is not None
+    return out.transpose(-2, -3), lse
+
+
+def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The part of sequence ``b`` (None: all of them) of what broadcasts to the scores of the longest."""
+    if b is not None and cells.shape[0] > 1:
+        cells = cells[b : b + 1]
+    return cells[:, :, :seqlen_q, :seqlen_k]
+
+
+def _modified(
+    score_mod: Callable[..., Any], scores: Tensor, seen: Tensor, grids: tuple[Tensor, ...]
+) -> Tensor:
+    """``score_mod`` of all ``scores``. The derivatives that autograd takes are those of scores that are
+    ``seen`` and that the function does not hide: elsewhere they may be infinite, and 0 * inf is NaN."""
+    values = torch.as_tensor(score_mod(scores, *grids)).to(scores.dtype).expand(scores.shape)
+    seen = seen & (values.detach() != -torch.inf)
+    if seen.all():
+        return values
+    cells = seen.nonzero(as_tuple=True)  # batch, head, row and key of each
+    of_seen = torch.as_tensor(score_mod(scores[cells], *cells)).to(scores.dtype).expand(len(cells[0]))
+    return values.detach().index_put(cells, of_seen)
+
+
+def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch, head, row and key of every score of dense q and k, broadcast against each other."""
+    batch, rows, heads, _ = q.shape
+    b, h, i, j = (torch.arange(n, device=q.device) for n in (batch, heads, rows, k.shape[1]))
+    return b[:, None, None, None], h[:, None, None], i[:, None], j
+
+
+def visible(
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int,
+    window_right: int,
+    device=None,
+    position: int | None = None,
+) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: which key each query sees; -1 is unlimited, ``position`` as below."""
+    offset = distance(seqlen_q, seqlen_k, device, position)
+    seen = torch.ones_like(offset, dtype=torch.bool)
+    if window_left >= 0:
+        seen &= offset >= -window_left
+    if window_right >= 0:
+        seen &= offset <= window_right
+    return seen
+
+
+def same_chunk(seqlen_q: int, seqlen_k: int, attention_chunk: int, device=None) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: which keys lie in the same chunk of positions as the query itself."""
+    own = torch.arange(seqlen_q, device=device) + seqlen_k - seqlen_q
+    keys = torch.arange(seqlen_k, device=device)
+    return (own // attention_chunk)[:, None] == keys // attention_chunk
+
+
+def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = None) -> Tensor:
+    """(seqlen_q, seqlen_k): key position minus the query's own.
+
+    The first query stands at key ``position``; None aligns the last query with the last key.
+    """
+    first = seqlen_k - seqlen_q if position is None else position
+    return (
+        torch.arange(seqlen_k, device=device) - torch.arange(first, first + seqlen_q, device=device)[:, None]
+    )
+
+
+def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
+    """(..., heads, seqlen_q, seqlen_k) in ``dtype``: what ALiBi with slopes (..., heads) adds to scores."""
+    wide = torch.promote_types(dtype, torch.float32)
+    offsets = distance(seqlen_q, seqlen_k, slopes.device).abs()
+    return -(slopes.to(wide)[..., None, None] * offsets).to(dtype)

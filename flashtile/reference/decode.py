@@ -1,0 +1,163 @@
+"""Standard attention over a cache, which stores the scores: the oracle of the decoding functions.
+
+Plain torch, one sequence after another, on any device.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flashtile.problems.addresses import descales_of, destinations, locate, new_tokens
+from flashtile.problems.decode import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
+from flashtile.reference.attention import masked, visible
+from flashtile.reference.rotary import rotate_appended
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_k_new: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    qv: Tensor | None = None,
+    upcast: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, k_cache, v_cache) by the definition; the caches with k and v in them are copies.
+
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. What is written into the cache, and
+    the rotated queries, are rounded to their dtypes; ``upcast`` is the dtype that attention over them is
+    computed in and out returned in (None: that of q, as plain PyTorch does). lse is float32, or float64 where
+    that or q is.
+    """
+    if isinstance(cache_seqlens, int):
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    left, right = window_size
+    right = 0 if causal else right
+    lengths = cache_seqlens
+    if k is not None and v is not None:
+        assert cache_seqlens is not None
+        tensors = AppendTensors(
+            cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
+            rotary_seqlens, k_descale, v_descale, q, cu_seqlens_q,
+        )  # fmt: skip
+        options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, left >= 0 or right >= 0)
+        k_cache, v_cache = append(k_cache, v_cache, k, v, tensors, options)
+        if rotary_cos is not None:
+            by_token = options.rotate_q_by_token
+            rotated = rotate_appended(q, cu_seqlens_q, tensors, rotary_interleaved, by_token)
+            q_rows = q.flatten(0, -3).clone()
+            q_rows[: len(rotated)] = rotated
+            q = q_rows.view(q.shape)
+        added = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+        lengths = cache_seqlens + added
+
+    compute = q.dtype if upcast is None else upcast
+    lse_dtype = torch.float64 if torch.float64 in (compute, q.dtype) else torch.float32
+    if qv is not None:  # one product, over the columns of keys and values
+        q = torch.cat([q, qv], -1)
+    rows = q.flatten(0, -3)
+    if cu_seqlens_q is None:
+        starts = [b * q.shape[1] for b in range(q.shape[0] + 1)]
+    else:
+        starts = cu_seqlens_q.tolist()
+    out = rows.new_zeros((*rows.shape[:-1], v_cache.shape[-1]), dtype=compute)
+    lse = rows.new_full((rows.shape[1], rows.shape[0]), -torch.inf, dtype=lse_dtype)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    places = CacheTensors(None, None, cache_batch_idx, block_table)
+    for b, (start, end) in enumerate(pairwise(starts)):
+        length = None if lengths is None else int(lengths[b])
+        k_b = sequence(k_cache, b, length, places, k_descale, compute)
+        v_b = sequence(v_cache, b, length, places, v_descale, compute)
+        if qv is not None:
+            k_b = torch.cat([k_b, v_b], -1)
+        seqlen_q, seqlen_k = end - start, k_b.shape[0]
+        seen = visible(seqlen_q, seqlen_k, left, right, q.device)
+        if tree_mask is not None:
+            mask = tree_mask if tree_mask.dim() == 2 else tree_mask[min(b, tree_mask.shape[0] - 1)]
+            tree = min(seqlen_q, seqlen_k)
+            seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
+        if cache_leftpad is not None:
+            seen[:, : int(cache_leftpad[b])] = False
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
+        out[start:end], lse[:, start:end] = masked(
+            rows[start:end].to(compute), k_b, v_b, scale, seen, lse_dtype, slopes=slopes, softcap=softcap,
+            sink=sink,
+        )  # fmt: skip
+    if cu_seqlens_q is not None:
+        return out, lse, k_cache, v_cache
+    unflat = q.shape[:2]
+    return out.unflatten(0, unflat), lse.unflatten(1, unflat).transpose(0, 1), k_cache, v_cache
+
+
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
+) -> tuple[Tensor, Tensor]:
+    """Copies of the caches with k and v in them."""
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    token, row, offset = destinations(k_cache, k, tensors)
+    k_rows, v_rows = (t.flatten(0, -3)[token] for t in (k, v))
+    if tensors.rotary_cos is not None:
+        k_rows = rotate_appended(k, tensors.cu_seqlens_k_new, tensors, options.rotary_interleaved)
+    sequences = None if tensors.slot_mapping is not None else new_tokens(k, tensors.cu_seqlens_k_new)[0]
+    for cache, new, descale in ((k_cache, k_rows, tensors.k_descale), (v_cache, v_rows, tensors.v_descale)):
+        for i in range(len(row)):
+            b = 0 if sequences is None else int(sequences[i])
+            factor = None if descale is None else descales_of(descale, b, int(row[i]))
+            cache[row[i], offset[i]] = quantized(new[i], factor, cache.dtype)
+    return k_cache, v_cache
+
+
+def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``x / descale`` (heads, head_dim) in the dtype of a cache, saturated if that is FP8."""
+    if dtype != FP8:
+        return x
+    x = x.float() if descale is None else x.float() / descale[:, None]
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def sequence(
+    cache: Tensor,
+    b: int,
+    length: int | None,
+    tensors: CacheTensors,
+    descale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(length, heads_kv, head_dim): the keys or values of sequence b, scaled back, in ``dtype``."""
+    if length is None:
+        length = cache.shape[1] * (1 if tensors.block_table is None else tensors.block_table.shape[1])
+    position = torch.arange(length, device=cache.device)
+    row, offset = locate(torch.full_like(position, b), position, cache, tensors)
+    stored = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch cannot index FP8 on the CPU
+    tokens = stored[row, offset].view(cache.dtype)
+    if descale is None:
+        return tokens.to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    factor = descales_of(descale, b, row)
+    return (tokens.to(wide) * factor.to(wide).unsqueeze(-1)).to(dtype)

@@ -1,0 +1,41 @@
+"""The error rule, hard memory layouts and poisoned outputs, for users' machines as well as for the tests."""
+
+from flashtile.testing.attention import (
+    CANCELLED_UNITS,
+    FACTORS,
+    FLOAT64_UNITS,
+    LAYOUTS,
+    LEARNED,
+    LSE_UNITS,
+    Bound,
+    Comparison,
+    Report,
+    check,
+    compare,
+    cu_seqlens,
+    measure,
+    poisoned_memory,
+    random_alibi_slopes,
+    random_gradients,
+    random_tensor,
+)
+
+__all__ = [
+    "CANCELLED_UNITS",
+    "FACTORS",
+    "FLOAT64_UNITS",
+    "LAYOUTS",
+    "LEARNED",
+    "LSE_UNITS",
+    "Bound",
+    "Comparison",
+    "Report",
+    "check",
+    "compare",
+    "cu_seqlens",
+    "measure",
+    "poisoned_memory",
+    "random_alibi_slopes",
+    "random_gradients",
+    "random_tensor",
+]

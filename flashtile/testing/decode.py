@@ -1,0 +1,102 @@
+"""Is attention over a cache right on this machine? The error rule of :mod:`flashtile.testing`, and every byte
+of the caches.
+
+    from flashtile.decode import testing
+    print(testing.check(q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=True))
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api.decode import flash_attn_with_kvcache
+from flashtile.problems.decode import FP8
+from flashtile.reference import decode as reference
+from flashtile.rounding import finite, largest, score_noise
+from flashtile.testing import LSE_UNITS, Report, compare, poisoned_memory
+
+IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "softmax_max", "backend", "debug_checks")
+"""Arguments that say how a result is computed, and not what it is."""
+
+
+def check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    poison: bool = True,
+    **arguments: Any,
+) -> Report:
+    """Raise AssertionError unless the call meets the error rule and writes what it must, and nothing else.
+
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`; the caches are not changed (copies
+    are). ``poison``: run under :func:`flashtile.testing.poisoned_memory`. Costs the memory of standard
+    attention in float64.
+    """
+    ours_k, ours_v = _copy(k_cache), _copy(v_cache)
+    with poisoned_memory() if poison else nullcontext():
+        out, lse = flash_attn_with_kvcache(q, ours_k, ours_v, k, v, return_softmax_lse=True, **arguments)
+    defining = {name: value for name, value in arguments.items() if name not in IMPLEMENTATION_ARGUMENTS}
+    call = (q, k_cache, v_cache, k, v)
+    exact = reference.attention_with_kvcache(*call, upcast=torch.float64, **defining)
+    plain = reference.attention_with_kvcache(*call, **defining)
+    plain_lse = reference.attention_with_kvcache(*call, upcast=lse.dtype, **defining)[1]
+    noise = score_noise(q, exact[2], arguments.get("softmax_scale"), largest)
+    noise += LSE_UNITS * torch.finfo(q.dtype).eps
+    # A value that cancels to little keeps the rounding of the sum that it is, of which plain PyTorch may
+    # happen to have none.
+    sums = torch.finfo(lse.dtype).eps * largest(finite(exact[3]))
+    if arguments.get("v_descale") is not None:
+        sums *= largest(finite(arguments["v_descale"]))
+    report = Report(
+        f"flash_attn_with_kvcache({tuple(q.shape)} over {tuple(k_cache.shape)} in {q.dtype}, "
+        f"{k_cache.dtype}, {', '.join(sorted(arguments))})",
+        (
+            compare("out", out, exact[0], plain[0], noise=(sums, sums)),
+            compare("lse", lse, exact[1], plain_lse, noise=(noise, noise)),
+        ),
+    ).require()
+    computed = arguments.get("rotary_cos") is not None or arguments.get("k_descale") is not None
+    check_cache("k_cache", ours_k, exact[2], k_cache, computed)
+    check_cache("v_cache", ours_v, exact[3], v_cache, arguments.get("v_descale") is not None)
+    return report
+
+
+def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, computed: bool) -> None:
+    """Raise AssertionError unless what was to be written is there and all else is as before, to the bit.
+
+    ``computed``: what was written went through arithmetic (rotary, scales), whose last bit may differ.
+    """
+    written = _bits(expected) != _bits(before)
+    if not torch.equal(_bits(actual)[~written], _bits(before)[~written]):
+        where = ((_bits(actual) != _bits(before)) & ~written).nonzero()[0].tolist()
+        raise AssertionError(f"{name} was changed at {where}, which is none of the call's places")
+    got, target = actual[written].double(), expected[written].double()
+    allowed = torch.zeros_like(target)
+    if computed:
+        allowed = torch.finfo(actual.dtype).eps * target.abs()
+        allowed += 4 * torch.finfo(torch.float32).eps * (target.abs().max() if target.numel() else 0.0)
+    right = ((got - target).abs() <= allowed) | (got.isnan() & target.isnan())
+    if not right.all():
+        i = int((~right).nonzero()[0])
+        where = written.nonzero()[i].tolist()
+        raise AssertionError(f"{name} at {where} is {got[i].item()}, expected {target[i].item()}")
+
+
+def _copy(cache: Tensor) -> Tensor:
+    """The same numbers in the same memory layout, gaps included."""
+    copy = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=cache.device)
+    return copy.copy_(cache)
+
+
+def _bits(cache: Tensor) -> Tensor:
+    if cache.dtype == FP8:
+        return cache.view(torch.uint8)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return cache.view(integers[cache.itemsize])

@@ -1,0 +1,151 @@
+"""Is FP8 attention right on this machine? The error rule of :mod:`flashtile.testing`, over what is stored.
+
+    from flashtile.fp8 import testing
+    print(testing.check(q, k, v, causal=True))
+
+The reference is standard attention in float64 over the numbers that the e4m3 tensors and their scales stand
+for, so that what is judged is attention; how far those numbers are from what was quantised is another matter.
+Plain PyTorch in the same dtype rounds its probabilities to e4m3, too, and here times 2**8, as we do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api import attention as functional
+from flashtile.api.fp8 import QUANTIZING, attention, quantize, shared_method
+from flashtile.problems.fp8_layout import E4M3, P_EXPONENT
+from flashtile.problems.quantized import Quantized
+from flashtile.reference import attention as exact
+from flashtile.reference import fp8 as reference
+from flashtile.rounding import finite, largest, rms
+from flashtile.testing import Report, compare, poisoned_memory
+
+P_ROUNDING = 2.0**-5
+"""Typical relative error of a probability in e4m3: a quarter of the distance between neighbours."""
+
+SCORE_ERROR = 2.0**-20
+"""Rounding of a score, of the largest that the lengths of q and k allow."""
+
+SCORE_ERROR_ON_GPU = 2.0**-13
+"""The same where tensor cores sum products of e4m3 in fewer bits than float32 has."""
+
+
+def check(
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    method: str | None = None,
+    hadamard: bool | None = None,
+    seed: int | None = None,
+    poison: bool = True,
+    backend: str | None = None,
+    function: Callable[..., Any] | None = None,
+    **arguments: Any,
+) -> Report:
+    """Raise AssertionError unless FP8 attention over q, k and v meets the error rule; return every number.
+
+    Args:
+        q, k, v: as for :func:`flashtile.fp8.attention`, or float8_e4m3fn as for
+            :func:`flashtile.flash_attn_func`.
+        method, hadamard, seed: as for :func:`flashtile.fp8.attention`.
+        poison: run under :func:`flashtile.testing.poisoned_memory`.
+        backend: which to insist on; one that cannot quantise computes on what the default one quantised.
+        function: what is measured in place of :func:`flashtile.fp8.attention`, or :func:`flashtile.attention`
+            for q of float8_e4m3fn; it gets what the former gets of those that are quantised.
+        arguments: the others of :func:`flashtile.fp8.attention`, or of :func:`flashtile.attention` with its
+            descales, but for rotary embedding.
+
+    Costs the memory of standard attention in float64.
+    """
+    parts: tuple[Any, Any, Any] = (q, k, v)
+    with poisoned_memory() if poison else nullcontext():
+        if isinstance(q, Tensor) and q.dtype == E4M3:
+            function = function or functional.attention
+        else:
+            function = function or attention
+            parts = quantize_call(
+                q, k, v, method=method, hadamard=hadamard, seed=seed, backend=backend, **arguments
+            )
+        out, lse = function(*parts, return_lse=True, backend=backend, **arguments)
+    exact = reference.attention(*parts, **arguments)
+    plain = reference.attention(*parts, p_scale=2.0**P_EXPONENT, upcast=torch.float32, **arguments)
+    p_noise, lse_noise = _noise(parts, dict(arguments), out.is_cuda)
+    return Report(
+        f"FP8 attention of q {tuple(q.shape)}, k {tuple(k.shape)}, {', '.join(sorted(arguments))}",
+        (
+            compare("out", out, exact[0], plain[0].to(out.dtype), noise=p_noise),
+            compare("lse", lse, exact[1], plain[1], noise=(lse_noise, lse_noise)),
+        ),
+    ).require()
+
+
+def _noise(
+    parts: tuple[Any, Any, Any], arguments: dict[str, Any], on_gpu: bool
+) -> tuple[tuple[float, float], float]:
+    """What rounding of P may leave in out, (largest, rms), if errors are unrelated; and of scores in lse."""
+    scales = [arguments.pop(f"{name}_descale", None) for name in "qkv"]
+    (q, k, v), arguments = reference.dequantize(*parts, tuple(scales), torch.float64, arguments)
+    squares, _ = exact.attention(q, k, v.square(), round_p=torch.square, **arguments)
+    sizes = squares.sqrt().nan_to_num(0.0, 0.0) * P_ROUNDING
+    score = abs(arguments["softmax_scale"])
+    for x in (q, k):
+        score *= largest(finite(torch.linalg.vector_norm(x, dim=-1)))
+    return (largest(sizes), rms(sizes)), (SCORE_ERROR_ON_GPU if on_gpu else SCORE_ERROR) * max(score, 1.0)
+
+
+def standard(
+    q: Tensor, k: Tensor, v: Tensor, *, p_scale: float | None = 1.0, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of standard attention in FP8, as FlashAttention-3 compares with in section 4.3.
+
+    Each tensor has one scale; products and softmax are in float32.
+
+    Args:
+        q, k, v: float16 or bfloat16, as for :func:`flashtile.attention`.
+        p_scale: as for :func:`flashtile.reference.fp8.attention`. 1 rounds the softmax's result as it is.
+        arguments: the others of :func:`flashtile.reference.attention.attention`.
+
+    out is float32. With ``p_scale=1`` the error on the paper's data is the one that the paper prints for its
+    baseline; with probabilities in 16 bits (None) it is two thirds of that.
+    """
+    parts = quantize_call(q, k, v, method="tensor", hadamard=False, **arguments)
+    return reference.attention(*parts, p_scale=p_scale, upcast=torch.float32, **arguments)
+
+
+def quantize_call(
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    method: str | None = None,
+    hadamard: bool | None = None,
+    seed: int | None = None,
+    backend: str | None = None,
+    **arguments: Any,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """q, k and v as :func:`flashtile.fp8.attention` quantises those that are not yet."""
+    method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
+    quantized = (
+        x
+        if isinstance(x, Quantized)
+        else quantize(
+            x,
+            role,
+            method=method,
+            hadamard=seed is not None,
+            seed=seed or 0,
+            cu_seqlens=arguments.get(f"cu_seqlens_{side}"),
+            max_seqlen=arguments.get(f"max_seqlen_{side}"),
+            seqused=arguments.get(f"seqused_{side}"),
+            backend=backend if backend in QUANTIZING else None,
+        )
+        for x, role, side in zip((q, k, v), "qkv", "qkk", strict=True)
+    )
+    return next(quantized), next(quantized), next(quantized)

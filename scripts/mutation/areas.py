@@ -1,0 +1,151 @@
+"""Where faults are planted, and where they would change no result: to be edited when files move."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Area:
+    """Files of the package, by patterns in which ``*`` takes slashes as well, and the tests near them."""
+
+    name: str
+    files: tuple[str, ...]
+    near: tuple[str, ...]
+    """Tests that a sample traces; a whole run traces all of ``TESTS``."""
+
+
+AREAS = (
+    Area(
+        "masks",
+        ("flashtile/masks/*", "flashtile/operators/mask*", "flashtile/problems/mask*", "flashtile/api/mask*"),
+        ("tests/masks/*", "tests/attn/test_derivatives.py"),
+    ),
+    Area(
+        "operators",
+        (
+            *(f"flashtile/{folder}/*" for folder in ("attn", "decode", "fp8", "linear", "op", "checks")),
+            *(f"flashtile/{folder}/*" for folder in ("api", "operators", "problems", "attention")),
+            *(f"flashtile/{file}.py" for file in ("arguments", "problem", "merge", "caches", "dropout")),
+        ),
+        (
+            "tests/attn/test_functional.py",
+            "tests/attn/test_bad_input.py",
+            "tests/attn/test_merge.py",
+            "tests/attn/test_tma_obstacles.py",
+            "tests/op/test_selection.py",
+            "tests/op/test_launch_keys.py",
+            "tests/op/test_refused_calls.py",
+            "tests/decode/test_decode_operators.py",
+            "tests/decode/test_decode_bad_input.py",
+            "tests/decode/test_append.py",
+            "tests/fp8/test_fp8_calls.py",
+            "tests/test_caches.py",
+        ),
+    ),
+    Area(
+        "portable",
+        ("flashtile/backends/portable/*", "flashtile/backends/common/*"),
+        (
+            "tests/attn/test_weights.py",
+            "tests/attn/test_partial_results.py",
+            "tests/backends/test_kernel_cache.py",
+            "tests/backends/test_kept_kernels.py",
+            "tests/decode/test_decode_kernels.py",
+            "tests/linear/*",
+            "tests/parallel/test_symmetric.py",
+        ),
+    ),
+    Area(
+        "Hopper",
+        ("flashtile/backends/hopper/*",),
+        ("tests/backends/test_hopper_interpreted.py", "tests/backends/test_hopper_schedule.py"),
+    ),
+    Area(
+        "CPU",
+        ("flashtile/backends/cpu/*",),
+        (
+            "tests/attn/test_weights.py",
+            "tests/attn/test_merge.py",
+            "tests/backends/test_cpu_backend.py",
+            "tests/decode/test_decode.py",
+            "tests/decode/test_one_query.py",
+            "tests/fp8/test_fp8_calls.py",
+        ),
+    ),
+    Area(
+        "cache",
+        ("flashtile/kv_cache/*",),
+        (
+            "tests/kv_cache/test_manager.py",
+            "tests/kv_cache/test_paged.py",
+            "tests/kv_cache/test_refusals.py",
+            "tests/kv_cache/test_steps.py",
+        ),
+    ),
+    Area("server", ("flashtile/engine/server/*", "flashtile/server/*"), ("tests/engine/server/*",)),
+    Area(
+        "engine",
+        ("flashtile/engine/*",),
+        tuple(
+            f"tests/engine/test_engine_{name}.py"
+            for name in (
+                "faults",
+                "models",
+                "sampling",
+                "sampling_kernel",
+                "scheduler",
+                "speculation",
+                "texts",
+                "upload",
+            )
+        ),
+    ),
+    Area("parallel", ("flashtile/parallel/*",), ("tests/parallel/*",)),
+    Area(
+        "integrations",
+        ("flashtile/integrations/*", "flashtile/compat/*", "flashtile/nn.py", "flashtile/api/padding.py"),
+        ("tests/integrations/*",),
+    ),
+)
+"""A file belongs to the first that has it."""
+
+TESTS = (
+    *(f"tests/{folder}/*" for folder in ("attn", "decode", "engine", "fp8", "integrations")),
+    *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
+    *(f"tests/backends/test_{name}*" for name in ("[!c]", "compare", "cpu", "compile_")),
+    "tests/docs/test_examples.py",
+    "tests/test_[!m]*.py",
+)
+"""Those of the other folders test what is in no area: pages, pictures, benchmarks. test_mutants.py reads the
+lines that faults change; test_compile.py compiles kernels for minutes and runs none."""
+
+NOT_PLANTED = json.loads(Path(__file__).with_name("not_planted.json").read_text("utf-8"))
+"""With reasons. ``code``: functions and tables that change no result or run on cards alone, by a pattern of
+files and a regular expression of names. ``faults``: single ones that change no result, by the line's text.
+"""
+
+
+def area_of(file: str) -> str | None:
+    """The area of a file, a path below the repository's root."""
+    for area in AREAS:
+        if any(fnmatchcase(file, pattern) for pattern in area.files):
+            return area.name
+    return None
+
+
+def files_of(name: str) -> list[str]:
+    """The files of an area."""
+    every = (path.relative_to(ROOT).as_posix() for path in (ROOT / "flashtile").rglob("*.py"))
+    return sorted(file for file in every if area_of(file) == name)
+
+
+def files_matching(patterns: tuple[str, ...]) -> list[str]:
+    """The files of tests that match."""
+    every = (path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
+    return sorted(file for file in every if any(fnmatchcase(file, pattern) for pattern in patterns))

@@ -1,0 +1,187 @@
+"""Which tests run which lines of the package: recorded while they run, in child processes as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+FOLLOWED = "FLASHTILE_LINES_OF"
+"""Environment variable: the checkout and the file to which child processes append their lines."""
+OFTEN = 20
+"""Calls of a function within one test whose lines are looked at, where Python has no ``sys.monitoring``."""
+
+
+class Lines:
+    """Lines of the package in the checkout ``root`` that run in this process; since ``reset``."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root.rstrip("/") + "/"
+        self.files: dict[str, set[int] | None] = {}
+        """None: a file that is not the package's."""
+        self._calls: dict[int, int] = {}
+
+    def reset(self) -> None:
+        self._calls.clear()
+        for lines in self.files.values():
+            if lines:
+                lines.clear()
+        if sys.version_info >= (3, 12):
+            sys.monitoring.restart_events()
+
+    def seen(self) -> dict[str, list[int]]:
+        """By file, a path below the root."""
+        return {name.removeprefix(self._root): sorted(lines) for name, lines in self.files.items() if lines}
+
+    def _of(self, name: str) -> set[int] | None:
+        if name not in self.files:
+            self.files[name] = set() if name.startswith(f"{self._root}flashtile/") else None
+        return self.files[name]
+
+    def start(self) -> None:
+        if sys.version_info >= (3, 12):
+            self._monitor()
+        else:
+            threading.settrace(self._trace)
+            sys.settrace(self._trace)
+
+    def _monitor(self) -> None:
+        if sys.version_info >= (3, 12):
+            monitoring, tool = sys.monitoring, sys.monitoring.COVERAGE_ID
+            monitoring.use_tool_id(tool, "lines")
+
+            def start(code: CodeType, offset: int) -> Any:
+                if self._of(code.co_filename) is not None:
+                    monitoring.set_local_events(tool, code, monitoring.events.LINE)
+                return monitoring.DISABLE
+
+            def line(code: CodeType, number: int) -> Any:
+                self.add(code.co_filename, number)
+                return monitoring.DISABLE
+
+            monitoring.register_callback(tool, monitoring.events.PY_START, start)
+            monitoring.register_callback(tool, monitoring.events.LINE, line)
+            monitoring.set_events(tool, monitoring.events.PY_START)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        name = code.co_filename
+        if (self.files[name] if name in self.files else self._of(name)) is None:
+            return None
+        calls = self._calls[id(code)] = self._calls.get(id(code), 0) + 1
+        return self._trace_line if calls <= OFTEN else None
+
+    def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.add(frame.f_code.co_filename, frame.f_lineno)
+        return self._trace_line
+
+    def add(self, name: str, number: int) -> None:
+        lines = self._of(name)
+        if lines is not None:
+            lines.add(number)
+
+
+class AppendedLines(Lines):
+    """Lines of a child process, which may be ended at any time: each goes to a file at once."""
+
+    def __init__(self, root: str, file: str) -> None:
+        super().__init__(root)
+        self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def add(self, name: str, number: int) -> None:
+        lines = self._of(name)
+        if lines is not None and number not in lines:
+            lines.add(number)
+            os.write(self._descriptor, f"{name.removeprefix(self._root)}\t{number}\n".encode())
+
+
+def follow() -> None:
+    """In a child process: its lines are those of all tests of its file."""
+    root, file = os.environ[FOLLOWED].split(os.pathsep)
+    AppendedLines(root, file).start()
+
+
+class Recorder:
+    """A plugin of pytest: how long each test takes, and which lines it runs. Only tests that pass count."""
+
+    def __init__(self, root: Path, children: Path) -> None:
+        self._children = children
+        self._lines = Lines(str(root))
+        self._lines.start()
+        self.tests: dict[str, dict[str, Any]] = {}
+        os.environ[FOLLOWED] = os.pathsep.join((str(root), str(children)))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._lines.reset()
+        self._began = cpu_seconds()
+        self.tests[nodeid] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if not report.passed:
+            self.tests[report.nodeid]["failed"] = "skipped" if report.skipped else "failed"
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.tests[nodeid] |= {
+            "seconds": round(cpu_seconds() - self._began, 3),
+            "lines": {file: masked(lines) for file, lines in self._lines.seen().items()},
+        }
+
+    def result(self) -> dict[str, Any]:
+        passed = {name: test for name, test in self.tests.items() if "failed" not in test}
+        failed = [name for name, test in self.tests.items() if test.get("failed") == "failed"]
+        lines = self._lines_of_children()
+        return {"tests": passed, "failed": failed, "children": lines, "seconds": round(cpu_seconds(), 1)}
+
+    def _lines_of_children(self) -> dict[str, str]:
+        found: dict[str, list[int]] = {}
+        if self._children.exists():
+            for row in self._children.read_text("utf-8").splitlines():
+                file, number = row.split("\t")
+                found.setdefault(file, []).append(int(number))
+        return {file: masked(lines) for file, lines in found.items()}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those children that have ended: others may keep the machine busy."""
+    return sum(os.times()[:4])
+
+
+def masked(lines: list[int]) -> str:
+    """Numbers as bits, in hexadecimal."""
+    bits = 0
+    for line in lines:
+        bits |= 1 << line
+    return f"{bits:x}"
+
+
+class Map:
+    """What the recorders of all files of tests have found."""
+
+    def __init__(self) -> None:
+        self._tests: dict[str, list[tuple[str, str, float, int]]] = {}
+        """By file of the package: (mode, test, seconds, lines)."""
+
+    def add(self, mode: str, recorded: dict[str, Any]) -> None:
+        for name, test in recorded["tests"].items():
+            for file in {*test["lines"], *recorded["children"]}:
+                bits = int(test["lines"].get(file, "0"), 16) | int(recorded["children"].get(file, "0"), 16)
+                self._tests.setdefault(file, []).append((mode, name, test["seconds"], bits))
+
+    def covering(
+        self, file: str, first: int, last: int, anywhere: bool = False
+    ) -> Iterator[tuple[str, str, float]]:
+        """(mode, test, seconds) of those that run one of the lines, or ``anywhere`` any line of the file."""
+        wanted = ((1 << (last + 1)) - 1) & ~((1 << first) - 1)
+        for mode, name, seconds, bits in self._tests.get(file, ()):
+            if anywhere or bits & wanted:
+                yield mode, name, seconds
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))

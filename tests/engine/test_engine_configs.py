@@ -1,0 +1,150 @@
+"""Configs as Transformers reads them: every supported class, every field, left out, null and given."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile.engine.config import FAMILIES, ConfigError, parse_config
+from flashtile.engine.rotary import rotary_frequencies, rotary_tables
+
+transformers = pytest.importorskip("transformers")
+
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+CHANGED: dict[str, Any] = {
+    "vocab_size": 500, "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 6,
+    "num_attention_heads": 128, "num_key_value_heads": 2, "head_dim": 48, "rms_norm_eps": 1e-4,
+    "hidden_act": "gelu_new", "hidden_activation": "silu", "max_position_embeddings": 640,
+    "bos_token_id": 7, "eos_token_id": [5, 9], "rope_parameters": LINEAR, "sliding_window": 33,
+    "use_sliding_window": True, "max_window_layers": 2, "mlp_bias": True, "query_pre_attn_scalar": 20,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention", "full_attention"],
+    "final_logit_softcapping": 7.0, "attn_logit_softcapping": 9.0, "num_local_experts": 6,
+    "num_experts_per_tok": 3, "swiglu_alpha": 1.5, "swiglu_limit": 5.0,
+}  # fmt: skip
+"""None of them is any class's default; two flags are the opposite of theirs."""
+WITHOUT_EFFECT = {
+    "attention_dropout", "initializer_range", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "router_aux_loss_coef", "use_bidirectional_attention", "use_cache",
+}  # fmt: skip
+"""On what a trained model computes; use_bidirectional_attention is refused."""
+
+
+@functools.cache
+def fields_of(model_type: str) -> dict[str, Any]:
+    """The fields that a class adds to all configs', with changed values."""
+    config = transformers.AutoConfig.for_model(model_type)
+    common = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
+    names = {one.name for one in dataclasses.fields(config)} - common - WITHOUT_EFFECT
+    flags = {"tie_word_embeddings", "attention_bias"}
+    return {name: not getattr(config, name) if name in flags else CHANGED[name] for name in sorted(names)}
+
+
+def in_full(model_type: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What Transformers makes of a config.json, with every field."""
+    found = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(values)))
+    return {**found.to_dict(), "model_type": model_type}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_empty_config_is_the_classs(model_type):
+    assert parse_config({"model_type": model_type}) == parse_config(in_full(model_type, {}))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fields_left_out_or_null_are_the_classs(model_type):
+    given = fields_of(model_type)
+    for name in given:
+        rest = {key: value for key, value in given.items() if key not in (name, "layer_types")}
+        full = in_full(model_type, rest)
+        assert parse_config({**rest, "model_type": model_type}) == parse_config(full), name
+        empty = {**rest, name: None}
+        try:
+            full = in_full(model_type, empty)
+        except Exception:  # the class takes no null there
+            continue
+        assert parse_config({**empty, "model_type": model_type}) == parse_config(full), name
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_field_of_the_class_changes_the_model_and_no_other_does(model_type):
+    base = {"use_sliding_window": True, "num_hidden_layers": 6, "max_window_layers": 3}
+    base = {"model_type": model_type, **base}
+    before = parse_config(base)
+    for name, value in {**CHANGED, **fields_of(model_type)}.items():
+        if base.get(name) == value or (model_type, name) == ("gpt_oss", "hidden_act"):
+            continue  # gpt-oss's experts have an activation of their own
+        # Mistral's class with layer_types is Ministral's, and Qwen 2 reads a head_dim that its class lacks.
+        known = name in fields_of(model_type) or (model_type, name) in (
+            ("mistral", "layer_types"), ("qwen2", "head_dim")
+        )  # fmt: skip
+        change = {**base, name: value}
+        assert (parse_config(change) != before) == known, name
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_theta": 500.0},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LINEAR},
+        {"rope_parameters": {}},
+        {"rope_scaling": None},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 300.0},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": None, "beta_fast": None}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+        {
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings": 96,
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0
+            },
+        },
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_rotary_frequencies_are_those_of_the_class(model_type, values):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    values = {**values, "head_dim": 32, "max_position_embeddings": 256}
+    ours = parse_config({**values, "model_type": model_type})
+    config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(values)))
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        expected = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, 32, 2) / 32)
+        scale = 1.0
+    else:
+        expected, scale = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    torch.testing.assert_close(rotary_frequencies(ours.rope, 32), expected, rtol=1e-6, atol=0)
+    assert rotary_tables(ours.rope, 32, 1)[0][0, 0] == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, ConfigError,
+            "rope_theta must be other than 1 with rope_type 'yarn', got 1.0",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, NotImplementedError,
+            "rope_parameters by type of layer are not supported",
+        ),
+        ({"per_layer_config": {"0": {}}}, NotImplementedError, "per_layer_config is not supported"),
+        ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention is not"),
+    ],
+)  # fmt: skip
+def test_configs_that_cannot_be_are_refused(values, error, message):
+    with pytest.raises(error, match=message):
+        parse_config({"model_type": "llama", **values})
+
+
+def test_positions_stretched_beyond_all_numbers_are_bounded():
+    rope = {"rope_type": "yarn", "factor": 1e300, "original_max_position_embeddings": 1e300}
+    assert parse_config({"model_type": "llama", "rope_parameters": rope}).longest_sequence == 2**24

@@ -1,0 +1,137 @@
+"""Numbers of functions: an int becomes a float where torch makes it one, and floats have the call's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import masks, testing
+from flashtile.masks.mods import traced
+from flashtile.problems.mask_ranges import POSITIONS, positions_of, wide_lines
+from flashtile.reference import attention as reference
+from targets import Target
+
+BECOME_FLOATS: dict[str, Callable] = {
+    "1.0 * i": lambda s, b, h, i, j: 1.0 * i,
+    "i * 1.0": lambda s, b, h, i, j: i * 1.0,
+    "i + 0.0": lambda s, b, h, i, j: i + 0.0,
+    "0.0 + i": lambda s, b, h, i, j: 0.0 + i,
+    "i - 0.0": lambda s, b, h, i, j: i - 0.0,
+    "i ** 1.0": lambda s, b, h, i, j: i**1.0,
+    "i ** 2.0": lambda s, b, h, i, j: i**2.0,
+    "i / 1": lambda s, b, h, i, j: i / 1,
+    "where": lambda s, b, h, i, j: torch.where(i > j, i, 1.0),
+    "clamp": lambda s, b, h, i, j: i.clamp(max=2.5),
+}
+
+
+@pytest.mark.parametrize("name", BECOME_FLOATS)
+def test_an_int_becomes_a_float_where_torch_makes_it_one(name: str) -> None:
+    """A score_mod must give a float, so that its trace says."""
+    function = BECOME_FLOATS[name]
+    index = torch.arange(3)
+    assert function(None, None, None, index, index).is_floating_point()
+    traced("score_mod", function)
+
+
+def test_squares_of_floats_do_not_overflow(target: Target) -> None:
+    """As ints of 32 bits they would."""
+
+    def modify(s, b, h, i, j):
+        distance = 1.0 * (i - j + 50000)
+        return s - distance * distance * 1e-9 - ((j + 60000) + 0.0) ** 2 * 1e-9
+
+    q, k, v = (testing.random_tensor((1, 8, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
+    _, lse = flashtile.attention(q, k, v, score_mod=modify, return_lse=True, backend=target.backend)
+    i = torch.arange(8, dtype=torch.float64, device=target.device)
+    scores = (q[0, :, 0] @ k[0, :, 0].T).double() / 4
+    scores = scores - ((i[:, None] - i + 50000) ** 2 + (i + 60000) ** 2) * 1e-9
+    torch.testing.assert_close(lse[0, 0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+IN_FLOAT64: dict[str, tuple[Callable, Callable]] = {
+    "factor": (lambda s, b, h, i, j: s + 0.1 * j, lambda i, j: 0.1 * j),
+    "division": (lambda s, b, h, i, j: s + (i + 1) / (j + 3), lambda i, j: (i + 1) / (j + 3)),
+    "float()": (lambda s, b, h, i, j: s + j.float() / 3, lambda i, j: j / 3),
+    "bool": (lambda s, b, h, i, j: s + (i > j).float() * 0.1, lambda i, j: (i > j).double() * 0.1),
+    "where": (lambda s, b, h, i, j: s + torch.where(i > j, 0.1, 0.7),
+              lambda i, j: 0.7 - 0.6 * (i > j).double()),
+    "root": (lambda s, b, h, i, j: s + torch.sqrt(j + 2), lambda i, j: torch.sqrt(j + 2)),
+    "power": (lambda s, b, h, i, j: s + 1.3**j, lambda i, j: torch.pow(1.3, j)),
+    "maximum": (lambda s, b, h, i, j: s + torch.clamp(j, min=0.1), lambda i, j: torch.clamp(j, min=0.1)),
+    "comparison": (lambda s, b, h, i, j: s + torch.where(16777216 + j > 16777216.5, 1.0, 0.0),
+                   lambda i, j: (j >= 1) * 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_float64_calls_compute_in_float64(name: str) -> None:
+    score_mod, bias = IN_FLOAT64[name]
+    q, k, v = (torch.randn(1, 6, 1, 4, dtype=torch.float64) for _ in range(3))
+    index = torch.arange(6, dtype=torch.float64)
+    added = bias(index[:, None], index).expand(6, 6)[None, None].contiguous()
+    expected, _ = reference.attention(q, k, v, bias=added)
+    out = flashtile.attention(q, k, v, score_mod=score_mod)
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_division_by_zero_is_torchs() -> None:
+    """Where a mask hides it, and in what is folded."""
+    q = torch.randn(1, 4, 1, 8, requires_grad=True)
+    out = flashtile.attention(
+        q, q, q, score_mod=lambda s, b, h, i, j: s / 0, mask_mod=lambda b, h, i, j: i < 0
+    )
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert not out.any()
+    assert not dq.any()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda s, b, h, i, j: s + ~s, "~ takes booleans and ints, not a float"),
+        (lambda s, b, h, i, j: s + -(i > j), "- takes ints and floats, not a bool"),
+        (lambda s, b, h, i, j: s + i * 2**64, "an int must fit 64 bits"),
+    ],
+)
+def test_what_torch_does_not_compute_does_not_compile(function, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        traced("score_mod", function)
+
+
+def test_ints_that_leave_32_bits_are_computed_in_64(target: Target) -> None:
+    """As torch computes them."""
+
+    def modify(s, b, h, i, j):
+        square = (i + 50000) * (j + 60000)
+        mixed = (i * 2654435761 + (j << 29)) % 97
+        chosen = torch.where(i > j, 3000000000, -5) // 1000000000 + torch.where(j * 2**33 > 2**34, 1, 0)
+        return s + square % 11 / 11 + mixed / 97 + chosen / 4
+
+    q, k, v = (testing.random_tensor((1, 8, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
+    out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)
+    expected, _ = reference.attention(q.double(), k.double(), v.double(), score_mod=modify)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
+    """The others would need more registers."""
+
+    def wide(function: Callable, positions: int = POSITIONS) -> int:
+        program = traced("mask_mod", function).program
+        return len(wide_lines(program, positions))
+
+    assert wide(lambda b, h, i, j: (i - j).abs() * 100 < 2**30) == 0
+    assert wide(lambda b, h, i, j: (i - j).abs() * 100 < 2**30, 2**26) == 1
+    assert wide(lambda b, h, i, j: i * j < 5) == 1
+    assert wide(lambda b, h, i, j: (i % 1000) * (j % -1000) < 5) == 0
+    assert wide(lambda b, h, i, j: i < 2**31) == 1
+    assert wide(lambda b, h, i, j: (i // 64 ^ j // 64) & 1 == 0) == 0
+    assert wide(lambda b, h, i, j: i << 8 == ~j) == 1
+    for mask in (masks.window(1000, 5), masks.natten(64, 64, 7), masks.dilated(5, 3), masks.prefix_lm(9)):
+        assert wide(mask) == 0
+    assert positions_of(2**25 - 1, 5) == positions_of(5, 2**25) == 2**25
+    assert positions_of(0, 5) == POSITIONS

@@ -149,7 +149,10 @@ def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> C
     tensor = _is_tensor(arguments[victim])
     value = rng.choice(SPOILT if tensor and rng.random() < 0.5 else NONSENSE)
     taken = TAKEN.get(f"{name} {victim}", ()) + TAKEN.get(f"* {victim}", ())
-    names = [victim, *{"function": ["mask_mod", "score_mod"], "model_or_q": ["q", "k"]}.get(victim, [])]
+    names = [
+        victim,
+        *{"function": ["mask_mod", "score_mod"], "model_or_q": ["q", "k", "model"]}.get(victim, []),
+    ]
     if "{}" in value:  # an error may name the tensor that it no longer fits
         names += [n for n in arguments if n != victim]
     # What may be right here must at least end well: with a result, or an error of ours.

@@ -118,6 +118,8 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "flashtile.SamplingParams seed": ("-7", "2**70", "-(2**70)"), "flashtile.SamplingParams max_tokens": ("2**70",), "flashtile.SamplingParams min_tokens": (),
     "flashtile.SamplingParams stop_token_ids": ("(1, 2, 3, 4, 5)",), "flashtile.SamplingParams top_p": (), "flashtile.SamplingParams logprobs": ("2**70",),
     "* debug_checks": (), "* device": ("'meta'",), "flashtile.SamplingParams top_k ": ("2**70",),
+    "* out_dtype": ("torch.float32",),
+    "* dtype": ("torch.float32",),
     "masks.alibi slopes": ("({}).to(torch.float8_e5m2)",),
     "masks.relative_position bias": ("({}).to(torch.float8_e5m2)",),
     "masks.document ids": ("({})[None, None]", "({}).to(torch.float64)", "({}).to('meta')", "({}).to(torch.int8)", "torch.cat([{}, {}], -1)"),
@@ -147,7 +149,10 @@ def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> C
     tensor = _is_tensor(arguments[victim])
     value = rng.choice(SPOILT if tensor and rng.random() < 0.5 else NONSENSE)
     taken = TAKEN.get(f"{name} {victim}", ()) + TAKEN.get(f"* {victim}", ())
-    names = [victim, *{"function": ["mask_mod", "score_mod"], "model_or_q": ["q", "k"]}.get(victim, [])]
+    names = [
+        victim,
+        *{"function": ["mask_mod", "score_mod"], "model_or_q": ["q", "k", "model"]}.get(victim, []),
+    ]
     if "{}" in value:  # an error may name the tensor that it no longer fits
         names += [n for n in arguments if n != victim]
     # What may be right here must at least end well: with a result, or an error of ours.

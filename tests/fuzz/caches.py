@@ -233,7 +233,7 @@ def _profile(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
         "k": "rand(batch, seqlen_k, heads_kv, head_dim, dtype=dtype, device=device, seed=2)",
     }
     body = """def exact(q, k, causal=True, softmax_scale=None, softcap=0.0):
-    s = q.transpose(1, 2) @ k.repeat_interleave(group, 2).transpose(1, 2).mT
+    s = oracle.wide(q).transpose(1, 2) @ k.repeat_interleave(group, 2).transpose(1, 2).mT
     s = s * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
     s = softcap * torch.tanh(s / softcap) if softcap else s
     s = s[oracle.seen_by(seqlen_q, seqlen_k, causal).expand_as(s)]

@@ -100,7 +100,7 @@ def score_mod(rng: Random, tensors: dict[str, str]) -> tuple[str, str]:
     ]  # fmt: skip
     only_where = [
         ("s / (i - j).abs()", "lambda b, h, i, j: i != j"), ("s - torch.log((i - j + 1) * 1.0)", "masks.causal()"),
-        ("s + w[h] / (i - j)", "lambda b, h, i, j: i > j"), ("s * (i - j).float().sqrt()", "lambda b, h, i, j: j < i"),
+        ("s + w[h] / (i - j)", "lambda b, h, i, j: i > j"), ("s * ((i - j) * 1.0).sqrt()", "lambda b, h, i, j: j < i"),
     ]  # fmt: skip
     if rng.random() < 0.2:
         text, needs = rng.choice(only_where)
@@ -128,6 +128,8 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     mask = needed or mask_mod(rng, tensors)
     if needed and rng.random() < 0.3:
         mask = f"({needed} & {mask_mod(rng, tensors)})" if "flex." not in mask else needed
+    if fixed["dtype"] == "torch.float64":  # float() is float32, in the oracle as well
+        scores, mask = scores.replace(".float()", " * 1.0"), mask.replace(".float()", " * 1.0")
     if scores:
         options.append(f"score_mod={scores}")
     blocks = rng.random() < 0.4 or form != "mods"

@@ -79,7 +79,10 @@ def one(
         s = s + wide(qv).transpose(0, 1) @ wide(v).mT
     s = s * scale
     if softcap:
-        s = softcap * torch.tanh(wide(s) / softcap)
+        x = wide(s) / softcap
+        y = torch.tanh(x)
+        slope_off = (y.square() - wide(y).square()).detach()  # of 1 - y^2, which cancels where y is near 1
+        s = softcap * (y + (x - x.detach()) * slope_off)
     h = torch.arange(heads, device=q.device)[:, None, None]
     i = torch.arange(sq, device=q.device)[:, None]
     j = torch.arange(sk, device=q.device)
